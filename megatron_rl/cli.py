@@ -9,7 +9,7 @@ from collections.abc import Callable
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.versions import leave_backends_to_platforms
 
-# A command, the module whose `main(argv)` runs it, and what it does.
+# A command, the module whose `main(argv)` runs it, and its purpose.
 _COMMANDS = {
     "audit": ("megatron_rl.commands.audit", "check the audit log of a run: who sampled what, under which weights"),
     "convert": ("megatron_rl.commands.convert", "convert weights between Hugging Face's format and Megatron's"),
@@ -29,7 +29,7 @@ _COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code. An error that a person can mend is printed without a traceback."""
+    """Run a command and return its exit code. An error that a user can correct is printed without a traceback."""
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -43,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_cut_off() -> bool:
-    """Whether nobody reads the output any more, since `head` for instance has read enough."""
+    """Check whether the reader of the output has closed it, for instance a `head` that has read enough."""
     poll = select.poll()
-    # Without events to wait for: that the reading end is closed is told unasked.
+    # No events are asked for: a closed reading end is always reported.
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))
 
@@ -72,7 +72,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _load(command: str) -> Callable[[list[str]], int]:
-    # Imported when it is asked for, so that one command does not wait for, or fail with, the packages of another.
+    # Imported only when it is needed, so that a command does not wait for, or fail with, the packages of another.
     return importlib.import_module(_COMMANDS[command][0]).main
 
 

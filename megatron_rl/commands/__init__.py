@@ -1,1 +1,1 @@
-"""What a person starts: the command `megatron-rl`."""
+"""The subcommands of the command `megatron-rl`."""

@@ -1,13 +1,19 @@
 """`megatron-rl audit RUN`: check the audit log of a run and list every breach.
 
-    megatron-rl audit RUN                 RUN is the log, the folder that holds audit.jsonl, or
-                                          the one that --save was given
-    megatron-rl audit RUN --head HASH     also: the line with this hash, kept elsewhere, is still there
-    megatron-rl audit RUN --rescore N --checkpoints FOLDER
-                                          also: the log-probs of N responses are those of the weights in
-                                          FOLDER/iter_0000012 and so on, the checkpoints of their versions
+megatron-rl audit RUN
 
-The exit code is 0 if nothing is wrong, else 5.
+RUN is the log, the folder that has audit.jsonl, or the folder of --save.
+
+megatron-rl audit RUN --head HASH
+
+This checks also that the line with this hash, which was noted elsewhere, still exists.
+
+megatron-rl audit RUN --rescore N --checkpoints FOLDER
+
+This checks also that the log-probs of N responses are those of the weights of their versions. Their checkpoints are
+FOLDER/iter_0000012 and so on.
+
+The exit code is 0 without a breach, else 5.
 """
 
 import argparse
@@ -27,21 +33,21 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Print what the log holds and every breach."""
+    """Print a summary of the log and every breach."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="the log, the folder that holds it, or the one that --save was given")
+    parser.add_argument("run", type=Path, help="the log, its folder, or the folder of --save")
     parser.add_argument(
-        "--head", action="append", default=[], help="the hash of a line that must be there; may be given several times"
+        "--head", action="append", default=[], help="the hash of a line that must exist; may be given several times"
     )
     parser.add_argument("--rescore", type=int, metavar="N", help="compute the log-probs of N responses again")
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="what --save-hf wrote, by iteration")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="the folder of --save-hf, by iteration")
     parser.add_argument(
         "--rescore-bound",
         type=float,
         metavar="X",
-        help="how far a log-prob may be off; by default 1e-3 for float32 weights, 5e-2 for bfloat16 and float16",
+        help="most error of a log-prob; by default 1e-3 for float32 weights, 5e-2 for bfloat16 and float16",
     )
     arguments = parser.parse_args(argv)
     _check(arguments)
@@ -74,7 +80,7 @@ def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
     # Imported here: torch and transformers take seconds, and checking the log does not need them.
     from megatron_rl.commands.rescore import rescore
 
-    # The head of a finished log is unknown while responses are sampled, and so is which will be chosen.
+    # While responses are sampled, the head of the finished log is unknown, and so is the choice of responses.
     outcome = rescore(
         read_kept(arguments.run), arguments.checkpoints, arguments.rescore, report.head, arguments.rescore_bound
     )
@@ -122,7 +128,7 @@ def _print(report: Report) -> None:
 
 
 def _print_put_off(report: Report) -> None:
-    """Name the prompts that were submitted and, when the log ends, not trained on."""
+    """Print the prompts that were submitted but not trained on by the end of the log."""
     if report.put_off is None:
         print("which prompts are put off is unknown: the log does not begin with version 0")
     if not report.put_off:

@@ -1,10 +1,15 @@
 """`megatron-rl convert`: weights between Hugging Face's format and Megatron's, under Megatron's flags.
 
-    megatron-rl convert --hf-model DIR --save DIR            to Megatron's distributed format
-    megatron-rl convert --load DIR FLAGS --save-hf DIR       to Hugging Face's; FLAGS describe the model
-    megatron-rl convert --load DIR --hf-model DIR --save-hf DIR     the same, described by a Hugging Face folder
+To Megatron's distributed format:
 
-One process suffices; under torchrun the ranks share the work, divided as the flags say.
+    megatron-rl convert --hf-model DIR --save DIR
+
+To Hugging Face's format, where FLAGS or the folder of --hf-model describe the model:
+
+    megatron-rl convert --load DIR FLAGS --save-hf DIR
+    megatron-rl convert --load DIR --hf-model DIR --save-hf DIR
+
+One process suffices. Under torchrun the ranks share the work, and the flags say how they divide it.
 """
 
 import os
@@ -18,7 +23,7 @@ from megatron_rl.errors import ExitCode, InputError, UsageError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert what the flags name, and print the fingerprint."""
+    """Convert the folder that the flags name, and print its fingerprint."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return ExitCode.OK if argv else ExitCode.USAGE
@@ -29,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("nothing to write: name a folder with --save (Megatron's format) or --save-hf")
     if checkpoint.load is None and settings.model.hf_model is None:
         raise UsageError("nothing to read: name a folder with --hf-model or --load")
-    # Said before hours of reading, and before --save has been written.
+    # Reported before hours of reading, and before --save is written.
     if checkpoint.save_hf is not None and checkpoint.save_hf.exists():
         raise InputError(f"--save-hf {checkpoint.save_hf} exists already: name another folder, or remove it")
     fingerprint = _convert(settings)
@@ -64,7 +69,7 @@ def _convert(settings: Settings) -> str:
 
 
 def _read_stops(load: Path, step: int | None) -> list[int]:
-    """Return the tokens that end a response besides those of the model's files, as the checkpoint's run found them."""
+    """Return the tokens that end a response besides those of the model's files; the checkpoint's run found them."""
     from megatron_rl.mcore.checkpoint import folders, serialization
     from megatron_rl.mcore.checkpoint.checkpointer import EXTRA
 

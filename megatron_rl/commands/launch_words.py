@@ -1,4 +1,4 @@
-"""Reads what a launch script of another project gives its run: its words, its overrides or its settings."""
+"""The reader of another project's launch script: the words, overrides or settings that it gives its run."""
 
 import ast
 import functools
@@ -11,7 +11,7 @@ from megatron_rl.errors import InputError
 
 # Programs whose words after the script or module are the run's.
 _LAUNCHERS = ("torchrun", "python", "python3", "ray", "accelerate", "trl", "msrun", "deepspeed", "srun", "nohup", "uv")
-# The classes of TRL whose keywords are settings, and what the keywords are called there.
+# The classes of TRL whose keywords are settings, each with the settings whose keywords have other names.
 _CLASSES: Mapping[str, Mapping[str, str]] = {"GRPOConfig": {}, "GRPOTrainer": {"model": "model_name_or_path"}}
 _OBJECTS = ("args", "model_name_or_path", "processing_class")
 
@@ -63,7 +63,7 @@ def read_switches(words: Sequence[str]) -> dict[str, str]:
 
 
 def read_flat_yaml(text: str) -> dict[str, str]:
-    """Read the settings of a file of `key: value` lines; nested ones are not TRL's."""
+    """Read the settings of a file of `key: value` lines; nested settings are not TRL's, and are skipped."""
     matches = (re.fullmatch(r"([A-Za-z_]\w*):\s*(.*?)\s*(?:#.*)?", line) for line in text.splitlines())
     return {match[1]: match[2].strip("'\"") for match in matches if match is not None and match[2]}
 

@@ -1,10 +1,11 @@
-"""Checks, by computing log-probs of responses again, that engines sampled with the weights that they reported.
+"""The check that engines sampled with the weights that they reported: log-probs of responses are computed again.
 
-A version's weights are the checkpoint of its iteration, in Hugging Face's format; its fingerprint must be the one that
-the log says was published. transformers computes the reported log-probs in float32, at the sampling temperature.
+The weights of a version are the checkpoint of its iteration, in Hugging Face's format. Its fingerprint must be the
+published one in the log. In float32, transformers computes the log-probs at the sampling temperature.
 
 A step of training may change log-probs by less than an engine's rounding. So an engine's responses are also compared,
-all together, with the previous version: they are nearer to it if the engine had old weights, but not by rounding.
+all together, with the previous version. They are nearer to that version if the engine had old weights, but rounding
+does not bring them nearer.
 """
 
 import dataclasses
@@ -28,17 +29,17 @@ from megatron_rl.weights.mapping import Mapping
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# How far engines and transformers may differ by rounding, by the precision that engines compute in.
+# The most that engines and transformers may differ by rounding, by the precision of the engines.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2, "float64": 1e-3}
-# An engine's responses are judged nearer to the previous version only with at least this many responses, and only by
-# this many standard errors.
+# An engine's responses are judged nearer to the previous version only if they are at least _LEAST_RESPONSES, and nearer
+# by more than _STANDARD_ERRORS.
 _LEAST_RESPONSES = 8
 _STANDARD_ERRORS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """What was computed again for a version."""
+    """The responses of a version that were computed again."""
 
     version: int
     num_responses: int
@@ -50,7 +51,7 @@ class Rescored:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What was computed again for a run, why the rest was not, and the breaches."""
+    """The versions of a run that were computed again, the reasons why others were not, and the breaches."""
 
     versions: list[Rescored]
     reasons: dict[int, str]
@@ -58,7 +59,7 @@ class Outcome:
 
 
 def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float | None = None) -> Outcome:
-    """Compute `count` responses again, spread over the versions that have a checkpoint; `seed` decides which."""
+    """Compute `count` responses again, spread over the versions that have a checkpoint; `seed` chooses them."""
     reasons, breaches = dict(kept.reasons), list(kept.breaches)
     folders: dict[int, Path] = {}
     for version in kept.samples:
@@ -111,7 +112,7 @@ def _find_folder(checkpoints: Path, version: int) -> Path:
 
 
 def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
-    """Find the checkpoint of the previous version, if it exists and is another policy."""
+    """Find the checkpoint of the previous version, if it exists and has another policy."""
     folder, published = _find_folder(checkpoints, version - 1), kept.fingerprints.get(version - 1)
     try:
         held = _read_fingerprint(folder)
@@ -149,7 +150,7 @@ def _compare(
 
 
 def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
-    # Imported here: it takes seconds, and nothing else in the package computes with it.
+    # Imported here: it takes seconds, and no other module of the package computes with it.
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -157,7 +158,7 @@ def _all_differences(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray
 
 
 def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
-    """Compute the difference of each token; infinite if the engine's report cannot be of this model."""
+    """Compute the difference of each token; it is infinite if the engine's report cannot come from this model."""
     prompt, response = decode_tokens(sample.prompt_tokens), decode_tokens(sample.response.tokens)
     reported = decode_log_probs(sample.response.log_probs)
     everything = np.concatenate([prompt, response])

@@ -1,7 +1,7 @@
-"""Reads the commands of a shell script without running anything.
+"""The reader of a shell script's commands, which runs none of them.
 
-Assignments, arrays, conditions, arithmetic and sourced files are followed, as launch scripts use them. Nothing is
-executed: a substitution of a command's output stays as it is written, and so does a variable that is never set.
+It follows assignments, arrays, conditions, arithmetic and sourced files, as launch scripts use them. A substitution of
+a command's output stays as it is written, and so does a variable that is never set.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_rl.commands.shell_tokens import ASSIGNMENT, OPERATORS, SPACES, find_bracket, find_quote, split_tokens
 
-# Reads a file that the script sources; None if there is no such file.
+# A function that reads a file that the script sources; it returns None if the file does not exist.
 ReadFile = Callable[[str], str | None]
 
 _REDIRECTIONS = ("&>>", "&>", ">>", "<<<", ">&", "<&", "<", ">")
@@ -18,21 +18,21 @@ _ENDS = (";", "\n", "&", "&&", "||", "|", "|&", ";;")
 _NAME = re.compile(r"\w+|[@*#?!$]")
 _BRACED = re.compile(r"(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _ARITHMETIC = re.compile(r"[\d\s()+*/%<>=!&|?:-]*")
-# A loop that runs longer waits for something that reading the script does not change.
+# A loop with more rounds waits for a condition that only running the script would change.
 _MOST_ROUNDS = 1000
 _DEEPEST = 5
 
 
 @dataclasses.dataclass
 class ShellScript:
-    """What is read from a script."""
+    """The variables and commands of a script."""
 
     variables: dict[str, list[str]]
-    """The variables it sets, each with its words; a plain variable has one."""
+    """The variables that it sets, each with its words; a plain variable has one word."""
     commands: list[list[str]] = dataclasses.field(default_factory=list)
     """The commands it would run, in order."""
     settable: set[str] = dataclasses.field(default_factory=set)
-    """The names that it sets somewhere, whether or not that place is reached."""
+    """The names that it sets anywhere, whether or not that line is reached."""
 
 
 def read_shell_script(
@@ -41,7 +41,7 @@ def read_shell_script(
     arguments: Sequence[str] = (),
     read_file: ReadFile = lambda _: None,
 ) -> ShellScript:
-    """Read the variables and commands of a script that is started with these variables and arguments."""
+    """Read the variables and commands of a script that starts with these variables and arguments."""
     start = {name: [value] for name, value in (variables or {}).items()}
     start |= {str(at): [word] for at, word in enumerate(arguments, 1)}
     reader = _Reader(ShellScript({**start, "@": list(arguments)}), read_file)
@@ -56,7 +56,7 @@ class _Reader:
         self._depth = depth
         self._tokens: list[str] = []
         self._at = 0
-        # The exit status of the last condition; that of other commands is not known, and counts as success.
+        # The exit status of the last condition. That of other commands is unknown, and counts as success.
         self._status = True
 
     def read(self, text: str) -> None:
@@ -112,7 +112,7 @@ class _Reader:
         self._status = True
 
     def _read_loop(self, is_run: bool) -> None:
-        """Run the body of a `for`; skip that of a `while`, whose condition is not known."""
+        """Run the body of a `for`; skip that of a `while`, because its condition is unknown."""
         start = self._at
         self._skip_to("do")
         head, self._at = self._tokens[start + 1 : self._at], self._at + 1
@@ -143,7 +143,7 @@ class _Reader:
                 yield
 
     def _set_number(self, text: str) -> None:
-        """`i=0`, `i++`, `i+=2`."""
+        """Set a number by `i=0`, `i++` or `i+=2`."""
         match = re.fullmatch(r"(\w+)\s*(\+\+|--|[-+]?=)\s*(.*)", text)
         if match is None:
             return
@@ -301,7 +301,7 @@ class _Reader:
             at_first = False
 
     def _list_parts(self, raw: str) -> Iterator[tuple[str, bool, bool]]:
-        """Yield the parts of a word: the text, whether quotes keep its spaces, whether it is a word of an array."""
+        """Yield the parts of a word: its text, whether quotes keep its spaces, and whether it is a word of an array."""
         at = 0
         while at < len(raw):
             char = raw[at]
@@ -320,7 +320,7 @@ class _Reader:
             elif char in "$`":
                 words, at = self._expand_variable(raw, at)
                 for index, word in enumerate(words):
-                    # A command that was not run is one word.
+                    # A command substitution, which is not run, is one word.
                     yield word, word.startswith(("$(", "`")), index > 0
             else:
                 end = at
@@ -349,7 +349,7 @@ class _Reader:
                 at = end
 
     def _expand_variable(self, raw: str, at: int) -> tuple[list[str], int]:
-        """Return the words of an expansion, and where it ends."""
+        """Return the words of an expansion, and the index of its end."""
         if raw[at] == "`":
             end = raw.find("`", at + 1)
             end = len(raw) - 1 if end < 0 else end
@@ -372,7 +372,7 @@ class _Reader:
         return self._look_up(name, f"${name}"), end
 
     def _substitute(self, raw: str) -> str:
-        """Return what `dirname`, `basename`, `cd ... && pwd` and `echo` print; leave other commands as written."""
+        """Return the output of `dirname`, `basename`, `cd ... && pwd` and `echo`; keep other commands as written."""
         inner = _Reader(ShellScript(dict(self.script.variables)), lambda _: None, self._depth + 1)
         if self._depth < _DEEPEST:
             inner.read(raw[2:-1])
@@ -414,7 +414,7 @@ class _Reader:
         return [value]
 
     def _compute(self, expression: str) -> str:
-        """Compute an arithmetic expression of whole numbers; leave anything else as it is written."""
+        """Compute an arithmetic expression of whole numbers; keep any other text as it is written."""
         plain = "".join(self._expand_parts(re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", expression)))
         if not _ARITHMETIC.fullmatch(plain) or "**" in plain or not plain.strip():
             return f"$(({expression}))"

@@ -1,4 +1,4 @@
-"""Splits the text of a shell script into words, with their quotes, and operators."""
+"""The division of a shell script's text into words, with their quotes, and operators."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ SPACES = " \t\r\n"
 
 
 def split_tokens(text: str) -> Iterator[str]:
-    """Yield the words and operators of a script, comments and here-documents left out."""
+    """Yield the words and operators of a script, without comments and here-documents."""
     text = text.replace("\\\r\n", "\\\n")
     at, here = 0, ""
     while at < len(text):
@@ -84,7 +84,7 @@ def find_quote(text: str, at: int) -> int:
 
 
 def find_bracket(text: str, at: int) -> int:
-    """Find the end of the bracket that opens here, ignoring what is quoted inside."""
+    """Find the end of the bracket that opens here, ignoring quoted text inside."""
     closing = {"(": ")", "{": "}"}
     stack = [closing[text[at]]]
     at += 1

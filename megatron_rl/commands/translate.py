@@ -26,13 +26,13 @@ _WIDTH = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the command line that a script is translated to; return USAGE if a run would refuse it."""
+    """Print the translation of a script; return USAGE if a run would refuse it."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl translate",
         description="Prints the command line of this package for a run of slime, Megatron-LM, verl or TRL.",
     )
     parser.add_argument("script", type=Path, help="a launch script (.sh), or TRL's settings (.yaml or .py)")
-    parser.add_argument("arguments", nargs="*", help="what the script is started with")
+    parser.add_argument("arguments", nargs="*", help="the script's own arguments")
     parser.add_argument("--add", default="", metavar="FLAGS", help="flags of this package to write too, as one text")
     options = parser.parse_args(argv)
     translation = translate(options.script, options.arguments)
@@ -68,7 +68,7 @@ def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
 
 
 def find_problems(translation: Translation) -> list[str]:
-    """Find what a person must add or change before the command starts, as our own parser sees it here."""
+    """Find what a user must add or change before the command starts; our own parser checks it on this machine."""
     problems = [
         text for text, settled_by in translation.missing.items() if translation.words.keys().isdisjoint(settled_by)
     ]
@@ -81,7 +81,7 @@ def find_problems(translation: Translation) -> list[str]:
 
 
 def write(translation: Translation, problems: Sequence[str] = ()) -> str:
-    """Write the command line after shell comments that say what it leaves out and what it needs."""
+    """Write the command line after shell comments with the settings that it omits and those that it needs."""
     lines = [f"# From {translation.source}.", *(f"# {text}" for text in translation.notes)]
     if translation.meaningless:
         lines.append(f"# Without meaning here: {' '.join(dict.fromkeys(translation.meaningless))}")

@@ -13,7 +13,7 @@ from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import InputError, UsageError
 
 _DIVERGENCE = ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type", "--use-unbiased-kl")
-# What is carried over together with other flags.
+# Flags that are carried over together with others.
 _TOGETHER = (*_DIVERGENCE, "--num-steps-per-rollout", "--eval-prompt-data")
 _FILTER = "check_reward_nonzero_std"
 
@@ -83,7 +83,7 @@ def _carry_flags(written: Mapping[str, list[str]], to: Translation) -> None:
 
 
 def _write_others(name: str, flag: Flag, values: list[str], meant: dict[str, list[str]]) -> None:
-    """Write the further flags that a flag of another project means, unless one that means them first was written."""
+    """Write the further flags that a flag of another project means, unless one with that first meaning was written."""
     for project in flags.list_projects().values():
         names = project.get("same", {}).get(name, flag.means)
         for other in names[1:] if isinstance(names, list) else ():
@@ -99,7 +99,7 @@ def _is_accepted(flag: Flag, values: Sequence[str]) -> bool:
 
 
 def _carry_divergence(written: Mapping[str, list[str]], to: Translation) -> None:
-    """Carry over slime's divergence in the loss, whose flags count together only."""
+    """Carry over slime's divergence in the loss: its flags count only together."""
     weight = (written.get("--kl-loss-coef") or ["0"])[0]
     found = [name for name in _DIVERGENCE if name in written]
     if "--use-kl-loss" not in written or weight.strip("0.") == "":
@@ -123,7 +123,7 @@ def _carry_divergence(written: Mapping[str, list[str]], to: Translation) -> None
 
 
 def _carry_batches(written: Mapping[str, list[str]], to: Translation) -> None:
-    """Carry over the number of updates of an iteration, as the size of one."""
+    """Carry over the number of updates of an iteration, as the size of an update."""
     steps = (written.get("--num-steps-per-rollout") or [""])[0]
     prompts, group = to.count("--grpo-prompts-per-step"), to.count("--grpo-group-size")
     if not steps or "--global-batch-size" in to.words:
@@ -138,7 +138,7 @@ def _carry_batches(written: Mapping[str, list[str]], to: Translation) -> None:
 
 
 def _place(head: Sequence[str], written: Mapping[str, list[str]], to: Translation, is_slime: bool) -> None:
-    """Count the ranks that torchrun, or slime, is given."""
+    """Count the ranks that torchrun, or slime, starts."""
     told = read_launcher([*head, *(word for name, values in written.items() for word in (name, *values))])
     names = ("actor_num_gpus_per_node", "actor_num_nodes") if is_slime else ("nproc_per_node", "nnodes")
     per_node, nodes = (_read_count(told.get(name, "")) for name in names)

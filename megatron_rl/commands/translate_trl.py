@@ -1,6 +1,6 @@
 """The command line of this package for a run of TRL's GRPOTrainer, whose settings are GRPOConfig's fields.
 
-TRL's counts of steps are counts of updates, and so are those of our schedule; ours of a run are of iterations.
+TRL counts steps in updates, and so does our schedule; the length of our run counts iterations.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_rl.commands.translation import TheirSettings, Translation, carry_settings, place_devices, read_table
 from megatron_rl.errors import InputError
 
-# The average that each type of loss takes.
+# The average of the loss, by the type of loss.
 _AGGREGATIONS: Mapping[str, str] = {
     "dapo": "token", "bnpo": "token", "cispo": "token", "grpo": "sequence", "sapo": "sequence", "dr_grpo": "constant",
 }  # fmt: skip
@@ -125,7 +125,7 @@ def _write_loss(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_cispo(theirs: TheirSettings, to: Translation) -> None:
-    """Write the bounds of CISPO: TRL's is the largest ratio itself, ours how far it is above 1."""
+    """Write the bounds of CISPO: TRL's is the largest ratio itself, ours is its distance above 1."""
     largest = theirs.number("epsilon_high") or theirs.number("epsilon")
     to.write("--grpo-loss", "cispo")
     to.write("--grpo-clamp-eps-lower", 1)
@@ -149,7 +149,7 @@ def _write_divergence(theirs: TheirSettings, to: Translation, num_updates: int) 
         if part != 1:
             to.changed.append(
                 f"sync_ref_model = true: TRL mixes {part:g} of the policy into the reference every {updates} updates; "
-                "write --grpo-ref-interval, which copies the policy whole after so many iterations"
+                "write --grpo-ref-interval, which copies the policy whole after that number of iterations"
             )
         elif updates:
             to.write("--grpo-ref-interval", max(1, updates // num_updates))
@@ -167,7 +167,7 @@ def _write_entropy(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_correction(theirs: TheirSettings, to: Translation) -> None:
-    """Write how the engines' log-probs are corrected for, which TRL does where vLLM samples."""
+    """Write the correction for the engines' log-probs, which TRL applies if vLLM samples."""
     if not theirs.is_on("use_vllm") or not theirs.is_on(f"{_CORRECTION}_correction"):
         return
     level, _, mode = theirs.text(f"{_CORRECTION}_mode").partition("_")
@@ -199,7 +199,7 @@ def _write_schedule(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_intervals(theirs: TheirSettings, to: Translation, num_updates: int) -> None:
-    """Write counts of iterations in the place of counts of updates; an evaluation samples as training does."""
+    """Write counts of iterations in place of counts of updates; an evaluation samples as training does."""
     for key, flag in (("max_steps", "--train-iters"), ("save_steps", "--save-interval"),
                       ("logging_steps", "--log-interval"), ("eval_steps", "--eval-interval")):  # fmt: skip
         if key not in theirs.given:

@@ -1,6 +1,6 @@
 """The command line of this package for a run of verl, whose settings are Hydra's overrides.
 
-verl's schedules count training steps, of which each is all updates of an iteration; ours count updates.
+verl's schedules count training steps, and a step is all updates of an iteration; ours count updates.
 """
 
 import ast
@@ -22,13 +22,13 @@ _AGGREGATIONS: Mapping[str, str] = {
     "seq-mean-token-mean": "sequence",
     "seq-mean-token-sum-norm": "constant",
 }
-# Types of a divergence in the loss; a plus behind one gives it the gradient of k2.
+# Types of a divergence in the loss; a plus after one gives it the gradient of k2.
 _ESTIMATORS: Mapping[str, str] = {
     "low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "mse+": "k2", "k2+": "k2",
     "low_var_kl+": "k3+", "k3+": "k3+", "kl+": "k3+", "k1+": "k3+",
 }  # fmt: skip
 
-# Metrics of a filter of groups that are the reward with all its parts.
+# Metrics of the filter of groups that are the reward with all its parts.
 _SUMS = ("seq_reward", "seq_final_reward")
 
 
@@ -109,7 +109,7 @@ def _write_advantage(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_filter(theirs: TheirSettings, to: Translation) -> None:
-    """Write which reward must differ within a group; carry_settings writes whether one must."""
+    """Write the reward that must differ within a group; `carry_settings` writes whether one must."""
     if not theirs.is_on("algorithm.filter_groups.enable"):
         return
     metric = theirs.text("algorithm.filter_groups.metric")
@@ -117,7 +117,7 @@ def _write_filter(theirs: TheirSettings, to: Translation) -> None:
         to.write("--grpo-filter-by", "sum")
         if metric == "seq_final_reward" and theirs.is_on("algorithm.use_kl_in_reward"):
             to.changed.append(
-                f"algorithm.filter_groups.metric = {metric}: the divergence is no part of the rewards compared"
+                f"algorithm.filter_groups.metric = {metric}: the compared rewards do not include the divergence"
             )
     elif metric:
         to.changed.append(
@@ -222,7 +222,7 @@ def _write_divergence_in_loss(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_correction(theirs: TheirSettings, to: Translation) -> None:
-    """Write how the engines' log-probs are corrected for."""
+    """Write the correction for the engines' log-probs."""
     level = theirs.text(f"{_CORRECTION}.rollout_is")
     if level:
         to.write("--rl-inference-logprobs-is-correction")
@@ -261,7 +261,7 @@ def _write_optimizer(theirs: TheirSettings, to: Translation, is_megatron: bool) 
 
 
 def _write_schedule(theirs: TheirSettings, to: Translation, is_megatron: bool) -> None:
-    """Write the learning rate's schedule, with updates in the place of training steps."""
+    """Write the learning rate's schedule, with updates in place of training steps."""
     prompts, of_update = theirs.count("data.train_batch_size"), theirs.count(f"{_ACTOR}.ppo_mini_batch_size")
     num_updates = max(1, prompts // of_update) if prompts and of_update else None
     style = theirs.text(f"{_OPTIM}.lr_decay_style")

@@ -1,4 +1,4 @@
-"""The command line that a run of another project is translated to, and the settings that it is translated from."""
+"""The translation of another project's run: the settings of its script, and the command line for this package."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ _ON, _OFF, _NOTHING = ("true", "on", "1"), ("false", "off", "0"), ("null", "none
 
 @dataclasses.dataclass
 class Translation:
-    """A command line, and what it leaves out."""
+    """A command line, and the settings that it omits."""
 
     source: str
     """The project that the script was written for."""
     words: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Our flags, each with its values."""
     nodes: int = 1
-    """The hosts that train."""
+    """The number of hosts that train."""
     ranks: int = 1
-    """The ranks on each host."""
+    """The number of ranks on each host."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Other notes for the reader."""
     meaningless: list[str] = dataclasses.field(default_factory=list)
@@ -53,12 +53,12 @@ class Translation:
         return int(text) if text.isdigit() else otherwise
 
     def require(self, text: str, *settled_by: str) -> None:
-        """Say what a person must add or change, unless one of these flags settles it."""
+        """Note what a user must add or change, unless one of these flags settles it."""
         self.missing[text] = settled_by
 
 
 class TheirSettings:
-    """Settings of a script, with the project's defaults for the rest; remembers which were read."""
+    """The settings of a script, with the project's defaults for the rest, and a record of those that were read."""
 
     def __init__(self, given: Mapping[str, str], defaults: Mapping[str, str]):
         self.given = given
@@ -66,7 +66,7 @@ class TheirSettings:
         self.asked: set[str] = set()
 
     def text(self, key: str) -> str:
-        """Return a setting's text; "" where there is none, or it says that there is none."""
+        """Return a setting's text; return "" if it is missing, or if its text means none."""
         self.asked.add(key)
         text = self.all.get(key, "")
         return "" if text.lower() in _NOTHING and key not in _NAMED_NONE else text
@@ -75,7 +75,7 @@ class TheirSettings:
         return self.text(key).lower() in _ON
 
     def number(self, key: str) -> float | None:
-        """Return a setting's number; None where it is none, as where a variable of the shell stands for it."""
+        """Return a setting's number; return None if it is not a number, for instance a variable of the shell."""
         try:
             return float(self.text(key).replace("_", ""))
         except ValueError:
@@ -86,13 +86,13 @@ class TheirSettings:
         return int(number) if number is not None and number.is_integer() else None
 
 
-# Settings that call one of their values none.
+# Settings that have a value with the name none.
 _NAMED_NONE = ("scale_rewards",)
 
 
 @functools.cache
 def read_table(project: str) -> Mapping[str, Any]:
-    """Read what the file of translations says about a project."""
+    """Read a project's table in the file of translations."""
     table: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))[project]
     return table
 
@@ -106,7 +106,7 @@ def index_flags() -> Mapping[str, Flag]:
 
 
 def carry_settings(table: Mapping[str, Any], theirs: TheirSettings, to: Translation) -> None:
-    """Carry over the settings that have a flag of their own here, and name those that have none."""
+    """Carry over the settings that have a flag of their own here, and name those that do not."""
     quiet = set(table["unsaid"].split())
     for key in theirs.all:
         entry = table["settings"].get(key)
@@ -151,7 +151,8 @@ def _list_values(values: Mapping[str, str]) -> str:
 def place_devices(to: Translation, nodes: int, per_node: int, is_shared: bool, for_engines: int = 0) -> None:
     """Divide the devices of a run between ranks and engines, which do not share any here.
 
-    `is_shared` says that they take turns on the same devices there; if not, `for_engines` are the engines' own.
+    `is_shared` says that they take turns on the same devices in the other project. If not, `for_engines` is the number
+    of the engines' own devices.
     """
     of_engine = to.count("--rollout-tensor-parallel-size", 1) or 1
     of_model = math.prod(to.count(f"--{name}-parallel-size", 1) or 1 for name in ("tensor-model", "pipeline-model"))

@@ -73,7 +73,7 @@ def test_demonstrations_take_no_memory_for_a_publish(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_said_as_a_run_says_them(flags: list[str]) -> None:
-    wanted = "--fit wants the number of ranks, then the flags of a run"
+    wanted = "--fit needs the number of ranks, then the flags of a run"
     unequal = "3 ranks are not a multiple of --tensor-model-parallel-size 2"
     for words, message in (
         ([], wanted),
