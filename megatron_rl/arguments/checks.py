@@ -4,22 +4,17 @@ The bound of a single number belongs to its flag, and is checked when the flag i
 """
 
 import importlib.util
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
-from megatron_rl.algorithm.trial import LOSS_FIELDS, find_plug_in_problems
 from megatron_rl.arguments import model_checks
-from megatron_rl.arguments.filtering import check_filter
+from megatron_rl.arguments.algorithm_checks import check_algorithm
 from megatron_rl.arguments.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.arguments.stage import check_stage
 from megatron_rl.config.settings import DraftSettings, Settings
-from megatron_rl.errors import UsageError
 from megatron_rl.protocol.probe import can_hold
-from megatron_rl.rewards.spec import find_weights
 from megatron_rl.types import Architecture
 
 
@@ -37,8 +32,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
     if settings.run.stage == "grpo":
-        yield from _check_algorithm(settings)
-        yield from check_filter(settings)
+        yield from check_algorithm(settings)
         yield from _check_curriculum(settings)
         yield from _check_endpoint(settings)
         yield from _check_proof(settings)
@@ -101,104 +95,6 @@ def _check_pairs(settings: DraftSettings) -> Iterator[str]:
     ):  # fmt: skip
         if are_given:
             yield f"{first} and {second} cannot be given together: drop one of them"
-
-
-def _check_algorithm(settings: DraftSettings) -> Iterator[str]:
-    """Yield parts of the algorithm that have no effect together, or none that is meant."""
-    algorithm = settings.algorithm
-    sources = {field: source.partition(" ")[0] for field, source in settings.sources.items()}
-    has_bound = algorithm.importance_truncation is not None or algorithm.correction_lower is not None
-    correction, beta = "--rl-inference-logprobs-is-correction", "--grpo-kl-beta"
-    for field, needed, is_there in (
-        *_list_loss_needs(algorithm.loss),
-        ("spare_prompts", "--grpo-filter-groups-with-same-reward", algorithm.filter_groups),
-        ("kl_estimator", beta, algorithm.kl_beta > 0),
-        ("kl_in", beta, algorithm.kl_beta > 0),
-        ("correction_lower", correction, algorithm.importance_correction),
-        ("correction_level", correction, algorithm.importance_correction),
-        ("correction_mode", correction, algorithm.importance_correction),
-        ("correction_mode", "a bound, --rl-importance-sampling-truncation-coef or --grpo-correction-lower", has_bound),
-    ):
-        # Only what a person has written: --algorithm sets parts that may have no effect.
-        flag = sources.get(f"algorithm.{field}", "--algorithm")
-        if flag != "--algorithm" and not is_there:
-            yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
-    if settings.sampling.tail_groups is not None and settings.sampling.tail == "stop":
-        yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
-    if algorithm.reward_min >= algorithm.reward_max:
-        yield (
-            f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
-            "write a smaller one"
-        )
-    lowest, highest = algorithm.correction_lower, algorithm.importance_truncation
-    for lower, low, upper, high in (
-        ("--grpo-correction-lower", lowest, "--rl-importance-sampling-truncation-coef", highest),
-        ("--grpo-reject-below", algorithm.reject_below, "--grpo-reject-above", algorithm.reject_above),
-    ):
-        if low is not None and high is not None and low >= high:
-            yield f"{lower} {low:g} must be below {upper} {high:g}: write a smaller one"
-    estimator = f"--grpo-kl-estimator {algorithm.kl_estimator}"
-    if algorithm.kl_beta and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield f"{estimator} in the loss has a gradient whose mean is 0: write k2, k3 or k3+, or --grpo-kl-in reward"
-    if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
-        yield (
-            f"{estimator} in the reward hardly pulls towards the reference, since the first order of its effect "
-            "cancels: write k1, or --grpo-kl-in loss"
-        )
-    yield from _check_advantage(settings)
-    written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
-    yield from find_plug_in_problems(algorithm, written, _read_weights(settings))
-
-
-def _list_loss_needs(loss: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield each setting that only some losses read, those losses, and whether this loss is one of them.
-
-    A loss of a person's own file says by a trial which settings it reads.
-    """
-    for field in sorted(LOSS_FIELDS):
-        readers = [name for name, one in LOSSES.items() if field in one.reads]
-        yield field, f"--grpo-loss {join_words(readers)}", loss in readers or loss not in LOSSES
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Join words as in "a, b or c"."""
-    return " or ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
-
-
-def _read_weights(settings: DraftSettings) -> dict[str, float]:
-    """Return the weights of the reward functions; none if --reward cannot be read, which is reported elsewhere."""
-    try:
-        return find_weights(settings.reward)
-    except UsageError:
-        return {}
-
-
-def _check_advantage(settings: DraftSettings) -> Iterator[str]:
-    """Yield what is wrong beside the advantage that is named; a trial checks one of a person's own file."""
-    algorithm, config = settings.algorithm, settings.transformer
-    advantage = ADVANTAGES.get(algorithm.advantage)
-    if advantage is None:
-        return
-    said = f"--grpo-advantage {advantage.name}"
-    if advantage.takes_components:
-        if settings.service.endpoint is not None and not settings.reward.functions:
-            yield f"{said} takes the weights of --reward: write it beside --rollout-endpoint too"
-        for flag, value in (("--grpo-reward-min", algorithm.reward_min), ("--grpo-reward-max", algorithm.reward_max)):
-            if math.isfinite(value):
-                yield f"{flag} {value:g} bounds the sum of the rewards, and {said} takes each: drop one"
-    if advantage.divided_over is not None:
-        is_known = settings.architecture is not None
-        for what, is_given, remedy in (
-            ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss", "write --grpo-kl-in reward"),
-            ("--grpo-entropy-coef", algorithm.entropy_coef, "drop one of them"),
-            ("--moe-aux-loss-coeff", is_known and config.moe_aux_loss_coeff, "drop one of them"),
-            ("--moe-z-loss-coeff", is_known and config.moe_z_loss_coeff, "drop one of them"),
-        ):
-            if is_given:
-                yield (
-                    f"{what} and {said} cannot be given together, since the deviation of the advantages would divide "
-                    f"this term too: {remedy}"
-                )
 
 
 def _check_length(settings: DraftSettings, model: Architecture) -> Iterator[str]:

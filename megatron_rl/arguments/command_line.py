@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 
 from megatron_rl import platforms
 from megatron_rl.arguments import checks, describe, flags, model, resolve
+from megatron_rl.arguments.algorithm_checks import note_filter
 from megatron_rl.arguments.derive import Derivation, drop_longest_sequence
-from megatron_rl.arguments.filtering import note_filter
 from megatron_rl.arguments.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.arguments.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.arguments.stage import list_others

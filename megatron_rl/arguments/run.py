@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.arguments import file_checks
+from megatron_rl.arguments.algorithm_checks import name_deciding_rewards
 from megatron_rl.arguments.checks import check_division, count_interleaved, fills_interleaving
-from megatron_rl.arguments.filtering import name_deciding_rewards
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.errors import InputError, UsageError

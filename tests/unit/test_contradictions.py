@@ -48,7 +48,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--overlap-p2p-communication-warmup-flush", "needs virtual pipeline stages"),
         ("--moe-router-topk 2", "--moe-router-topk 2 has no effect without --num-experts"),
         ("--rotary-scaling-factor 4", "--rotary-scaling-factor 4 has no effect without --position-embedding-type yarn"),
-        ("--recompute-granularity selective --recompute-modules moe", "--recompute-modules moe: the model has no module"),
+        ("--recompute-granularity selective --recompute-modules moe", "moe: the model has no module of that name"),
         ("--recompute-modules core_attn", "needs --recompute-granularity selective"),
         ("--use-nccl-ub", "--use-nccl-ub registers buffers with NCCL"),
         ("--grpo-loss reinforce --grpo-clamp-eps-lower 0.1", "--grpo-clamp-eps-lower 0.1 needs --grpo-loss clip, gspo"),

@@ -1,0 +1,160 @@
+"""Checks of combinations of flags about the algorithm. See `checks`."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
+from megatron_rl.algorithm.trial import LOSS_FIELDS, find_plug_in_problems
+from megatron_rl.config.settings import DraftSettings
+from megatron_rl.errors import UsageError
+from megatron_rl.rewards.spec import find_weights
+
+_FILTER, _BY = "--grpo-filter-groups-with-same-reward", "--grpo-filter-by"
+_SUM = "sum"
+
+
+def check_algorithm(settings: DraftSettings) -> Iterator[str]:
+    """Yield each part of the algorithm that has no effect beside the others, or not the intended one."""
+    algorithm = settings.algorithm
+    sources = {field: source.partition(" ")[0] for field, source in settings.sources.items()}
+    has_bound = algorithm.importance_truncation is not None or algorithm.correction_lower is not None
+    correction, beta = "--rl-inference-logprobs-is-correction", "--grpo-kl-beta"
+    for field, needed, is_there in (
+        *_list_loss_needs(algorithm.loss),
+        ("spare_prompts", "--grpo-filter-groups-with-same-reward", algorithm.filter_groups),
+        ("kl_estimator", beta, algorithm.kl_beta > 0),
+        ("kl_in", beta, algorithm.kl_beta > 0),
+        ("correction_lower", correction, algorithm.importance_correction),
+        ("correction_level", correction, algorithm.importance_correction),
+        ("correction_mode", correction, algorithm.importance_correction),
+        ("correction_mode", "a bound, --rl-importance-sampling-truncation-coef or --grpo-correction-lower", has_bound),
+    ):
+        # Only a flag that was written itself: --algorithm sets parts that may have no effect.
+        flag = sources.get(f"algorithm.{field}", "--algorithm")
+        if flag != "--algorithm" and not is_there:
+            yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
+    if settings.sampling.tail_groups is not None and settings.sampling.tail == "stop":
+        yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
+    if algorithm.reward_min >= algorithm.reward_max:
+        yield (
+            f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
+            "write a smaller one"
+        )
+    lowest, highest = algorithm.correction_lower, algorithm.importance_truncation
+    for lower, low, upper, high in (
+        ("--grpo-correction-lower", lowest, "--rl-importance-sampling-truncation-coef", highest),
+        ("--grpo-reject-below", algorithm.reject_below, "--grpo-reject-above", algorithm.reject_above),
+    ):
+        if low is not None and high is not None and low >= high:
+            yield f"{lower} {low:g} must be below {upper} {high:g}: write a smaller one"
+    estimator = f"--grpo-kl-estimator {algorithm.kl_estimator}"
+    if algorithm.kl_beta and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield f"{estimator} in the loss has a gradient whose mean is 0: write k2, k3 or k3+, or --grpo-kl-in reward"
+    if algorithm.kl_beta and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        yield (
+            f"{estimator} in the reward hardly pulls towards the reference, since the first order of its effect "
+            "cancels: write k1, or --grpo-kl-in loss"
+        )
+    yield from _check_advantage(settings)
+    written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
+    yield from find_plug_in_problems(algorithm, written, _read_weights(settings))
+    yield from _check_filter(settings)
+
+
+def _list_loss_needs(loss: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield each setting that only some losses read, those losses, and whether this loss is one of them.
+
+    Which settings a loss of a user's own file reads, a trial finds out.
+    """
+    for field in sorted(LOSS_FIELDS):
+        readers = [name for name, one in LOSSES.items() if field in one.reads]
+        yield field, f"--grpo-loss {_join_words(readers)}", loss in readers or loss not in LOSSES
+
+
+def _join_words(words: Sequence[str]) -> str:
+    """Join words in the form "a, b or c"."""
+    return " or ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+
+
+def _check_advantage(settings: DraftSettings) -> Iterator[str]:
+    """Yield each mistake in flags beside the named advantage; a trial checks an advantage of a user's own file."""
+    algorithm, config = settings.algorithm, settings.transformer
+    advantage = ADVANTAGES.get(algorithm.advantage)
+    if advantage is None:
+        return
+    said = f"--grpo-advantage {advantage.name}"
+    if advantage.takes_components:
+        if settings.service.endpoint is not None and not settings.reward.functions:
+            yield f"{said} takes the weights of --reward: write it beside --rollout-endpoint too"
+        for flag, value in (("--grpo-reward-min", algorithm.reward_min), ("--grpo-reward-max", algorithm.reward_max)):
+            if math.isfinite(value):
+                yield f"{flag} {value:g} bounds the sum of the rewards, and {said} takes each: drop one"
+    if advantage.divided_over is not None:
+        is_known = settings.architecture is not None
+        for what, is_given, remedy in (
+            ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss", "write --grpo-kl-in reward"),
+            ("--grpo-entropy-coef", algorithm.entropy_coef, "drop one of them"),
+            ("--moe-aux-loss-coeff", is_known and config.moe_aux_loss_coeff, "drop one of them"),
+            ("--moe-z-loss-coeff", is_known and config.moe_z_loss_coeff, "drop one of them"),
+        ):
+            if is_given:
+                yield (
+                    f"{what} and {said} cannot be given together, since the deviation of the advantages would divide "
+                    f"this term too: {remedy}"
+                )
+
+
+def name_deciding_rewards(settings: DraftSettings) -> list[str]:
+    """Return the reward functions of which one must differ within a group; return none if their sum must differ."""
+    algorithm, weights = settings.algorithm, _read_weights(settings)
+    if not algorithm.filter_groups or algorithm.filter_by == _SUM:
+        return []
+    if algorithm.filter_by is not None:
+        return [algorithm.filter_by]
+    if _takes_components(settings):
+        return [name for name, weight in weights.items() if weight]
+    return list(weights)[:1] if len(weights) > 1 else []
+
+
+def _check_filter(settings: DraftSettings) -> Iterator[str]:
+    """Yield each mistake in the choice of groups by their rewards."""
+    algorithm, names = settings.algorithm, [*_read_weights(settings)]
+    by = algorithm.filter_by
+    if by is not None and not algorithm.filter_groups:
+        yield f"{_BY} {by} needs {_FILTER}: add it, or drop {_BY}"
+    if not algorithm.filter_groups:
+        return
+    if algorithm.advantage in ADVANTAGES and ADVANTAGES[algorithm.advantage].takes_baseline:
+        yield (
+            f"--grpo-advantage {algorithm.advantage} and {_FILTER} cannot be given together, since groups of equal "
+            "rewards have advantages too, and the gradient is biased without them: write --grpo-advantage batch, or "
+            "drop the filter"
+        )
+    if by is not None and by != _SUM and names and by not in names:
+        yield f"{_BY} {by} must be {_SUM} or a function of --reward: write one of {', '.join([_SUM, *names])}"
+    if by is None and not names and settings.service.endpoint is not None:
+        yield (
+            f"{_FILTER} beside --rollout-endpoint does not say which reward decides: write {_BY} {_SUM}, {_BY} and the "
+            "name of one of the sidecar's functions, or its --reward here too"
+        )
+
+
+def note_filter(settings: DraftSettings) -> Iterator[str]:
+    """Yield a note of the reward that decides, if several are given and no flag names one."""
+    named = name_deciding_rewards(settings)
+    if named and settings.algorithm.filter_by is None and not _takes_components(settings):
+        yield f"{_FILTER} compares {named[0]}, the first of --reward; {_BY} names another one, or {_SUM}"
+
+
+def _takes_components(settings: DraftSettings) -> bool:
+    """Check whether the advantage takes the reward functions one by one; one of a user's own file does not say."""
+    advantage = ADVANTAGES.get(settings.algorithm.advantage)
+    return advantage is not None and advantage.takes_components
+
+
+def _read_weights(settings: DraftSettings) -> dict[str, float]:
+    """Return the functions' weights by name; none if --reward cannot be read, which is reported elsewhere."""
+    try:
+        return find_weights(settings.reward)
+    except UsageError:
+        return {}
