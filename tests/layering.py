@@ -14,7 +14,7 @@ LAYERS = (
     {"versions"},
     {"config.flag"},
     {"algorithm"},
-    {"config", "patching", "platforms"},
+    {"config", "platforms"},
     {"ops"},
     {"protocol", "weights"},
     {"records"},

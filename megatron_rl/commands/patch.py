@@ -1,9 +1,9 @@
 """`megatron-rl patch`: the smallest changes by which a tree's own scripts train with GRPO.
 
-    megatron-rl patch TREE            check everything, then change it, and leave a receipt
-    megatron-rl patch TREE --check    say what would be changed
-    megatron-rl patch TREE --undo     take back what is still as it was left
-    megatron-rl patch TREE --list     the patches, each with its reason, and when it can go
+    megatron-rl patch TREE            check everything, then change the tree and leave a receipt
+    megatron-rl patch TREE --check    print what would be changed
+    megatron-rl patch TREE --undo     restore every file that is still as the patch left it
+    megatron-rl patch TREE --list     print each patch with its reason, and when it can be dropped
 
 docs/recipes.md shows what the scripts do then.
 """
@@ -11,39 +11,39 @@ docs/recipes.md shows what the scripts do then.
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.commands import patched_tree
+from megatron_rl.commands.patched_tree import Upstream, read_catalog
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.patching import tree as trees
-from megatron_rl.patching.catalog import Upstream, read_catalog
 
 _WAYS = ("--list", "--check", "--undo")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what is asked for; every error leaves the tree as it was."""
+    """Patch a tree, or do what the flag says; every error leaves the tree as it was."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return ExitCode.OK if argv else ExitCode.USAGE
-    tree, way = _read_words(argv)
-    upstream = trees.find_upstream(tree, read_catalog())
+    tree, way = _parse(argv)
+    upstream = patched_tree.find_upstream(tree, read_catalog())
     if way == "--list":
         print(_describe(upstream))
     elif way == "--undo":
-        files = trees.undo(tree, upstream)
+        files = patched_tree.undo(tree, upstream)
         print("\n".join(f"{file} is what it was" for file in files) or "nothing to undo: every file was as it was")
     else:
-        changes = trees.plan(tree, upstream)
+        changes = patched_tree.plan(tree, upstream)
         for change in changes:
-            of = ", ".join(change.tags) or "no release, and every place to change is there"
-            print(f"{change.patch.file}: {'would be' if way else ''} patched; it is of {of}".replace("  ", " "))
+            release = ", ".join(change.tags) or "no release, and every place to change exists"
+            print(f"{change.patch.file}: {'would be patched' if way else 'patched'}; it belongs to {release}")
         if not changes:
             print(f"{tree} is patched: nothing to do")
         elif not way:
-            trees.write(tree, changes)
-            print(f"{tree / trees.RECEIPT} says what was changed; megatron-rl patch {tree} --undo takes it back")
+            patched_tree.write(tree, changes)
+            print(f"{tree / patched_tree.RECEIPT} lists the changes; megatron-rl patch {tree} --undo reverts them")
     return ExitCode.OK
 
 
-def _read_words(argv: Sequence[str]) -> tuple[Path, str]:
+def _parse(argv: Sequence[str]) -> tuple[Path, str]:
     ways = [word for word in argv if word.startswith("-")]
     folders = [word for word in argv if not word.startswith("-")]
     if unknown := [word for word in ways if word not in _WAYS]:

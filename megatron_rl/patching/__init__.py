@@ -1,1 +1,0 @@
-"""The smallest changes that other projects' source trees need, and how they are made and taken back."""
