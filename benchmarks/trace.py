@@ -99,7 +99,7 @@ def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
     from megatron_rl.observe.trace import read
 
     trace = read(run)
-    trace = trace.of(version for version in trace.versions if version % 2 == 0 and version >= 2)
+    trace = trace.select(version for version in trace.versions if version % 2 == 0 and version >= 2)
     accounts = compute_ledger(trace)
     for account in accounts:
         shares = ", ".join(f"{cause} {account.share(cause):.1%}" for cause in account.seconds)
@@ -136,7 +136,7 @@ def _check_engine(folder: Path) -> dict[str, float]:
         raise SystemExit(f"exit codes {codes}\n{ranks.text()}")
     run = folder / "runs" / "run"
     trace = read(run)
-    trace = trace.of(version for version in trace.versions if version >= 2)
+    trace = trace.select(version for version in trace.versions if version >= 2)
     (account,) = (account for account in compute_ledger(trace) if not account.is_rank)
     figures, offset = {}, _find_offset(run, "sidecar")
     for key, samples in (("engine_vs_main_thread", of_main), ("engine_vs_sampler", of_all)):
@@ -190,7 +190,7 @@ def _compare_with_samples(seconds: Mapping[str, float], sampled: Mapping[str, li
 
 
 def _find_offset(run: Path, process: str = "rank-0") -> float:
-    from megatron_rl.observe.recorder import find_path
+    from megatron_rl.observe.trace import find_path
     from megatron_rl.records.append_file import read_lines
 
     return float(read_lines(find_path(run, process))[0]["offset"])

@@ -6,7 +6,7 @@ python -m benchmarks.trace_sidecar <flags of megatron_rl.sidecar>
 import sys
 
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe.recorder import MOST_SPANS
+from megatron_rl.observe.trace import MOST_SPANS
 from megatron_rl.sidecar import main as sidecar
 from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.tracing import SidecarTrace

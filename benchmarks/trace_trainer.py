@@ -46,7 +46,7 @@ def main() -> None:
     settings = parse_run(words)
     from megatron_rl.data.slots import Identity
     from megatron_rl.mcore.step.trace import StepTrace
-    from megatron_rl.observe.recorder import Recorder
+    from megatron_rl.observe.trace import Recorder
     from megatron_rl.training.grpo import GrpoStage
     from megatron_rl.training.run import train
     from megatron_rl.training.tracing import RankTrace

@@ -9,20 +9,29 @@ from collections.abc import Callable
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.versions import leave_backends_to_platforms
 
-# A command, the module whose `main(argv)` runs it, and its purpose.
+# The module and the function that run each command, as MODULE:FUNCTION, and a line of help.
 _COMMANDS = {
-    "audit": ("megatron_rl.commands.audit", "check the audit log of a run: who sampled what, under which weights"),
-    "convert": ("megatron_rl.commands.convert", "convert weights between Hugging Face's format and Megatron's"),
-    "doctor": ("megatron_rl.commands.doctor", "show platform, versions, what is missing, and what to do"),
-    "explain": ("megatron_rl.commands.explain", "say what of a run is out of bounds, and the flags to try"),
-    "ledger": ("megatron_rl.commands.ledger", "account for every second of a run's ranks and engines, by cause"),
-    "patch": ("megatron_rl.commands.patch", "let the scripts of a Megatron-LM tree train with GRPO, or take that back"),
-    "picture": ("megatron_rl.observe.picture", "draw the curves of runs, and where their time went"),
-    "plan": ("megatron_rl.commands.plan", "predict how long iterations take, and how to divide devices"),
-    "report": ("megatron_rl.commands.report", "write a page about runs: curves, rollouts, audit; or follow live ones"),
-    "trace": ("megatron_rl.commands.trace", "write what every process of a run did when, for ui.perfetto.dev"),
+    "audit": ("megatron_rl.commands.audit:main", "check the audit log of a run: who sampled what, under which weights"),
+    "convert": ("megatron_rl.commands.convert:main", "convert weights between Hugging Face's format and Megatron's"),
+    "doctor": ("megatron_rl.commands.doctor:main", "show platform, versions, what is missing, and what to do"),
+    "explain": ("megatron_rl.commands.analysis:explain", "say what of a run is out of bounds, and the flags to try"),
+    "ledger": (
+        "megatron_rl.commands.analysis:ledger",
+        "account for every second of a run's ranks and engines, by cause",
+    ),
+    "patch": (
+        "megatron_rl.commands.patch:main",
+        "let the scripts of a Megatron-LM tree train with GRPO, or take that back",
+    ),
+    "picture": ("megatron_rl.observe.picture:main", "draw the curves of runs, and where their time went"),
+    "plan": ("megatron_rl.commands.plan:main", "predict how long iterations take, and how to divide devices"),
+    "report": (
+        "megatron_rl.commands.analysis:report",
+        "write a page about runs: curves, rollouts, audit; or follow live ones",
+    ),
+    "trace": ("megatron_rl.commands.analysis:trace", "write what every process of a run did when, for ui.perfetto.dev"),
     "translate": (
-        "megatron_rl.commands.translate",
+        "megatron_rl.commands.translate:main",
         "print our command line for a run of slime, Megatron-LM, verl or TRL",
     ),
 }
@@ -73,7 +82,8 @@ def _run(arguments: list[str]) -> int:
 
 def _load(command: str) -> Callable[[list[str]], int]:
     # Imported only when it is needed, so that a command does not wait for, or fail with, the packages of another.
-    return importlib.import_module(_COMMANDS[command][0]).main
+    module, _, function = _COMMANDS[command][0].partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _usage() -> str:

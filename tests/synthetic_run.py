@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.observe.recorder import FOLDER, FORMAT
+from megatron_rl.observe.trace import FOLDER, FORMAT
 from tests.observed import write_metrics
 
 WORDS = ("so", "then", "we", "have", "the", "sum", "of", "two", "and", "five", "which", "leaves", "one", "to", "carry")

@@ -11,7 +11,7 @@ from megatron_rl.arguments.run import RunSettings
 from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
 from megatron_rl.mcore.configs import find_megatron_version
-from megatron_rl.observe.config_file import RunConfig, Value
+from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.weights.mapping import measure_model
 
@@ -32,11 +32,11 @@ def print_config(settings: RunSettings) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def describe_run(settings: RunSettings) -> RunConfig:
+def describe_run(settings: RunSettings) -> SavedConfig:
     """Return the same values for the run's folder, with the other facts that its figures need."""
     rollout, of_values = settings.rollout, dict(_list_values(settings))
     is_own = settings.sidecar is not None and rollout.engine == "vllm"
-    return RunConfig(
+    return SavedConfig(
         platform=settings.platform,
         num_devices=settings.world_size,
         num_engine_devices=rollout.num_engines * rollout.tensor_parallel_size if is_own else None,

@@ -20,16 +20,16 @@ from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.picture import check_format
 from megatron_rl.observe.run_folder import find_run
-from megatron_rl.plan.belief import costs_for, describe_errors, find_doubts, leave_one_out
 from megatron_rl.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.plan.chips import CHIPS, find_figures
+from megatron_rl.plan.command_lines import Files, list_notes, write_command
 from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Setting
-from megatron_rl.plan.ledger import Result
+from megatron_rl.plan.doubts import apply_bounds, describe_errors, find_doubts, leave_one_out
 from megatron_rl.plan.lengths import Lengths, Lognormal, Uniform, parse_lengths
+from megatron_rl.plan.results import Result
 from megatron_rl.plan.runs import read_run
 from megatron_rl.plan.search import Candidate, Wanted, describe_candidates, search
 from megatron_rl.plan.simulate import simulate
-from megatron_rl.plan.words import Files, list_notes, write_command
 from megatron_rl.weights.families import read_architecture
 
 _NUM_SHOWN = 8
@@ -94,7 +94,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     runs = [_read_run(text) for text in arguments.runs]
     costs = calibrate(runs)
     setting = _change(runs[0].setting, arguments)
-    costs = _change_costs(costs_for(runs[0], costs), arguments)
+    costs = _change_costs(apply_bounds(runs[0], costs), arguments)
     results: dict[Schedule, Result] = {}
     for schedule in SCHEDULES:
         # Devices of a run are divided: what all of them together would sample, it does not say.

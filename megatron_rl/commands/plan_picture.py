@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observe.picture import make_figure, save_figure
-from megatron_rl.plan.ledger import ENGINE_PARTS, TRAINER_PARTS, Result
+from megatron_rl.plan.results import ENGINE_PARTS, TRAINER_PARTS, Result
 
 _PARTS = tuple(dict.fromkeys((*TRAINER_PARTS, *ENGINE_PARTS)))
 

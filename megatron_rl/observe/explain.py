@@ -2,6 +2,12 @@
 
 Pure: from a trace's accounts and the lines of metrics.jsonl to findings. A healthy run has none. docs/metrics.md has
 the table of bounds.
+
+Shares of time are judged if the number of iterations that were measured is at least each of these three:
+
+- `LEAST_ITERATIONS`;
+- the number that takes `LEAST_SECONDS` together;
+- the number that brings the standard error of an iteration's mean time down to `PRECISION`, by the spread of the times.
 """
 
 import dataclasses
@@ -11,10 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.observe.config_file import RunConfig
-from megatron_rl.observe.enough import LEAST_ITERATIONS
 from megatron_rl.observe.ledger import Account, compute_ledger
 from megatron_rl.observe.metrics import number_at
+from megatron_rl.observe.run_folder import SavedConfig
 from megatron_rl.observe.trace import GROUPS, Span, Trace
 
 # Shares of a rank's time.
@@ -47,7 +52,7 @@ class Finding:
     sentence: str
 
 
-def explain(trace: Trace | None, records: _Records, config: RunConfig | None = None) -> list[Finding]:
+def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | None = None) -> list[Finding]:
     """Return what is out of bounds, the ledger's findings first. `config` is that of the run, if it is known."""
     found: list[Finding] = []
     if trace is not None:
@@ -59,7 +64,7 @@ def explain(trace: Trace | None, records: _Records, config: RunConfig | None = N
     return [*found, *_explain_metrics(records)]
 
 
-def _explain_ledger(accounts: Sequence[Account], config: RunConfig | None) -> Iterator[Finding]:
+def _explain_ledger(accounts: Sequence[Account], config: SavedConfig | None) -> Iterator[Finding]:
     ranks = [account for account in accounts if account.is_rank]
     engines = [account for account in accounts if not account.is_rank]
     if not ranks:
@@ -117,7 +122,7 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
     return f"add {more} engine{'s' if more > 1 else ''} to the {len(engines)} (--rollout-num-engines {wanted})"
 
 
-def _say_stream(config: RunConfig | None) -> Iterator[str]:
+def _say_stream(config: SavedConfig | None) -> Iterator[str]:
     """Say how weights reach engines faster, if the run's platform and engines have such a way and do not take it."""
     rollout = {} if config is None else config.sections.get("rollout", {})
     texts = {name: value.text for name, value in rollout.items()}
@@ -249,3 +254,69 @@ def _share(records: _Records, part: Sequence[str], whole: Sequence[str]) -> floa
     later = records[len(records) // 2 :]
     total = sum(_values(later, *whole))
     return sum(_values(later, *part)) / total if total else None
+
+
+# Runs that are too short to judge.
+
+# Fewer have no beginning and no end to compare.
+LEAST_ITERATIONS = 8
+# A pause of 40 ms, as any operating system makes, is then below 1 % of the time, the smallest bound of a share.
+LEAST_SECONDS = 4.0
+# Of the mean: bounds are of 5 % and more of the time, and need not be known better.
+PRECISION = 0.15
+# Fewer have no spread.
+_LEAST_TO_SPREAD = 4
+# The distance between the quartiles of a normal distribution, in deviations.
+_DEVIATIONS_BETWEEN_QUARTILES = 1.349
+
+
+def describe_lack_of_time(trace: Trace) -> str | None:
+    """Say what a trace lacks to be judged; None if it lacks nothing. Its first iteration has been left out."""
+    versions = set(trace.versions)
+    seconds = [
+        window.end - window.begin
+        for rank in trace.ranks[:1]
+        for window in rank.windows
+        if window.version in versions and window.end > window.begin
+    ]
+    wanted = count_wanted(seconds)
+    if len(seconds) >= wanted:
+        return None
+    times = f" of {statistics.median(seconds):.2g} s" if seconds else ""
+    spread = _compute_spread(seconds)
+    differing = f", whose times spread by {spread:.0%}" if spread is not None else ""
+    return (
+        f"too little to judge where the time went: it wants {wanted} iterations after the first, which warms up, and "
+        f"has {len(seconds)}{times}{differing}: train for longer (--train-iters)"
+    )
+
+
+def describe_lack_of_records(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say what the metrics lack to be judged; None if they lack nothing."""
+    # Not the last line, which may be an evaluation alone.
+    count = sum("reward" in record or "loss" in record for record in records)
+    if count >= LEAST_ITERATIONS:
+        return None
+    return (
+        f"too little to judge the metrics: it wants {LEAST_ITERATIONS} iterations, and has {count}: train for longer "
+        "(--train-iters)"
+    )
+
+
+def count_wanted(seconds: Sequence[float]) -> int:
+    """Count the iterations that a judgement wants, from the times of those that were measured."""
+    wanted = LEAST_ITERATIONS
+    if seconds:
+        wanted = max(wanted, math.ceil(LEAST_SECONDS / statistics.median(seconds)))
+    spread = _compute_spread(seconds)
+    if spread is not None:
+        wanted = max(wanted, math.ceil((spread / PRECISION) ** 2))
+    return wanted
+
+
+def _compute_spread(seconds: Sequence[float]) -> float | None:
+    """Compute the deviation over the median; by quartiles, so that a checkpoint or an evaluation does not count."""
+    if len(seconds) < _LEAST_TO_SPREAD:
+        return None
+    first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (third - first) / _DEVIATIONS_BETWEEN_QUARTILES / median

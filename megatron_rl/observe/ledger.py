@@ -211,11 +211,11 @@ class _Engines:
         return [_account(name, False, ENGINE_CAUSES, self._ticks[name], Counter()) for name in sorted(self._ticks)]
 
 
-def _sweep(sidecar: Process | None) -> Iterator[tuple[int, int, "_State"]]:
+def _sweep(sidecar: Process | None) -> Iterator[tuple[int, int, "_SidecarState"]]:
     """Go through the moments at which anything changes: yield begin and end of each piece, and the state in it."""
     if sidecar is None:
         return
-    state = _State({})
+    state = _SidecarState({})
     for window in sidecar.windows:
         state.capacities |= window.facts.get("engines", {})
     changes = list(_changes(sidecar))
@@ -229,7 +229,7 @@ def _sweep(sidecar: Process | None) -> Iterator[tuple[int, int, "_State"]]:
         state.counts[key, engine] += number
 
 
-class _State:
+class _SidecarState:
     """How many of what there are at a moment."""
 
     def __init__(self, capacities: dict[str, int]) -> None:

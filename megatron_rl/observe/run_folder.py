@@ -1,10 +1,21 @@
-"""Finds the folders of runs, also from the folder that --save was given, and names the runs."""
+"""The folder of a run: how it is found and named, the configuration that it was started with, and its warnings."""
 
-from collections.abc import Sequence
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.errors import UsageError
-from megatron_rl.observe import config_file
+import msgspec
+
+from megatron_rl.errors import InputError, UsageError, room_checked
+from megatron_rl.weights.mapping import ModelSize
+
+CONFIG_FILE = "config.json"
+WARNINGS_FILE = "warnings.log"
 
 
 def find_run(path: Path, file_name: str) -> Path:
@@ -30,7 +41,7 @@ def find_run(path: Path, file_name: str) -> Path:
 
 def check_samples(folder: Path, wanted: str) -> None:
     """Raise a UsageError if the folder holds a supervised run, which samples nothing; `wanted` is what it lacks."""
-    config = config_file.read(folder / config_file.FILE_NAME) if folder.is_dir() else None
+    config = read_config(folder / CONFIG_FILE) if folder.is_dir() else None
     stage = None if config is None else config.sections.get("run", {}).get("stage")
     if stage is not None and stage.text == "sft":
         raise UsageError(
@@ -51,3 +62,125 @@ def label_runs(runs: Sequence[str], file_name: str) -> dict[str, Path]:
             raise UsageError(f"{found[label]} and {path} are both called {label}: write LABEL={path}")
         found[label] = path
     return found
+
+
+# The configuration.
+
+
+class Value(msgspec.Struct, array_like=True, frozen=True):
+    """A value as text, and where it came from: a flag, the model's folder, a default."""
+
+    text: str
+    source: str
+
+
+class SavedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run was started with."""
+
+    platform: str | None = None
+    """The trainer's, as it was found if a flag did not name it."""
+    num_devices: int | None = None
+    """Of the trainer."""
+    num_engine_devices: int | None = None
+    """Of the engines that the run starts itself."""
+    model: ModelSize | None = None
+    sections: Mapping[str, Mapping[str, Value]] = {}
+    """Values by the subject that they belong to, and their names."""
+
+
+def write_config(path: Path, config: SavedConfig) -> None:
+    """Write the file, readable by its owner only, in place of an earlier start's."""
+    unfinished = path.with_name(f".{path.name}")
+    with room_checked(path):
+        descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            json.dump(msgspec.to_builtins(config), file, ensure_ascii=False)
+            file.write("\n")
+    unfinished.replace(path)
+
+
+def read_config(path: Path) -> SavedConfig | None:
+    """Read the file; None if it does not exist, as in the folder of a run that wrote none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SavedConfig)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}; move it away") from None
+
+
+def find_differences(configs: Sequence[SavedConfig | None]) -> list[tuple[str, str, list[str | None]]]:
+    """List the values that are not the same in all runs: their subject, their name, and each run's text.
+
+    None stands for a run that has no such value, or no configuration.
+    """
+    places: dict[tuple[str, str], None] = {}
+    for config in configs:
+        if config is not None:
+            places |= {(section, name): None for section, values in config.sections.items() for name in values}
+    rows: list[tuple[str, str, list[str | None]]] = []
+    for section, name in places:
+        texts = [_text_at(config, section, name) for config in configs]
+        known = [text for text, config in zip(texts, configs, strict=True) if config is not None]
+        if len(set(known)) > 1:
+            rows.append((section, name, texts))
+    return rows
+
+
+def list_given(config: SavedConfig) -> list[tuple[str, str, str, str]]:
+    """List the values that flags gave: subject, name, text and source."""
+    return [
+        (section, name, value.text, value.source)
+        for section, values in config.sections.items()
+        for name, value in values.items()
+        if value.source.startswith("--")
+    ]
+
+
+def _text_at(config: SavedConfig | None, section: str, name: str) -> str | None:
+    value: Any = None if config is None else config.sections.get(section, {}).get(name)
+    return None if value is None else value.text
+
+
+# The warnings.
+
+
+@contextlib.contextmanager
+def keep_warnings(path: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Within this context, append to the file what packages warn of or log as a warning.
+
+    `say` is called once, at the first warning. If the file cannot be written, warnings go to standard error as usual.
+    """
+    handler = _WarningsHandler(path, say)
+    root = logging.getLogger()
+    logging.captureWarnings(True)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+        logging.captureWarnings(False)
+
+
+class _WarningsHandler(logging.Handler):
+    """Opens the file for each record: there are few, and several ranks append to one file."""
+
+    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        self._path = path
+        self._say = say
+        self._has_said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        try:
+            with self._path.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{text}\n")
+        except OSError:
+            print(text, file=sys.stderr)
+            return
+        if not self._has_said:
+            self._has_said = True
+            self._say(f"other packages warn of something: {self._path} (--verbose shows it here)")

@@ -77,7 +77,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Places:
+class RunPaths:
     """Where the files of a run lie; None for a file that it does not write."""
 
     checkpoint: Path | None = None
@@ -100,7 +100,7 @@ _TITLES = {
 }
 
 
-def print_summary(records: Sequence[Mapping[str, Any]], places: Places, stream: TextIO) -> None:
+def print_summary(records: Sequence[Mapping[str, Any]], places: RunPaths, stream: TextIO) -> None:
     """Print the summary of a run whose metrics these are; headings are bold on a terminal."""
     console = Console(file=stream, highlight=False)
     for line in summary_lines(records, places):
@@ -108,7 +108,7 @@ def print_summary(records: Sequence[Mapping[str, Any]], places: Places, stream: 
         console.print(Text(line, style="bold" if is_heading else ""), soft_wrap=True)
 
 
-def summary_lines(records: Sequence[Mapping[str, Any]], places: Places) -> list[str]:
+def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths) -> list[str]:
     """Write the summary without styles: lines of a section are indented below its heading."""
     sections = {
         "what it came to": _results(records),
@@ -195,7 +195,7 @@ def _times(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return [(name, f"{seconds:.1f} s", f"{100 * seconds / whole:.1f}%") for name, seconds in shares.items()]
 
 
-def _places(places: Places) -> list[tuple[str, ...]]:
+def _places(places: RunPaths) -> list[tuple[str, ...]]:
     found = {_TITLES[field.name]: getattr(places, field.name) for field in dataclasses.fields(places)}
     return [
         (title, str(path) if path.exists() else f"{path} (not there)")

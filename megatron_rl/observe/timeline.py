@@ -5,8 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from megatron_rl.observe.recorder import Recorder
-from megatron_rl.observe.trace import MAIN
+from megatron_rl.observe.trace import MAIN, Recorder
 
 WHOLE = "iteration"
 REST = "other"

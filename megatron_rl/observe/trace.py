@@ -1,18 +1,37 @@
-"""Reads the trace of a run: the spans of all of its processes, on one clock; docs/metrics.md has the format.
+"""Writes and reads the trace of a run: the spans of all of its processes, on one clock; docs/metrics.md has the format.
 
-The clock is rank 0's: it goes as the steady clock of rank 0's host goes, and says seconds since the epoch as that host
-told them when rank 0 started.
+Each process writes a line of spans an iteration, in RUN/trace/PROCESS.jsonl. Invariants of writing:
+
+- a span costs one call and at most a list of numbers; its name is written once a line;
+- lines follow each other without a gap, from the recorder's start to its last line;
+- a file stays below its bound: older iterations are dropped, so that the files of all processes have some in common.
+
+What is read is on rank 0's clock. It advances with the steady clock of rank 0's host, and tells seconds since the epoch
+as that host told them when rank 0 started.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import InputError
-from megatron_rl.observe.recorder import FOLDER, FORMAT
-from megatron_rl.records.append_file import read_lines
+import msgspec
 
+from megatron_rl.errors import InputError
+from megatron_rl.records.append_file import LineFile, read_lines
+
+FOLDER = "trace"
+FORMAT = 1
+# Of one iteration; more are counted, and not written.
+MOST_SPANS = 200_000
+MOST_BYTES = 64 << 20
+# So many of the newest iterations are kept whatever is dropped.
+_NUM_NEWEST = 8
+_MICROSECOND = 1e-6
+_MICROSECONDS = 1e6
 # Lanes of a rank.
 MAIN = "main"
 COMPUTE = "compute"
@@ -21,7 +40,104 @@ SERVICE = "service"
 GROUPS = "groups"
 SIDECAR = "sidecar"
 
-_MICRO = 1e-6
+Kind = int
+"""What a span is: its lane, its name and its details, told to the recorder once."""
+
+
+class Recorder:
+    """The spans of a process since its last line. One thread may use it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MOST_SPANS) -> None:
+        self.now = clock
+        self._most = most
+        self._kinds: dict[tuple[str, str, tuple[tuple[str, Any], ...]], Kind] = {}
+        self._spans: list[tuple[Kind, float, float, int | None, int | None]] = []
+        self._num_dropped = 0
+        self._begin = clock()
+
+    def kind(self, lane: str, name: str, **details: str | int | bool) -> Kind:
+        """Return the kind of span; spans of one lane do not overlap unless one is within the other."""
+        return self._kinds.setdefault((lane, name, tuple(details.items())), len(self._kinds))
+
+    def add(self, kind: Kind, begin: float, end: float, number: int | None = None, amount: int | None = None) -> None:
+        """Note a span by this process's clock; `number` says which, `amount` how much: tokens, or bytes."""
+        if len(self._spans) < self._most:
+            self._spans.append((kind, begin, end, number, amount))
+        else:
+            self._num_dropped += 1
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether there are any since the last line."""
+        return bool(self._spans)
+
+    def restart(self) -> None:
+        """Forget the time until now."""
+        self.take()
+
+    def take(self) -> dict[str, Any]:
+        """Return what the next line says of the time since the last one, and begin anew."""
+        end = self.now()
+        begin, self._begin = self._begin, end
+        spans, self._spans = self._spans, []
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        return {
+            "begin": begin,
+            "end": end,
+            "dropped": num_dropped,
+            "kinds": [{"lane": lane, "name": name, **dict(details)} for lane, name, details in self._kinds],
+            # Written out, since the sidecar's event loop waits for this.
+            "spans": [
+                [kind, round((first - begin) * _MICROSECONDS), round((last - first) * _MICROSECONDS), number, amount]
+                if amount is not None
+                else [kind, round((first - begin) * _MICROSECONDS), round((last - first) * _MICROSECONDS), number]
+                if number is not None
+                else [kind, round((first - begin) * _MICROSECONDS), round((last - first) * _MICROSECONDS)]
+                for kind, first, last, number, amount in spans
+            ],
+        }
+
+
+class TraceFile(LineFile):
+    """The trace of one process; see `LineFile` for what a kill leaves and what a resumed run does."""
+
+    def __init__(self, run: Path, process: str, facts: Mapping[str, Any] | None = None, most: int = MOST_BYTES) -> None:
+        """`facts` are what every line says beside its spans."""
+        super().__init__(find_path(run, process))
+        self._facts = {"format": FORMAT, "process": process, "host": socket.gethostname(), "pid": os.getpid()}
+        self._facts |= facts or {}
+        self._most = most
+
+    def write(self, version: int, taken: Mapping[str, Any], **facts: Any) -> None:
+        """Append an iteration's line. If the file gets too long, drop iterations: see `thin`."""
+        self.append_encoded(version, msgspec.json.encode({"version": version, **self._facts, **facts, **taken}))
+        if self.size > self._most:
+            self.thin(self._most // 2)
+
+    def thin(self, size: int) -> None:
+        """Keep the iterations whose numbers are multiples of 2, or of 4, 8, ... until what is left fits the size.
+
+        So files that are thinned at other times, and more often, have the multiples of the largest interval in common.
+        """
+        sizes = self.sizes()
+        newest = {version for version, _ in sizes[-_NUM_NEWEST:]}
+        interval = 2
+        while interval <= sizes[-1][0] and sum(length for version, length in sizes if version % interval == 0) > size:
+            interval *= 2
+        self.keep(lambda version: version % interval == 0 or version in newest)
+
+
+def find_path(run: Path, process: str) -> Path:
+    """Where a process of a run writes its trace."""
+    return run / FOLDER / f"{process}.jsonl"
+
+
+def find_own_offset() -> float:
+    """Return what this process adds to its clock for seconds since the epoch, as its host tells them now."""
+    return time.time() - time.monotonic()
+
+
+# Reading.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +207,7 @@ class Trace:
         sets = [{window.version for window in process.windows} for process in self.processes]
         return sorted(set.intersection(*sets)) if sets else []
 
-    def of(self, versions: Iterable[int]) -> "Trace":
+    def select(self, versions: Iterable[int]) -> "Trace":
         """Return the same trace with these iterations alone."""
         kept = set(versions)
         return Trace(
@@ -171,8 +287,8 @@ def _span(
 ) -> Span:
     details = dict(kinds[kind])
     lane, name = details.pop("lane"), details.pop("name")
-    first = start + begin * _MICRO
-    return Span(lane, name, first, first + length * _MICRO, number, amount, details)
+    first = start + begin * _MICROSECOND
+    return Span(lane, name, first, first + length * _MICROSECOND, number, amount, details)
 
 
 def _order(path: Path) -> tuple[bool, int, str]:
@@ -180,3 +296,39 @@ def _order(path: Path) -> tuple[bool, int, str]:
     kind, _, number = path.stem.partition("-")
     is_rank = kind == "rank" and number.isdecimal()
     return not is_rank, int(number) if is_rank else 0, path.stem
+
+
+# Clocks of other processes.
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A question and its answer: the clock of who asked, at both, and the other clock in between."""
+
+    asked: float
+    told: float
+    answered: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset:
+    """What to add to this process's clock for the other one; it is wrong by no more than `error`."""
+
+    seconds: float
+    error: float
+
+    def back(self) -> "Offset":
+        """Return what to add to the other clock for this one."""
+        return Offset(-self.seconds, self.error)
+
+
+def estimate_offset(exchanges: Iterable[Exchange]) -> Offset:
+    """Return the offset by the fastest answer: the other clock was read between question and answer."""
+    best = min(exchanges, key=lambda exchange: exchange.answered - exchange.asked)
+    middle = (best.asked + best.answered) / 2
+    return Offset(best.told - middle, (best.answered - best.asked) / 2)
+
+
+def ask_clock(clock: Callable[[], float], other: Callable[[], float], count: int) -> list[Exchange]:
+    """Ask for the other clock so many times."""
+    return [Exchange(clock(), other(), clock()) for _ in range(count)]

@@ -21,8 +21,7 @@ from megatron_rl.plan.engines import SimulatedBatching, SimulatedGroup
 from megatron_rl.plan.lengths import Empirical, Uniform
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.plan.pool import Pool
-from megatron_rl.plan.records import RecordedGroup, RecordedIteration, RunRecord
-from megatron_rl.plan.traces import MicroBatch, TraceRecord
+from megatron_rl.plan.records import MicroBatch, RecordedGroup, RecordedIteration, RunRecord, TraceRecord
 
 # A claim so much later than its groups was the trainer's doing: it had been computing.
 _IMMEDIATE_SECONDS = 0.003

@@ -70,7 +70,7 @@ def build_engine(costs: EngineCosts, generator: np.random.Generator) -> Simulate
 
 
 @dataclasses.dataclass
-class _State:
+class _BatchState:
     """Where a batching engine is."""
 
     now: float = 0.0
@@ -90,8 +90,8 @@ class _State:
     left: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of a group, responses that are not ended."""
 
-    def copy(self) -> "_State":
-        return _State(
+    def copy(self) -> "_BatchState":
+        return _BatchState(
             self.now, self.stalled, self.paused, self.steps, self.context, self.busy,
             self.running.copy(), self.waiting.copy(), self.left.copy(),
         )  # fmt: skip
@@ -107,7 +107,7 @@ class SimulatedBatching:
         self._costs = costs
         self._groups: dict[int, SimulatedGroup] = {}
         self._num_begun = 0
-        self._state = self._ahead = _State()
+        self._state = self._ahead = _BatchState()
         self._next: int | None = None
         self._is_computed = True
         self.num_events = 0
@@ -149,7 +149,7 @@ class SimulatedBatching:
         self._state.now = now
         self._is_computed = False
 
-    def _run(self, state: _State, until: float) -> int | None:
+    def _run(self, state: _BatchState, until: float) -> int | None:
         """Go on until a group ends, and return its number; or until that time, or until there is nothing to do."""
         costs, running = self._costs, state.running
         while True:
@@ -184,7 +184,7 @@ class SimulatedBatching:
                 return group
             state.left[group] = left
 
-    def _admit(self, state: _State) -> None:
+    def _admit(self, state: _BatchState) -> None:
         costs = self._costs
         while state.waiting and len(state.running) < costs.max_running:
             number, place = state.waiting.popleft()
@@ -196,13 +196,13 @@ class SimulatedBatching:
             heapq.heappush(state.running, (state.steps + length, number, length))
 
     @staticmethod
-    def _wait_out(state: _State, until: float) -> None:
+    def _wait_out(state: _BatchState, until: float) -> None:
         """With nothing to sample, time passes until `until`; a pause ends in it, or goes on after it."""
         if state.stalled and not math.isinf(until):
             state.stalled = state.paused = max(0.0, state.stalled - (until - state.now))
 
     @staticmethod
-    def _pass_stall(state: _State, until: float) -> bool:
+    def _pass_stall(state: _BatchState, until: float) -> bool:
         """Let the stall pass, as far as there is time; return whether it is over."""
         seconds = min(state.stalled, max(0.0, until - state.now))
         state.now += seconds
@@ -214,7 +214,7 @@ class SimulatedBatching:
         return is_over
 
     @staticmethod
-    def _pass_steps(state: _State, seconds: float, rate: float, growth: float) -> None:
+    def _pass_steps(state: _BatchState, seconds: float, rate: float, growth: float) -> None:
         """Let `seconds` pass, in which no response ends."""
         if seconds <= 0:
             return

@@ -17,7 +17,7 @@ _GRADIENT_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSize:
+class ParameterCounts:
     """Counts of a model's parameters."""
 
     of_layer: int
@@ -42,7 +42,7 @@ class ModelSize:
         return self.num_layers * (self.of_layer + self.of_active) + self.of_vocabulary
 
 
-def measure(architecture: Architecture) -> ModelSize:
+def count_parameters(architecture: Architecture) -> ParameterCounts:
     """Count a model's parameters."""
     hidden = architecture.hidden_size
     queries = architecture.num_attention_heads * architecture.kv_channels
@@ -52,7 +52,7 @@ def measure(architecture: Architecture) -> ModelSize:
     dense = 0 if experts else 3 * hidden * architecture.ffn_hidden_size
     of_expert = 3 * hidden * experts.ffn_hidden_size if experts else 0
     router = hidden * experts.num_experts if experts else 0
-    return ModelSize(
+    return ParameterCounts(
         of_layer=attention + dense + router,
         of_experts=of_expert * experts.num_experts if experts else 0,
         of_active=of_expert * experts.num_active if experts else 0,
@@ -93,7 +93,7 @@ def estimate(
     recomputes: bool = False,
 ) -> Costs:
     """Estimate what a run of the model takes on such devices, divided like this."""
-    size = measure(architecture)
+    size = count_parameters(architecture)
     network = chip.network * assumptions.network
     return Costs(
         engine=_estimate_engine(architecture, size, chip, split.engine_tensor, max_running, assumptions),
@@ -109,7 +109,7 @@ def count_context_bytes(architecture: Architecture) -> int:
 
 def _estimate_engine(
     architecture: Architecture,
-    size: ModelSize,
+    size: ParameterCounts,
     chip: DeviceFigures,
     tensor: int,
     max_running: int,
@@ -132,8 +132,8 @@ def _estimate_engine(
 
 
 def _estimate_trainer(
-    architecture: Architecture, size: ModelSize, chip: DeviceFigures, split: DeviceSplit, assumptions: Assumptions,
-    num_frozen: int, recomputes: bool,
+    architecture: Architecture, size: ParameterCounts, chip: DeviceFigures, split: DeviceSplit,
+    assumptions: Assumptions, num_frozen: int, recomputes: bool,
 ) -> TrainerCosts:  # fmt: skip
     hidden, layers = architecture.hidden_size, architecture.num_layers
     ranks = split.tensor * split.context

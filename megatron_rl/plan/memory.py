@@ -5,7 +5,7 @@ The optimizer is Adam, divided over replicas; weights are bf16, gradients and st
 
 import dataclasses
 
-from megatron_rl.plan.figures import DeviceSplit, ModelSize, count_context_bytes, measure
+from megatron_rl.plan.figures import DeviceSplit, ParameterCounts, count_context_bytes, count_parameters
 from megatron_rl.types import Architecture
 
 _GIB = 1 << 30
@@ -32,8 +32,8 @@ def count_trainer_bytes(
     architecture: Architecture, split: DeviceSplit, micro: Micro, num_frozen: int = 0, recomputes: bool = False
 ) -> int:
     """Count what a rank of the first stage takes: it keeps more micro-batches than any other."""
-    size = measure(architecture)
-    weights = _count_parameters(size, split)
+    size = count_parameters(architecture)
+    weights = _count_of_rank(size, split)
     of_experts = size.num_layers * size.of_experts / (split.pipeline * split.expert)
     owned = (weights - of_experts) / (split.replicas * split.context)
     owned += of_experts * split.expert / (split.replicas * split.context * split.tensor)
@@ -64,14 +64,14 @@ def fits_trainer(
 
 def count_running(architecture: Architecture, tensor: int, context: float, gib: float) -> int:
     """Count the responses of that many tokens, with their prompts, that an engine's cache holds; 0 if none fits."""
-    size = measure(architecture)
+    size = count_parameters(architecture)
     room = tensor * (gib * _GIB * _ENGINE_SHARE - _ENGINE_OTHER) - size.total * _WEIGHT
     # Keys and values of a group lie on several devices where there are more devices than groups.
     copies = max(1, tensor // architecture.num_query_groups)
     return max(0, int(room / (count_context_bytes(architecture) * copies * context)))
 
 
-def _count_parameters(size: ModelSize, split: DeviceSplit) -> float:
+def _count_of_rank(size: ParameterCounts, split: DeviceSplit) -> float:
     """Of a rank of the first stage, which has the embedding; with one stage, the output layer too."""
     layers = size.num_layers / split.pipeline
     vocabulary = size.of_vocabulary * (2 if split.pipeline == 1 and not size.is_tied else 1)

@@ -12,9 +12,9 @@ from megatron_rl.errors import UsageError
 from megatron_rl.plan.chips import ASSUMED, DeviceFigures
 from megatron_rl.plan.costs import BatchingCosts, Costs, Setting
 from megatron_rl.plan.figures import DeviceSplit, estimate
-from megatron_rl.plan.ledger import Result
 from megatron_rl.plan.memory import Micro, count_running, fits_trainer
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
+from megatron_rl.plan.results import Result
 from megatron_rl.plan.simulate import check_setting, simulate
 from megatron_rl.types import Architecture
 

@@ -14,9 +14,9 @@ import numpy as np
 from megatron_rl.errors import UsageError
 from megatron_rl.plan.costs import Costs, Setting
 from megatron_rl.plan.engines import SimulatedGroup, build_engine
-from megatron_rl.plan.ledger import ENGINE_PARTS, TRAINER_PARTS, IterationResult, Result
 from megatron_rl.plan.pipeline import Pipeline, count_slot, slot_seconds
 from megatron_rl.plan.pool import Pool
+from megatron_rl.plan.results import ENGINE_PARTS, TRAINER_PARTS, IterationResult, Result
 
 
 def simulate(setting: Setting, costs: Costs, num_iterations: int = 5, seed: int = 0) -> Result:

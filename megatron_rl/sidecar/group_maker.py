@@ -10,8 +10,7 @@ from typing import Protocol
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.observe.recorder import Recorder
-from megatron_rl.observe.trace import GROUPS
+from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import (
     Assignment,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.observe.recorder import Recorder
+from megatron_rl.observe.trace import Recorder
 from megatron_rl.protocol import probe, wire
 from megatron_rl.protocol.probe import Difference, find_coarsest_dtype
 from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens

@@ -15,8 +15,8 @@ from megatron_rl.arguments.describe import describe_run
 from megatron_rl.arguments.run import RunSettings
 from megatron_rl.data.batch import Contents
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.observe import config_file
 from megatron_rl.observe import metrics as metrics_file
+from megatron_rl.observe import run_folder
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
@@ -286,7 +286,7 @@ def open_log(
         others = None if rank.recipe.open_sinks is None else rank.recipe.open_sinks()
         reporter = build_reporter(settings, version, advantages, others)
         rank.stack.callback(reporter.close)
-        config_file.write(settings.folder / config_file.FILE_NAME, describe_run(settings))
+        run_folder.write_config(settings.folder / run_folder.CONFIG_FILE, describe_run(settings))
         if client is not None:
             reporter.follow(client.status)
         startup.say("all is ready")

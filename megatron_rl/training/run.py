@@ -16,10 +16,10 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, room_checked
 from megatron_rl.mcore.recipe import STAND_ALONE, Recipe
 from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.observe import metrics, samples, warnings_file
+from megatron_rl.observe import metrics, run_folder, samples
+from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
-from megatron_rl.observe.summary import Places, print_summary
-from megatron_rl.observe.warnings_file import keep_warnings
+from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops.shared_prompt.trial import check_backend
 from megatron_rl.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
@@ -51,7 +51,7 @@ def train(
     stop = StopRequest(settings.loop.grace_seconds, watch.leave).install()
     with contextlib.ExitStack() as stack:
         if not settings.observe.verbose:
-            path = settings.folder / warnings_file.FILE_NAME
+            path = settings.folder / run_folder.WARNINGS_FILE
             stack.enter_context(keep_warnings(path, print_note if is_first else lambda text: None))
         inputs, sidecar = _prepare(settings, startup, stack) if is_first else (Inputs(), None)
         trainer = None
@@ -146,7 +146,7 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
     """Print the run's results and where its files are."""
     trainer.log.reporter.close()
     is_sampled = settings.run.stage == "grpo"
-    places = Places(
+    places = RunPaths(
         checkpoint=trainer.saver.last_saved,
         hf_weights=trainer.saver.last_hf,
         metrics=settings.folder / metrics.FILE_NAME,

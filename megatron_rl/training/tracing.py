@@ -12,9 +12,18 @@ import torch.distributed as dist
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.mcore.session import Session
 from megatron_rl.mcore.step.trace import StepTrace
-from megatron_rl.observe.clocks import Exchange, Offset, ask, estimate
-from megatron_rl.observe.recorder import FOLDER, Recorder, TraceFile, find_own_offset
-from megatron_rl.observe.trace import MAIN, SIDECAR
+from megatron_rl.observe.trace import (
+    FOLDER,
+    MAIN,
+    SIDECAR,
+    Exchange,
+    Offset,
+    Recorder,
+    TraceFile,
+    ask_clock,
+    estimate_offset,
+    find_own_offset,
+)
 from megatron_rl.records.append_file import AppendFailed
 from megatron_rl.weights.mapping import Coordinates
 
@@ -98,12 +107,12 @@ class RankTrace:
         if self._sidecar is None:
             return {}
         try:
-            self._answers.extend(ask(self.recorder.now, self._sidecar.clock, count))
+            self._answers.extend(ask_clock(self.recorder.now, self._sidecar.clock, count))
         except MegatronRLError:
             # An older sidecar cannot tell, and if the sidecar is lost, the loop reports it.
             self._sidecar = None
             return {}
-        found = estimate(self._answers).back()
+        found = estimate_offset(self._answers).back()
         return {"clocks": {SIDECAR: [found.seconds + self._offset, found.error]}}
 
 
@@ -135,7 +144,7 @@ def align_clocks(session: Session) -> tuple[float, float]:
     found = Offset(0.0, 0.0)
     for rank in range(1, session.world_size):
         if session.rank == rank:
-            found = estimate(ask(time.monotonic, lambda: _hear(session, 0), _NUM_QUESTIONS))
+            found = estimate_offset(ask_clock(time.monotonic, lambda: _hear(session, 0), _NUM_QUESTIONS))
         elif session.rank == 0:
             for _ in range(_NUM_QUESTIONS):
                 _answer(session, rank)

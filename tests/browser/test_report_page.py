@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe import config_file
-from megatron_rl.observe.config_file import RunConfig, Value
+from megatron_rl.observe import run_folder
 from megatron_rl.observe.report.data import ReportData
 from megatron_rl.observe.report.page import build_page, load_library, write_page
 from megatron_rl.observe.report.server import ReportServer
+from megatron_rl.observe.run_folder import SavedConfig, Value
 from tests.observed import metrics_record
 from tests.synthetic_run import write_run, write_trace
 
@@ -31,7 +31,7 @@ LINE = "one line of a megabyte " * 45_000
 def write_configs(*folders):
     for number, folder in enumerate(folders):
         values = {"lr": Value(str(number), f"--lr {number}"), "note": Value(HOSTILE, "--note")}
-        config_file.write(folder / "config.json", RunConfig(num_devices=1, sections={"training": values}))
+        run_folder.write_config(folder / "config.json", SavedConfig(num_devices=1, sections={"training": values}))
 
 
 def page_of(folders, path):

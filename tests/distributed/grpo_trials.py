@@ -22,7 +22,7 @@ from megatron_rl.mcore.step.forward_step import is_reporter
 from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
 from megatron_rl.mcore.step.roles import build_roles
 from megatron_rl.mcore.step.trace import StepTrace
-from megatron_rl.observe.recorder import Recorder
+from megatron_rl.observe.trace import Recorder
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.provenance import tag_version
 from megatron_rl.protocol.slots import Division

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.algorithm.library import PRESETS
-from megatron_rl.observe import config_file
+from megatron_rl.observe import run_folder
 from megatron_rl.observe.metrics import read, seconds_by_span, without_times
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_check import verify
@@ -54,7 +54,7 @@ def run_to_its_end(
     words = words_of(world, folder, rollout_script=script(world, seed), **changes)
     loop.run(folder, world_size, words, OMP_NUM_THREADS=str(num_threads))
     assert_the_start_is_told(folder, world_size)
-    assert config_file.read(folder / "run" / config_file.FILE_NAME).num_devices == world_size
+    assert run_folder.read_config(folder / "run" / run_folder.CONFIG_FILE).num_devices == world_size
     return folder
 
 

@@ -147,10 +147,10 @@ PATCH_LIMIT = """
 PATCH_FULL = """
     import errno, os
     from pathlib import Path
-    from megatron_rl.observe import config_file
+    from megatron_rl.observe import run_folder
     def full(config):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    config_file.msgspec.to_builtins = full
+    run_folder.msgspec.to_builtins = full
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe import config_file
+from megatron_rl.observe import run_folder
 from megatron_rl.observe.metrics import read, without_times
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
@@ -38,7 +38,7 @@ def test_a_run_trains_with_functions_of_its_own_and_does_not_resume_once_their_f
         loop.run(folder.parent, 1, world.words("run", **words, **places))
     lines = read(whole)
     assert all(0 < line["metric"]["kept"] < 1 for line in lines)
-    recorded = config_file.read(whole / config_file.FILE_NAME).sections["plug-ins"]
+    recorded = run_folder.read_config(whole / run_folder.CONFIG_FILE).sections["plug-ins"]
     config = AlgorithmConfig(loss=words["grpo_loss"], advantage=words["grpo_advantage"], metrics=[words["grpo_metric"]])
     assert {name: value.text for name, value in recorded.items()} == describe_plug_ins(config)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.demonstrations import load_demonstrations
-from megatron_rl.observe import config_file, trace
+from megatron_rl.observe import run_folder, trace
 from megatron_rl.observe.ledger import compute_ledger
 from megatron_rl.observe.metrics import read, without_times
 from tests import hf_models
@@ -93,7 +93,7 @@ def test_a_run_that_was_killed_goes_on_as_the_run_that_was_not(world, pairs, who
     ranks = loop.run(folder, 2, words)
     assert "continues from" in ranks.text()
     assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
-    assert config_file.read(folder / "run" / config_file.FILE_NAME).sections["run"]["stage"].text == "sft"
+    assert run_folder.read_config(folder / "run" / run_folder.CONFIG_FILE).sections["run"]["stage"].text == "sft"
     ours, theirs = (load_file(one / "hf" / LAST / "model.safetensors") for one in (folder, whole))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
@@ -138,8 +138,8 @@ def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
 
 
 def test_a_run_leaves_its_configuration_and_what_every_rank_did_when(whole):
-    config = config_file.read(whole / "run" / config_file.FILE_NAME)
-    assert ("stage", "sft", "--stage sft") in {given[1:] for given in config_file.list_given(config)}
+    config = run_folder.read_config(whole / "run" / run_folder.CONFIG_FILE)
+    assert ("stage", "sft", "--stage sft") in {given[1:] for given in run_folder.list_given(config)}
     assert config.num_engine_devices is None
     found = trace.read(whole / "run")
     assert [*found.versions] == [*range(ITERATIONS + 1)]

@@ -7,25 +7,25 @@ import pytest
 
 from megatron_rl.arguments import command_line, describe
 from megatron_rl.errors import InputError
-from megatron_rl.observe import config_file
-from megatron_rl.observe.config_file import RunConfig, Value, find_differences, list_given
+from megatron_rl.observe import run_folder
+from megatron_rl.observe.run_folder import SavedConfig, Value, find_differences, list_given
 from megatron_rl.plan.calibrate import RunLayout
-from megatron_rl.plan.configured import read_layout
+from megatron_rl.plan.runs import read_layout
 from megatron_rl.types import Experts
 from megatron_rl.weights.mapping import measure_model
 from tests.command_lines import CPU, QWEN3, RUN, folder
 
 
 def config(**values):
-    return RunConfig(sections={"training": {name: Value(text, "default") for name, text in values.items()}})
+    return SavedConfig(sections={"training": {name: Value(text, "default") for name, text in values.items()}})
 
 
 def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_path):
     model = folder(tmp_path, QWEN3)
     settings = command_line.parse_run([*CPU, *RUN, "--hf-model", model])
     path = tmp_path / "run.json"
-    config_file.write(path, describe.describe_run(settings))
-    kept = config_file.read(path)
+    run_folder.write_config(path, describe.describe_run(settings))
+    kept = run_folder.read_config(path)
     printed = describe.print_config(settings)
     for section, values in kept.sections.items():
         assert f"[{section}]" in printed
@@ -63,10 +63,10 @@ def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():
 
 
 def test_a_folder_without_a_configuration_has_none_and_an_unreadable_one_is_named(tmp_path):
-    assert config_file.read(tmp_path / "config.json") is None
+    assert run_folder.read_config(tmp_path / "config.json") is None
     (tmp_path / "config.json").write_text('{"sections": 3}')
     with pytest.raises(InputError, match="config.json cannot be read"):
-        config_file.read(tmp_path / "config.json")
+        run_folder.read_config(tmp_path / "config.json")
 
 
 def test_a_token_is_not_multiplied_with_the_table_of_embeddings_nor_with_other_tokens_experts():

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.flag import index_by_name
-from megatron_rl.observe.config_file import RunConfig, Value
-from megatron_rl.observe.explain import explain
+from megatron_rl.observe.explain import list_findings
+from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SIDECAR, Process, Span, Trace, Window
 from tests.observed import write_metrics
 
@@ -65,7 +65,7 @@ HEALTHY_TRACE = Trace((rank(), sidecar()))
 
 
 def names(trace: Trace | None = HEALTHY_TRACE, records: Any = HEALTHY_RECORDS) -> list[str]:
-    return [finding.name for finding in explain(trace, records)]
+    return [finding.name for finding in list_findings(trace, records)]
 
 
 def grown(field: str, first: Mapping[str, float] | float, last: Mapping[str, float] | float) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_a_cause_that_takes_more_than_its_bound_is_the_one_that_is_said(cause, s
     # A publish, or an evaluation, puts off what follows.
     shift = {"publish": seconds - HEALTHY["publish"], "evaluation": seconds}.get(cause, 0.0)
     trace = Trace((rank(**{cause: seconds}), sidecar(first=5.0 + shift) if shift else of_engines))
-    (finding,) = explain(trace, HEALTHY_RECORDS)
+    (finding,) = list_findings(trace, HEALTHY_RECORDS)
     assert finding.name == cause
     assert finding.value == pytest.approx(seconds / 100)
     assert finding.sentence.startswith(f"{cause}: ranks ")
@@ -107,8 +107,8 @@ def test_a_cause_that_takes_more_than_its_bound_is_the_one_that_is_said(cause, s
 )
 def test_weights_are_to_be_streamed_where_the_platform_can(platform, rollout, flag) -> None:
     values = {name: Value(text, "default") for name, text in rollout.items()}
-    config = RunConfig(platform=platform, sections={"rollout": values})
-    (finding,) = explain(Trace((rank(publish=20.0), sidecar())), HEALTHY_RECORDS, config)
+    config = SavedConfig(platform=platform, sections={"rollout": values})
+    (finding,) = list_findings(Trace((rank(publish=20.0), sidecar())), HEALTHY_RECORDS, config)
     assert finding.name == "publish"
     assert ("--rollout-transport" in finding.sentence) == (flag is not None)
     assert flag is None or flag in finding.sentence
@@ -116,13 +116,13 @@ def test_weights_are_to_be_streamed_where_the_platform_can(platform, rollout, fl
 
 
 def test_a_slow_disk_shows_in_checkpoints() -> None:
-    (finding,) = explain(Trace((rank(save=20.0), sidecar())), HEALTHY_RECORDS)
+    (finding,) = list_findings(Trace((rank(save=20.0), sidecar())), HEALTHY_RECORDS)
     assert (finding.name, finding.value) == ("checkpoint", pytest.approx(0.2))
     assert "--async-save" in finding.sentence
 
 
 def test_starved_ranks_are_told_how_many_engines_they_want() -> None:
-    (finding,) = explain(Trace((rank(starved=60.0), sidecar(starved=60.0, sampling=65.0))), HEALTHY_RECORDS)
+    (finding,) = list_findings(Trace((rank(starved=60.0), sidecar(starved=60.0, sampling=65.0))), HEALTHY_RECORDS)
     assert finding.name == "starved"
     # Each of 2 engines samples for 65 s, and the rank has 29 s of other work.
     assert "add 3 engines to the 2 (--rollout-num-engines 5)" in finding.sentence
@@ -132,7 +132,7 @@ def test_replicas_that_compute_for_other_times_are_uneven() -> None:
     ranks = (rank("rank-0", 0), rank("rank-1", 1, bubble=18.0))
     assert names(Trace((*ranks, sidecar()))) == []
     ranks = (rank("rank-0", 0), rank("rank-1", 1, bubble=30.0))
-    (finding,) = explain(Trace((*ranks, sidecar())), HEALTHY_RECORDS)
+    (finding,) = list_findings(Trace((*ranks, sidecar())), HEALTHY_RECORDS)
     assert finding.name == "uneven replicas"
     assert "replica 0 computes 1.47 times as long as replica 1" in finding.sentence
 
@@ -153,14 +153,14 @@ def test_an_engine_that_is_slower_than_another_is_named() -> None:
     assert "slow engine" not in names(of_engines(8, 1.4))
     # Too few groups to judge by.
     assert "slow engine" not in names(of_engines(7, 3.0))
-    finding = next(one for one in explain(of_engines(8, 3.0), HEALTHY_RECORDS) if one.name == "slow engine")
+    finding = next(one for one in list_findings(of_engines(8, 3.0), HEALTHY_RECORDS) if one.name == "slow engine")
     assert finding.value == pytest.approx(3.0)
     assert "engine-1 takes 600 ms" in finding.sentence
 
 
 def test_a_reward_that_takes_long_beside_sampling_is_slow() -> None:
     assert names(Trace((rank(), sidecar(reward=2.0)))) == []
-    (finding,) = explain(Trace((rank(), sidecar(reward=30.0))), HEALTHY_RECORDS)
+    (finding,) = list_findings(Trace((rank(), sidecar(reward=30.0))), HEALTHY_RECORDS)
     assert (finding.name, "--reward-workers" in finding.sentence) == ("slow reward", True)
 
 
@@ -175,7 +175,7 @@ def test_a_reward_that_takes_long_beside_sampling_is_slow() -> None:
     ],
 )
 def test_metrics_out_of_bounds_are_said_with_a_flag(name, records, flag) -> None:
-    (finding,) = explain(HEALTHY_TRACE, records)
+    (finding,) = list_findings(HEALTHY_TRACE, records)
     assert finding.name == name
     assert flag in finding.sentence
 
@@ -216,7 +216,7 @@ def test_every_flag_that_is_named_exists() -> None:
         for version in range(16)
     ]  # fmt: skip
     trace = Trace((sick, rank("rank-1", 1), sidecar(reward=30.0)))
-    words = " ".join(finding.sentence for finding in explain(trace, records)).replace("(", " ").replace(")", " ")
+    words = " ".join(finding.sentence for finding in list_findings(trace, records)).replace("(", " ").replace(")", " ")
     named = {word.rstrip(".,:") for word in words.split() if word.startswith("--")} - {"--json"}
     assert len(named) > 10
     assert named <= set(known)

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, NoRoom, find_no_room, room_checked
 from megatron_rl.mcore.checkpoint import folders
-from megatron_rl.observe import config_file
+from megatron_rl.observe import run_folder
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.protocol.wire import Prompt, encode_tokens
 from megatron_rl.records.append_file import AppendFailed
@@ -85,8 +85,8 @@ def write_prompts(path: Path) -> None:
 
 
 def write_config(path: Path) -> None:
-    value = config_file.Value(text="1" * 99, source="flag")
-    config_file.write(path, config_file.RunConfig(sections={"run": {"value": value}}))
+    value = run_folder.Value(text="1" * 99, source="flag")
+    run_folder.write_config(path, run_folder.SavedConfig(sections={"run": {"value": value}}))
 
 
 def write_weights(path: Path) -> None:

@@ -258,7 +258,7 @@ def test_flags_of_progress_and_samples_have_bounds():
 def test_the_summary_has_results_times_and_places(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, range(5))
-    places = summary.Places(metrics=path, checkpoint=tmp_path / "nothing")
+    places = summary.RunPaths(metrics=path, checkpoint=tmp_path / "nothing")
     stream = io.StringIO()
     summary.print_summary(metrics.read(path), places, stream)
     assert (
@@ -286,15 +286,15 @@ def test_the_summary_counts_the_time_of_the_start_apart_from_iterations():
     record = metrics_record(0)
     record["time"]["start"] = 12.0
     assert "start" not in metrics.seconds_by_span(record)
-    lines = summary.summary_lines([record, metrics_record(1), record], summary.Places())
+    lines = summary.summary_lines([record, metrics_record(1), record], summary.RunPaths())
     times = lines[lines.index("where the time went") + 1 :]
     assert times[0] == "  start  24.0 s   66.7%"
     assert times[-1] == "  all    36.0 s  100.0%"
 
 
 def test_a_run_without_numbers_has_an_empty_summary():
-    assert summary.summary_lines([], summary.Places()) == []
-    assert summary.summary_lines([{"version": 3}], summary.Places()) == []
+    assert summary.summary_lines([], summary.RunPaths()) == []
+    assert summary.summary_lines([{"version": 3}], summary.RunPaths()) == []
 
 
 def test_a_chart_of_linear_values_is_a_straight_line():

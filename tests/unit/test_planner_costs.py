@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.plan.belief import NO_RUN, describe_errors, find_doubts, leave_one_out
 from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
 from megatron_rl.plan.chips import CHIPS, find_figures
 from megatron_rl.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
+from megatron_rl.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
 from megatron_rl.plan.engines import SimulatedGroup
-from megatron_rl.plan.figures import DeviceSplit, estimate, measure
+from megatron_rl.plan.figures import DeviceSplit, count_parameters, estimate
 from megatron_rl.plan.lengths import Uniform
 from megatron_rl.plan.memory import Micro, count_running, count_trainer_bytes
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
-from megatron_rl.plan.records import read_record
+from megatron_rl.plan.records import read_record, read_trace
 from megatron_rl.plan.simulate import _Run
-from megatron_rl.plan.traces import read_trace
 from megatron_rl.types import Experts
 from megatron_rl.weights import families
 from tests.processes import ROOT
@@ -282,14 +281,14 @@ def test_a_chip_that_nobody_knows_is_refused_with_those_that_are_known():
 
 def test_parameters_are_counted_as_models_have_them():
     # 4.02 B of Qwen3-4B, whose embedding is its output layer; norms are left out.
-    assert measure(QWEN3_4B).total == pytest.approx(4.02e9, rel=0.002)
+    assert count_parameters(QWEN3_4B).total == pytest.approx(4.02e9, rel=0.002)
     sparse = dataclasses.replace(
         QWEN3_4B, num_layers=48, hidden_size=2048, num_query_groups=4, tied_embeddings=False,
         experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
     )  # fmt: skip
     # Qwen3-30B-A3B.
-    assert measure(sparse).total == pytest.approx(30.5e9, rel=0.01)
-    assert measure(sparse).active == pytest.approx(3.0e9, rel=0.05)
+    assert count_parameters(sparse).total == pytest.approx(30.5e9, rel=0.01)
+    assert count_parameters(sparse).active == pytest.approx(3.0e9, rel=0.05)
 
 
 def test_a_faster_chip_and_more_devices_cost_less_time():

@@ -9,13 +9,13 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.observe import config_file
+from megatron_rl.observe import run_folder
 from megatron_rl.plan.chips import CHIPS
+from megatron_rl.plan.command_lines import Files, list_notes, write_command
 from megatron_rl.plan.costs import Setting
 from megatron_rl.plan.lengths import Lognormal, Uniform
 from megatron_rl.plan.memory import Micro, fits_trainer
 from megatron_rl.plan.search import Wanted, _list_splits, describe_candidates, search
-from megatron_rl.plan.words import Files, list_notes, write_command
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Experts
 from megatron_rl.weights import families
@@ -174,8 +174,8 @@ def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, 
     after = capsys.readouterr().out
     assert "do not believe it: 384 responses an iteration, and the runs cover 96" in after
     # What is appended may stand in the run's configuration.
-    rollout = {"max_num_seqs": config_file.Value("12", "a flag")}
-    config_file.write(folder / config_file.FILE_NAME, config_file.RunConfig(sections={"rollout": rollout}))
+    rollout = {"max_num_seqs": run_folder.Value("12", "a flag")}
+    run_folder.write_config(folder / run_folder.CONFIG_FILE, run_folder.SavedConfig(sections={"rollout": rollout}))
     assert cli.main(["plan", str(folder), "--out", str(tmp_path / "plan.svg")]) == ExitCode.OK
     assert capsys.readouterr().out == before
     # Two runs say how wrong they are about each other.

@@ -12,13 +12,13 @@ import sys
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.commands import report as command
+from megatron_rl.commands import analysis as command
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe import config_file
-from megatron_rl.observe.config_file import RunConfig, Value
+from megatron_rl.observe import run_folder
 from megatron_rl.observe.report import curves, page, rollouts
 from megatron_rl.observe.report.data import ReportData, RunFiles
 from megatron_rl.observe.report.rollouts import SampleFile
+from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.weights.mapping import ModelSize
 from tests.observed import metrics_record, write_metrics
 from tests.synthetic_run import write_run, write_samples
@@ -275,7 +275,7 @@ def test_several_runs_share_the_room_and_are_compared_by_their_configurations(tm
     folders = {name: write_run(tmp_path / name, num_versions=20) for name in ("a", "b")}
     for name, folder in folders.items():
         values = {"lr": Value(name, "--lr"), "seed": Value("1", "default")}
-        config_file.write(folder / "config.json", RunConfig(num_devices=2, sections={"training": values}))
+        run_folder.write_config(folder / "config.json", SavedConfig(num_devices=2, sections={"training": values}))
     data = ReportData(folders)
     summary = data.read()
     assert summary["differences"] == [("training", "lr", ["a", "b"])]

@@ -2,9 +2,8 @@
 
 import json
 
-from megatron_rl.observe.recorder import FOLDER, FORMAT
 from megatron_rl.observe.report import traces
-from megatron_rl.observe.trace import Process, Span, Trace, Window
+from megatron_rl.observe.trace import FOLDER, FORMAT, Process, Span, Trace, Window
 
 
 def trace_of(seconds, num_groups=2):

@@ -7,15 +7,15 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe import config_file
-from megatron_rl.observe.config_file import RunConfig, Value
+from megatron_rl.observe import run_folder
+from megatron_rl.observe.run_folder import SavedConfig, Value
 
 
 def write_run(folder: Path, stage: str) -> Path:
     """A run's metrics and configuration, without an audit log."""
     folder.mkdir(parents=True)
-    config = RunConfig(sections={"run": {"stage": Value(stage, f"--stage {stage}")}})
-    config_file.write(folder / config_file.FILE_NAME, config)
+    config = SavedConfig(sections={"run": {"stage": Value(stage, f"--stage {stage}")}})
+    run_folder.write_config(folder / run_folder.CONFIG_FILE, config)
     lines = [{"version": version, "loss": 1.0, "demonstrations": 8} for version in range(3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

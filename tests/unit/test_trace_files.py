@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.observe import trace
-from megatron_rl.observe.clocks import Exchange, ask, estimate
-from megatron_rl.observe.recorder import Recorder, TraceFile, find_path
 from megatron_rl.observe.timeline import Timeline
-from megatron_rl.observe.trace import Span
+from megatron_rl.observe.trace import Exchange, Recorder, Span, TraceFile, ask_clock, estimate_offset, find_path
 
 
 class Clock:
@@ -86,7 +84,7 @@ def test_only_iterations_that_every_process_has_are_common(tmp_path):
     write(tmp_path, "sidecar", range(1, 6))
     found = trace.read(tmp_path)
     assert found.versions == [1, 2, 3]
-    assert [len(process.windows) for process in found.of([2]).processes] == [1, 1]
+    assert [len(process.windows) for process in found.select([2]).processes] == [1, 1]
 
 
 def test_spans_beyond_the_most_of_a_line_are_counted(tmp_path):
@@ -170,7 +168,7 @@ def test_an_offset_is_wrong_by_no_more_than_it_says(offset, delays):
         asked = now + pause
         now = asked + there + back
         exchanges.append(Exchange(asked, asked + there + offset, now))
-    found = estimate(exchanges)
+    found = estimate_offset(exchanges)
     # The rounding of numbers as large as the offset.
     assert abs(found.seconds - offset) <= found.error + 1e-9
     assert found.error == min(exchange.answered - exchange.asked for exchange in exchanges) / 2
@@ -184,4 +182,4 @@ def test_the_other_clock_is_asked_between_two_readings_of_the_own_one():
         clock.now += 1
         return -clock.now
 
-    assert ask(clock, other, 2) == [Exchange(100, -101, 101), Exchange(101, -102, 102)]
+    assert ask_clock(clock, other, 2) == [Exchange(100, -101, 101), Exchange(101, -102, 102)]

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.observe import perfetto, trace
-from megatron_rl.observe.recorder import Recorder, TraceFile
-from megatron_rl.observe.trace import Trace
+from megatron_rl.observe.trace import Recorder, Trace, TraceFile
 from tests.observed import write_metrics
 
 

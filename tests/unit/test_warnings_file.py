@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from megatron_rl.observe.warnings_file import keep_warnings
+from megatron_rl.observe.run_folder import keep_warnings
 
 
 def test_warnings_and_logged_ones_are_in_the_file_and_said_once(tmp_path, capfd, recwarn):

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.observe.recorder import Kind, Recorder
-from megatron_rl.observe.trace import COMPUTE, MAIN
+from megatron_rl.observe.trace import COMPUTE, MAIN, Kind, Recorder
 from megatron_rl.platforms import Platform
 
 POLICY = "policy"

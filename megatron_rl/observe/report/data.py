@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import InputError
-from megatron_rl.observe import config_file, metrics, samples
+from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe import trace as trace_file
-from megatron_rl.observe.config_file import RunConfig
 from megatron_rl.observe.report.curves import collect_curves, collect_times, derive_throughput
 from megatron_rl.observe.report.rollouts import MOST_BYTES, SampleFile
 from megatron_rl.observe.report.traces import read_trace
+from megatron_rl.observe.run_folder import SavedConfig
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_check import describe_weaker_proof, verify
 
@@ -37,16 +37,16 @@ class RunFiles:
     def signature(self) -> tuple[object, ...]:
         """What changes whenever a file of the run does."""
         folder = self._metrics.parent
-        names = (self._metrics.name, samples.FILE_NAME, config_file.FILE_NAME, audit_log.FILE_NAME)
+        names = (self._metrics.name, samples.FILE_NAME, run_folder.CONFIG_FILE, audit_log.FILE_NAME)
         return (*(_sign(folder / name) for name in names), _sign_all(folder / trace_file.FOLDER, "*.jsonl"))
 
-    def read_config(self) -> RunConfig | None:
-        return config_file.read(self._metrics.with_name(config_file.FILE_NAME))
+    def read_config(self) -> SavedConfig | None:
+        return run_folder.read_config(self._metrics.with_name(run_folder.CONFIG_FILE))
 
-    def read(self, config: RunConfig | None, peak_tflops: float | None) -> dict[str, Any]:
+    def read(self, config: SavedConfig | None, peak_tflops: float | None) -> dict[str, Any]:
         """Read all but the samples."""
         records = metrics.read(self._metrics)
-        known = config or RunConfig()
+        known = config or SavedConfig()
         peak = None if peak_tflops is None else peak_tflops * 1e12
         curves = collect_curves(records)
         curves |= derive_throughput(records, known.num_devices, known.num_engine_devices, known.model, peak)
@@ -62,7 +62,7 @@ class RunFiles:
             "times": collect_times(records),
             "devices": dataclasses.asdict(_Devices(known.num_devices, known.num_engine_devices)),
             "parameters": None if known.model is None else known.model.num_parameters,
-            "given": None if config is None else config_file.list_given(config),
+            "given": None if config is None else run_folder.list_given(config),
             "audit": self._audit.read(),
             "trace": self._trace.read(),
         }
@@ -97,7 +97,7 @@ class ReportData:
         return {
             "runs": runs,
             "peak_tflops": self._peak_tflops,
-            "differences": config_file.find_differences(configs) if len(configs) > 1 else [],
+            "differences": run_folder.find_differences(configs) if len(configs) > 1 else [],
         }
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ class _Tokens(msgspec.Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Line:
+class _SampleLine:
     offset: int
     num_bytes: int
     version: int
@@ -53,7 +53,7 @@ class SampleFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines: list[_Line] = []
+        self._lines: list[_SampleLine] = []
         self._end = 0
         self.num_unreadable = 0
         """Lines that are not JSON, or not of samples."""
@@ -78,7 +78,7 @@ class SampleFile:
                 if head is None:
                     self.num_unreadable += 1
                 else:
-                    self._lines.append(_Line(self._end, len(line), head.version, head.kind, head.row))
+                    self._lines.append(_SampleLine(self._end, len(line), head.version, head.kind, head.row))
                 self._end += len(line)
 
     def choose(self, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
@@ -101,15 +101,15 @@ class SampleFile:
             head = _decode(file.read(last.num_bytes), _Head)
         return head is not None and (head.version, head.row) == (last.version, last.row)
 
-    def _read(self, line: _Line) -> dict[str, Any] | None:
+    def _read(self, line: _SampleLine) -> dict[str, Any] | None:
         with self.path.open("rb") as file:
             file.seek(line.offset)
             record = _decode(file.read(line.num_bytes), dict)
         return None if record is None else _shorten(record)
 
 
-def _choose(lines: Iterable[_Line], most_bytes: int) -> list[_Line]:
-    strata: dict[tuple[int, str], list[_Line]] = {}
+def _choose(lines: Iterable[_SampleLine], most_bytes: int) -> list[_SampleLine]:
+    strata: dict[tuple[int, str], list[_SampleLine]] = {}
     for line in lines:
         strata.setdefault((line.version, line.kind), []).append(line)
     order = sorted(range(len(strata)), key=lambda place: f"{place:040b}"[::-1])

@@ -14,8 +14,7 @@ import collections
 import logging
 from collections.abc import Callable, Iterable
 
-from megatron_rl.observe.recorder import Recorder
-from megatron_rl.observe.trace import GROUPS
+from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.protocol.wire import Response
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
 

@@ -46,13 +46,13 @@ def leave_one_out(runs: Sequence[MeasuredRun]) -> list[Prediction]:
     for place, run in enumerate(runs):
         others = [*runs[:place], *runs[place + 1 :]]
         if others:
-            costs = costs_for(run, calibrate(others))
+            costs = apply_bounds(run, calibrate(others))
             predicted = simulate(run.setting, costs, _SIMULATED).seconds
             found.append(Prediction(run.record.name, predicted, run.record.iteration_seconds))
     return found
 
 
-def costs_for(run: MeasuredRun, costs: Costs) -> Costs:
+def apply_bounds(run: MeasuredRun, costs: Costs) -> Costs:
     """The costs with the run's own bounds of what its engines sample at once."""
     engine: EngineCosts = dataclasses.replace(costs.engine, max_in_flight=run.layout.max_in_flight)
     if isinstance(engine, BatchingCosts):
