@@ -1,9 +1,9 @@
 """`megatron-rl patch`: the smallest changes by which a tree's own scripts train with GRPO.
 
-    megatron-rl patch TREE            check everything, then change the tree and leave a receipt
-    megatron-rl patch TREE --check    print what would be changed
-    megatron-rl patch TREE --undo     restore every file that is still as the patch left it
-    megatron-rl patch TREE --list     print each patch with its reason, and when it can be dropped
+    megatron-rl patch TREE            change the files, and leave a receipt
+    megatron-rl patch TREE --check    list the changes
+    megatron-rl patch TREE --undo     restore the files
+    megatron-rl patch TREE --list     list the patches with their reasons
 
 docs/recipes.md shows what the scripts do then.
 """

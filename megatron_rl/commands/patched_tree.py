@@ -3,9 +3,9 @@
 The folder `patches` has a folder for each upstream: its `tree.toml` says by which files the tree is recognized, and
 each patch is a NAME.diff with a NAME.toml.
 
-Git checks and makes a change on a copy of one file, outside of any repository, because it lacks four things that a
-tree needs. It patches the nearest of several places that fit; it follows the tree's core.autocrlf; it writes files in
-place, so that a kill leaves half of one; and it reverts a patch in a file that was edited since. Invariants:
+Git makes each change on a copy of one file, outside of any repository. On the tree itself it would patch the nearest of
+several places that fit, and follow the tree's core.autocrlf. It would write files in place, so that a kill leaves half
+of one. It would revert a patch even in a file that was edited since. Invariants:
 
 - a file is changed only if the old lines of every hunk stand in it exactly once;
 - nothing is written unless everything fits;

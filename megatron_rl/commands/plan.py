@@ -1,11 +1,11 @@
-"""`megatron-rl plan`: how long a run's iterations will take, and how to divide devices between trainer and engines.
+"""`megatron-rl plan`: predicts the time of a run's iterations, and divides devices between trainer and engines.
 
     megatron-rl plan --hf-model MODEL --chip CHIP --devices N ...    the best split, from data sheets
-    megatron-rl plan RUN... [--rollout-num-engines N ...]            what changes of a run would do, from what it took
+    megatron-rl plan RUN... [--rollout-num-engines N ...]            the effect of changes of a run, from its times
 
-RUN is a folder with metrics.jsonl and audit.jsonl; its config.json and its trace say the rest. What a folder without
-them leaves open is appended: RUN,stages=2,schedule=sync,max-num-seqs=256,max-in-flight=512,engine=scripted,virtual=2.
-Several runs also say how wrong they are about each other.
+RUN is a folder with metrics.jsonl and audit.jsonl; its config.json and its trace supply the rest. If a folder lacks
+these, append what is missing: RUN,stages=2,schedule=sync,max-num-seqs=256,max-in-flight=512,engine=scripted,virtual=2.
+With several runs, the errors of predicting each from the others are printed too.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from megatron_rl.plan.simulate import simulate
 from megatron_rl.weights.families import read_architecture
 
 _NUM_SHOWN = 8
-# Of a run that nobody has described: TRL's and our own defaults.
+# For a run that the flags do not describe: TRL's and our own defaults.
 _PROMPTS, _GROUP_SIZE = 128, 8
 
 
@@ -53,24 +53,24 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="megatron-rl plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", help="runs to calibrate on")
-    parser.add_argument("--out", type=Path, help="a picture of where the time goes: .png, .svg or .pdf")
-    parser.add_argument("--iterations", type=int, default=5, help="how many are simulated")
-    run = parser.add_argument_group("the run; with RUN, what is changed of it")
+    parser.add_argument("--out", type=Path, help="the file for a picture of the time by part: .png, .svg or .pdf")
+    parser.add_argument("--iterations", type=int, default=5, help="number of iterations to simulate")
+    run = parser.add_argument_group("the run; with RUN, the changes to it")
     run.add_argument("--schedule", choices=SCHEDULES)
     run.add_argument("--grpo-prompts-per-step", type=int, metavar="N")
     run.add_argument("--grpo-group-size", type=int, metavar="N")
     run.add_argument("--micro-batch-size", type=int, metavar="N")
-    run.add_argument("--updates", type=int, metavar="N", help="of an iteration")
+    run.add_argument("--updates", type=int, metavar="N", help="updates of an iteration")
     run.add_argument("--prompt-length", metavar="LENGTHS", help="fixed:N, uniform:LEAST:MOST, lognormal:MEAN:SIGMA")
     run.add_argument("--response-length", metavar="LENGTHS")
-    run.add_argument("--reward-seconds", type=float, metavar="S", help="of a group, in one worker")
+    run.add_argument("--reward-seconds", type=float, metavar="S", help="seconds of a group's reward, in one worker")
     run.add_argument("--reward-workers", type=int, metavar="N")
-    run.add_argument("--staleness", type=int, metavar="N", help="of the schedule async: iterations ahead")
+    run.add_argument("--staleness", type=int, metavar="N", help="schedule async: iterations ahead")
     changed = parser.add_argument_group("with RUN")
     changed.add_argument("--rollout-num-engines", type=int, metavar="N")
     changed.add_argument("--rollout-max-num-seqs", type=int, metavar="N")
     changed.add_argument("--rollout-max-in-flight", type=int, metavar="N")
-    changed.add_argument("--replicas", type=int, metavar="N", help="of the trainer's model")
+    changed.add_argument("--replicas", type=int, metavar="N", help="replicas of the trainer's model")
     changed.add_argument("--pipeline-model-parallel-size", type=int, metavar="N")
     changed.add_argument("--engine-speed", type=float, default=1.0, metavar="F", help="engines F times as fast")
     changed.add_argument("--trainer-speed", type=float, default=1.0, metavar="F", help="a trainer F times as fast")
@@ -83,7 +83,7 @@ def _make_parser() -> argparse.ArgumentParser:
     found.add_argument("--rollout-max-tokens", type=int, default=8192, metavar="N")
     found.add_argument("--reference", action="store_true", help="a reference model beside the policy")
     found.add_argument("--recompute", action="store_true", help="all layers are computed again in the backward pass")
-    found.add_argument("--simulate", type=int, default=16, metavar="N", help="of the splits that fit")
+    found.add_argument("--simulate", type=int, default=16, metavar="N", help="number of fitting splits to simulate")
     return parser
 
 
@@ -97,7 +97,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     costs = _change_costs(apply_bounds(runs[0], costs), arguments)
     results: dict[Schedule, Result] = {}
     for schedule in SCHEDULES:
-        # Devices of a run are divided: what all of them together would sample, it does not say.
+        # A run with divided devices does not show how all of them together would sample.
         if schedule == setting.schedule or schedule != "colocated":
             asked = dataclasses.replace(setting, schedule=schedule)
             results[schedule] = simulate(asked, costs, arguments.iterations)
@@ -117,7 +117,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _read_run(text: str) -> MeasuredRun:
-    """Read RUN,name=value,...; a layout says what its files do not."""
+    """Read RUN,name=value,...; the values are for facts that the run's files do not contain."""
     path, *settings = text.split(",")
     layout: dict[str, Any] = {}
     names = {
@@ -129,7 +129,7 @@ def _read_run(text: str) -> MeasuredRun:
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in names:
-            raise UsageError(f"{text}: {name} is not known of a run: write one of {', '.join(names)}")
+            raise UsageError(f"{text}: {name} must be one of {', '.join(names)}: write one")
         field, read = names[name]
         try:
             layout[field] = read(value)
@@ -144,7 +144,7 @@ def _read_run(text: str) -> MeasuredRun:
 
 
 def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
-    """The setting with what the command line says."""
+    """Return the setting with the command line's changes."""
     _check_counts(arguments)
     changes: dict[str, Any] = {
         "schedule": arguments.schedule,
@@ -278,7 +278,7 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
         f"{flag} is missing: {remedy}"
         for flag, value, remedy in (
             ("--hf-model", arguments.hf_model, "write a folder with config.json, or name a RUN to calibrate on"),
-            ("--devices", arguments.devices, "write how many there are, or name a RUN to calibrate on"),
+            ("--devices", arguments.devices, "write their number, or name a RUN to calibrate on"),
         )
         if value is None
     ]
@@ -296,7 +296,7 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
         group_size=group_size,
         micro_batch_size=group_size,
         prompts=Uniform(max(1, prompt // 4), prompt),
-        # A quarter of the bound on average, with a tail that reaches it: what reasoning models' responses look like.
+        # Like reasoning models' responses: a quarter of the bound on average, with a tail that reaches it.
         responses=Lognormal(response / 4, 0.8, response),
     )
     changed = _change(base, arguments)
@@ -324,13 +324,13 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
 
 
 def _bound(lengths: Lengths, flag: str, bound_flag: str, bound: int) -> Lengths:
-    """Cut a tail without an end where the run cuts it; refuse lengths that the run cannot have."""
+    """Cut an unbounded tail at the run's bound; refuse lengths that the run cannot have."""
     if isinstance(lengths, Lognormal) and math.isinf(lengths.most) and lengths.uncut_mean <= bound:
         return dataclasses.replace(lengths, most=bound)
     if lengths.most > bound:
         reached = lengths.uncut_mean if isinstance(lengths, Lognormal) and math.isinf(lengths.most) else lengths.most
         raise UsageError(
-            f"{flag} reaches {reached:g} tokens, above {bound_flag} {bound}, which is the most that the run has: "
-            f"shorten it, or raise {bound_flag}"
+            f"{flag} reaches {reached:g} tokens, above {bound_flag} {bound}, the run's bound: shorten it, or raise "
+            f"{bound_flag}"
         )
     return lengths

@@ -1,4 +1,4 @@
-"""The picture of `megatron-rl plan`: where the time of planned runs goes, and what they train."""
+"""The picture of `megatron-rl plan`: the time of planned runs by part, and their throughput."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ _PARTS = tuple(dict.fromkeys((*TRAINER_PARTS, *ENGINE_PARTS)))
 
 
 def draw(results: Mapping[str, Result], out: Path) -> None:
-    """Draw a bar of the trainer's seconds for each, one of the engines', and tokens a second a device."""
+    """Draw for each run the trainer's seconds, the engines' seconds, and the tokens per second and device."""
     figure = make_figure()
     grid = figure.add_gridspec(1, 3, width_ratios=(3, 3, 2))
     trainer = figure.add_subplot(grid[0, 0])
@@ -32,7 +32,7 @@ def draw(results: Mapping[str, Result], out: Path) -> None:
 
 
 def _draw_ledgers(axes: Any, results: Mapping[str, Result], of_engines: bool) -> dict[str, Any]:
-    """Draw them; return the bars of each part that there is, by its name."""
+    """Draw the ledgers; return the bars of each part above 0, by its name."""
     ledgers = [result.mean(of_engines) for result in results.values()]
     before, drawn = [0.0] * len(ledgers), {}
     for index, part in enumerate(_PARTS):

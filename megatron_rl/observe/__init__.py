@@ -1,1 +1,1 @@
-"""What a person sees of a run: progress, metrics, samples, the summary at its end. Used on rank 0 only."""
+"""Shows a run to people: progress, metrics, samples, traces, the report, the summary at its end. For rank 0 only."""

@@ -1,4 +1,4 @@
-"""What ledger and metrics of a run say, in sentences: each with its number, its bound and the flag to try.
+"""Finds the bounds that a run breaks. A finding is a sentence with its number, its bound and the flag to try.
 
 Pure: from a trace's accounts and the lines of metrics.jsonl to findings. A healthy run has none. docs/metrics.md has
 the table of bounds.
@@ -24,7 +24,7 @@ from megatron_rl.observe.trace import GROUPS, Span, Trace
 
 # Shares of a rank's time.
 STARVED, FIRST, TAIL, PUBLISH, BUBBLE, CHECKPOINT, EVALUATION, OTHER = 0.1, 0.2, 0.15, 0.1, 0.2, 0.05, 0.1, 0.01
-# How many times as large at the end as at the beginning, and not below the first of these at all.
+# The growth from begin to end that is too much, unless the end is below the floor.
 MISMATCH_FLOOR, MISMATCH_GROWTH = 1e-3, 2.0
 # The end over the beginning.
 ENTROPY = 0.3
@@ -33,10 +33,21 @@ WITHOUT_SIGNAL, TRUNCATED = 0.5, 0.2
 UNEVEN = 1.2
 # Rewards over sampling, medians of a group.
 REWARD = 0.25
-# A token's time on the slowest engine over that on the fastest, medians of at least so many groups.
+# A token's time on the slowest engine over that on the fastest, medians of at least LEAST_GROUPS groups.
 SLOW_ENGINE, LEAST_GROUPS = 1.5, 8
 
-# What streams weights to engines, by platform.
+# A run with fewer iterations has no begin and no end to compare.
+LEAST_ITERATIONS = 8
+# A pause of 40 ms, which any operating system makes, is then below 1 % of the time, the smallest bound of a share.
+LEAST_SECONDS = 4.0
+# A share of the mean. Bounds are 5 % of the time and more, so they need no better precision.
+PRECISION = 0.15
+# Fewer times have no spread.
+_LEAST_TO_SPREAD = 4
+# The distance between the quartiles of a normal distribution, in deviations.
+_DEVIATIONS_BETWEEN_QUARTILES = 1.349
+
+# The transport that streams weights to engines, by platform.
 _STREAMS = {"cuda": "nccl", "npu": "hccl"}
 
 _Records = Sequence[Mapping[str, Any]]
@@ -44,7 +55,7 @@ _Records = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is wrong, by how much, and what to try."""
+    """A broken bound, with its value and the remedies."""
 
     name: str
     value: float
@@ -53,7 +64,7 @@ class Finding:
 
 
 def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | None = None) -> list[Finding]:
-    """Return what is out of bounds, the ledger's findings first. `config` is that of the run, if it is known."""
+    """Return the findings, the ledger's first. `config` is the run's configuration, if it is known."""
     found: list[Finding] = []
     if trace is not None:
         accounts = compute_ledger(trace)
@@ -90,7 +101,7 @@ def _explain_ledger(accounts: Sequence[Account], config: SavedConfig | None) -> 
             "use more and smaller micro-batches (--micro-batch-size)",
             "divide stages (--num-virtual-stages-per-pipeline-rank)",
         ]),
-        "checkpoint": (CHECKPOINT, "write checkpoints to a disk that is too slow for so many", [
+        "checkpoint": (CHECKPOINT, "write checkpoints to a disk that is too slow for their number", [
             "write them meanwhile (--async-save)", "write fewer (--save-interval)",
         ]),
         "evaluation": (EVALUATION, "wait for evaluations", [
@@ -109,7 +120,7 @@ def _of_time(name: str, value: float, bound: float, what: str, remedies: Sequenc
 
 
 def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
-    """Say how many engines sample as fast as ranks train, given that those that there are sample all the time."""
+    """Say how many engines would sample as fast as ranks train, if the present ones sample all the time."""
     sampling = statistics.fmean(engine.seconds["busy"] for engine in engines) if engines else 0.0
     training = statistics.fmean(
         rank.wall - rank.seconds["starved"] - rank.seconds["first"] - rank.seconds["tail"] - rank.seconds["publish"]
@@ -123,7 +134,7 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
 
 
 def _say_stream(config: SavedConfig | None) -> Iterator[str]:
-    """Say how weights reach engines faster, if the run's platform and engines have such a way and do not take it."""
+    """Name the transport that streams weights to engines, if the run could use one and does not."""
     rollout = {} if config is None else config.sections.get("rollout", {})
     texts = {name: value.text for name, value in rollout.items()}
     if config is None or config.platform is None:
@@ -162,7 +173,7 @@ def _explain_engines(trace: Trace) -> Iterator[Finding]:
             "slow engine", ratio, SLOW_ENGINE,
             f"slow engine: {slowest} takes {1e3 * seconds[slowest]:.3g} ms for a token of a response and {fastest} "
             f"{1e3 * seconds[fastest]:.3g} ms, {ratio:.1f} times as long, above {SLOW_ENGINE:g}: compare their devices "
-            "and what else runs there (--rollout-devices), and their logs",
+            "and other processes there (--rollout-devices), and their logs",
         )  # fmt: skip
 
 
@@ -184,7 +195,7 @@ def _explain_rewards(trace: Trace) -> Iterator[Finding]:
 
 
 def _training_groups(trace: Trace) -> Iterator[Span]:
-    """Yield what happened to groups, evaluations aside."""
+    """Yield the spans of groups, except those of evaluations."""
     for window in trace.sidecar.windows if trace.sidecar is not None else ():
         for span in window.spans:
             if span.lane == GROUPS and not span.details.get("evaluation"):
@@ -204,7 +215,7 @@ def _explain_metrics(records: _Records) -> Iterator[Finding]:
     if truncated and (share := statistics.fmean(truncated)) > TRUNCATED:
         yield Finding(
             "truncated", share, TRUNCATED,
-            f"truncated: {share:.0%} of responses end for want of room, above {TRUNCATED:.0%}: raise "
+            f"truncated: {share:.0%} of responses end at the bound of tokens, above {TRUNCATED:.0%}: raise "
             "--rollout-max-tokens, or let a reward favour short ones (--reward)",
         )  # fmt: skip
     yield from _explain_trends(records)
@@ -221,15 +232,15 @@ def _explain_trends(records: _Records) -> Iterator[Finding]:
             "(--rl-inference-logprobs-is-correction), give engines the trainer's precision (--rollout-dtype), or lower "
             "--lr",
         )  # fmt: skip
-    # The exact one where it is measured: the estimate is of what engines sampled.
+    # The exact entropy if it is measured; the estimate comes from the sampled tokens.
     entropy = _ends(_values(records, "entropy_policy") or _values(records, "entropy"))
     if entropy is not None and entropy[0] > 0 and entropy[1] < ENTROPY * entropy[0]:
         first, last = entropy
         yield Finding(
             "entropy", last / first, ENTROPY,
-            f"entropy: it fell from {first:.2g} to {last:.2g} nats a token, below {ENTROPY:.0%} of what it was: raise "
-            "--grpo-clamp-eps-upper, reward entropy (--grpo-entropy-coef), hold to the reference (--grpo-kl-beta), or "
-            "lower --lr",
+            f"entropy: it fell from {first:.2g} to {last:.2g} nats a token, below {ENTROPY:.0%} of its first value: "
+            "raise --grpo-clamp-eps-upper, reward entropy (--grpo-entropy-coef), hold to the reference "
+            "(--grpo-kl-beta), or lower --lr",
         )  # fmt: skip
 
 
@@ -250,7 +261,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _share(records: _Records, part: Sequence[str], whole: Sequence[str]) -> float | None:
-    """Return the part of the whole, over the second half of the run."""
+    """Return the share of the part in the whole, over the second half of the run."""
     later = records[len(records) // 2 :]
     total = sum(_values(later, *whole))
     return sum(_values(later, *part)) / total if total else None
@@ -258,20 +269,9 @@ def _share(records: _Records, part: Sequence[str], whole: Sequence[str]) -> floa
 
 # Runs that are too short to judge.
 
-# Fewer have no beginning and no end to compare.
-LEAST_ITERATIONS = 8
-# A pause of 40 ms, as any operating system makes, is then below 1 % of the time, the smallest bound of a share.
-LEAST_SECONDS = 4.0
-# Of the mean: bounds are of 5 % and more of the time, and need not be known better.
-PRECISION = 0.15
-# Fewer have no spread.
-_LEAST_TO_SPREAD = 4
-# The distance between the quartiles of a normal distribution, in deviations.
-_DEVIATIONS_BETWEEN_QUARTILES = 1.349
-
 
 def describe_lack_of_time(trace: Trace) -> str | None:
-    """Say what a trace lacks to be judged; None if it lacks nothing. Its first iteration has been left out."""
+    """Say what a trace without its first iteration lacks to be judged; return None if it lacks nothing."""
     versions = set(trace.versions)
     seconds = [
         window.end - window.begin
@@ -286,25 +286,25 @@ def describe_lack_of_time(trace: Trace) -> str | None:
     spread = _compute_spread(seconds)
     differing = f", whose times spread by {spread:.0%}" if spread is not None else ""
     return (
-        f"too little to judge where the time went: it wants {wanted} iterations after the first, which warms up, and "
+        f"too little to judge where the time went: it needs {wanted} iterations after the first, which warms up, and "
         f"has {len(seconds)}{times}{differing}: train for longer (--train-iters)"
     )
 
 
 def describe_lack_of_records(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say what the metrics lack to be judged; None if they lack nothing."""
+    """Say what the metrics lack to be judged; return None if they lack nothing."""
     # Not the last line, which may be an evaluation alone.
     count = sum("reward" in record or "loss" in record for record in records)
     if count >= LEAST_ITERATIONS:
         return None
     return (
-        f"too little to judge the metrics: it wants {LEAST_ITERATIONS} iterations, and has {count}: train for longer "
+        f"too little to judge the metrics: it needs {LEAST_ITERATIONS} iterations, and has {count}: train for longer "
         "(--train-iters)"
     )
 
 
 def count_wanted(seconds: Sequence[float]) -> int:
-    """Count the iterations that a judgement wants, from the times of those that were measured."""
+    """Count the iterations that a judgement needs, from the times of the measured ones."""
     wanted = LEAST_ITERATIONS
     if seconds:
         wanted = max(wanted, math.ceil(LEAST_SECONDS / statistics.median(seconds)))

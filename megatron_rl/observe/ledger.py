@@ -1,10 +1,10 @@
-"""Where the time of every process went: each moment of a rank and of an engine has one cause.
+"""Accounts for the time of every process: each moment of a rank and of an engine has one cause.
 
 Pure: from the spans of a trace to seconds. docs/metrics.md defines the causes. Invariants:
 
 - the causes of a process add up to its wall time, exactly: it is counted in whole nanoseconds;
-- wall time is that of a process's windows, so what a run did between two starts is nobody's;
-- what a rank computes counts as computing, whatever its host waits for meanwhile.
+- wall time is the time of a process's windows, so the time between two starts of a run counts for no process;
+- a rank that computes counts as computing, whatever its host waits for meanwhile.
 """
 
 import bisect
@@ -20,7 +20,7 @@ RANK_CAUSES = (
 )  # fmt: skip
 ENGINE_CAUSES = ("busy", "tail", "idle", "publish", "evaluation", "other")
 
-# What the innermost span of a rank's loop is the cause of; within a schedule, what Megatron times is named by Megatron.
+# The cause of each innermost span of a rank's loop. Within a schedule, the spans have the names of Megatron's timers.
 _OF_LOOP = {
     "publish": "publish",
     "reference": "publish",
@@ -45,12 +45,12 @@ class Account:
     is_rank: bool
     wall: float
     seconds: dict[str, float]
-    """By cause."""
+    """Seconds by cause."""
     details: dict[str, float]
-    """By what makes up a cause: "busy: forward policy", "bubble: forward-recv"."""
+    """Seconds by the parts of a cause: "busy: forward policy", "bubble: forward-recv"."""
 
     def share(self, cause: str) -> float:
-        """The cause's part of the wall time."""
+        """Return the cause's share of the wall time."""
         return self.seconds[cause] / self.wall if self.wall else 0.0
 
 
@@ -62,13 +62,13 @@ def compute_ledger(trace: Trace) -> list[Account]:
 
 
 def divide_rank(trace: Trace, rank: Process) -> Iterator[tuple[float, float, str]]:
-    """Yield every piece of a rank's time with its cause, in order: begin and end by the common clock."""
+    """Yield every piece of a rank's time in order: its begin and end by the common clock, and its cause."""
     for begin, end, cause, _ in _divide_rank(rank, _Engines(trace.sidecar).are_dry, _find_evaluations(trace)):
         yield begin / _NANO, end / _NANO, cause
 
 
 def divide_engine(trace: Trace, name: str) -> Iterator[tuple[float, float, str]]:
-    """Yield the same of an engine."""
+    """Yield the same for an engine."""
     for begin, end, state in _sweep(trace.sidecar):
         if state.is_recorded:
             yield begin / _NANO, end / _NANO, state.cause(name)
@@ -99,7 +99,7 @@ class Pieces:
 
 
 def find_innermost(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
-    """Divide the time of spans that lie one within another: each moment belongs to the one that began last."""
+    """Divide the time of nested spans: each moment belongs to the one that began last."""
     opened: list[tuple[int, Span]] = []
     now = 0
     for span in sorted(spans, key=lambda span: (_ticks(span.begin), -_ticks(span.end))):
@@ -110,7 +110,7 @@ def find_innermost(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
                 yield now, last, outer
                 now = last
         if opened:
-            # Rounding may put an end behind that of the span around it.
+            # Rounding may put an end after that of the span around it.
             end = min(end, opened[-1][0])
             if begin > now:
                 yield now, begin, opened[-1][1]
@@ -124,7 +124,7 @@ def find_innermost(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
 
 
 def _find_evaluations(trace: Trace) -> Pieces:
-    """When rank 0 evaluated."""
+    """Return the times at which rank 0 evaluated."""
     return Pieces(
         (_ticks(span.begin), _ticks(span.end), True)
         for process in trace.ranks[:1]
@@ -144,7 +144,7 @@ def _of_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Account:
 
 
 def _divide_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Iterator[tuple[int, int, str, str]]:
-    """Yield begin, end, cause and what exactly."""
+    """Yield the begin, the end, the cause and the name of each piece of a rank's time."""
     by_lane: defaultdict[str, list[Span]] = defaultdict(list)
     for window in rank.windows:
         for span in window.spans:
@@ -163,7 +163,7 @@ def _divide_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Iterator
 def _causes(
     part: object, begin: int, end: int, are_dry: Pieces, evaluating: Pieces
 ) -> Iterator[tuple[int, int, str, str]]:
-    """Divide a time in which a rank does not compute, and is in one part of its loop."""
+    """Divide a time within one part of a rank's loop in which the rank does not compute."""
     if not isinstance(part, Span):
         yield begin, end, "other", "outside of all spans"
     elif part.name == "submit":
@@ -180,7 +180,7 @@ def _causes(
 
 
 def _without_overlaps(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
-    """Passes follow each other in the device's queue; rounding may make two overlap."""
+    """Yield passes, which follow each other in the device's queue, without the overlaps of rounding."""
     now = 0
     for span in sorted(spans, key=lambda span: span.begin):
         begin, end = max(now, _ticks(span.begin)), _ticks(span.end)
@@ -205,14 +205,14 @@ class _Engines:
                 else:
                     dry.append((begin, end, True))
         self.are_dry = Pieces(dry)
-        """Whether nothing waits for an engine while one of them could sample more."""
+        """The times at which no group waits for an engine while one of them could sample more."""
 
     def accounts(self) -> list[Account]:
         return [_account(name, False, ENGINE_CAUSES, self._ticks[name], Counter()) for name in sorted(self._ticks)]
 
 
 def _sweep(sidecar: Process | None) -> Iterator[tuple[int, int, "_SidecarState"]]:
-    """Go through the moments at which anything changes: yield begin and end of each piece, and the state in it."""
+    """Yield the begin and the end of each time without a change of the sidecar, and the state within it."""
     if sidecar is None:
         return
     state = _SidecarState({})
@@ -230,7 +230,7 @@ def _sweep(sidecar: Process | None) -> Iterator[tuple[int, int, "_SidecarState"]
 
 
 class _SidecarState:
-    """How many of what there are at a moment."""
+    """The counts of groups, responses, publishes and evaluations at a moment, by engine."""
 
     def __init__(self, capacities: dict[str, int]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -241,7 +241,7 @@ class _SidecarState:
         return bool(self.counts["window", ""])
 
     def cause(self, engine: str) -> str:
-        """What an engine's time goes to."""
+        """Return the cause of an engine's time in this state."""
         counts = self.counts
         if counts["down", engine]:
             return "other"
@@ -264,7 +264,7 @@ class _SidecarState:
         return not all(self._is_full(name) for name in up)
 
     def _is_full(self, engine: str) -> bool:
-        """Whether the engine has no room to sample another group at once."""
+        """Return True if the engine has no room to sample another group at once."""
         num_groups = self.counts["groups", engine] + self.counts["evaluated groups", engine]
         if not num_groups:
             return False
@@ -276,7 +276,7 @@ _Change = tuple[int, int, str, str]
 
 
 def _changes(sidecar: Process) -> Iterator[_Change]:
-    """Yield when, by how much, what changes, and of which engine."""
+    """Yield the changes of counts: the time, the number to add, the key and the engine."""
     for window in sidecar.windows:
         yield from _around(window.begin, window.end, "window")
         for span in window.spans:

@@ -1,4 +1,4 @@
-"""The results of iterations, one line of strict JSON each; docs/metrics.md says what the names mean."""
+"""The results of iterations, a line of strict JSON for each; docs/metrics.md explains the names."""
 
 import math
 import numbers
@@ -11,9 +11,9 @@ from megatron_rl.observe.timeline import START, WHOLE
 from megatron_rl.records.append_file import LineFile, read_lines
 
 FILE_NAME = "metrics.jsonl"
-# The object with durations and throughputs: nothing else differs between two identical runs.
+# The object with durations and throughputs, the only one that differs between two identical runs.
 TIME = "time"
-# A hash over what happened when, times included.
+# A hash over all events, their times included.
 _HEAD = "audit_head"
 # Not parts of an iteration: the whole, and the time before the first one.
 _BESIDE = (WHOLE, START)
@@ -43,12 +43,12 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def without_times(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what must be equal, bit for bit, in two identical runs in prompt order."""
+    """Return the values that must be equal, bit for bit, in two identical runs in prompt order."""
     return [{name: value for name, value in record.items() if name not in (TIME, _HEAD)} for record in records]
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten nested values to numbers named "group/name"; the version and all that is not a number are left out."""
+    """Flatten nested values to numbers named "group/name"; leave out the version and values that are not numbers."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number_at(values: Mapping[str, Any], *names: str) -> float | None:
-    """Return the number under these nested names; None if there is none."""
+    """Return the number under these nested names; None if it does not exist."""
     found: Any = values
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -73,7 +73,7 @@ def pass_name(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def start_seconds(records: Iterable[Mapping[str, Any]]) -> float:
-    """Sum up how long the run took before its first iteration, over all of its starts."""
+    """Sum the seconds before the first iteration, over all of the run's starts."""
     return sum(number_at(record, TIME, START) or 0.0 for record in records)
 
 
@@ -97,7 +97,7 @@ def _scalar(value: Any) -> Any:
 
 
 def plain(value: Any, name: str, nonfinite: list[str]) -> Any:
-    """Convert the value to strict JSON; the names of numbers that JSON does not have are added to `nonfinite`."""
+    """Convert the value to strict JSON; add the names of numbers that JSON does not have to `nonfinite`."""
     if isinstance(value, Mapping):
         prefix = f"{name}/" if name else ""
         return {key: plain(inner, f"{prefix}{key}", nonfinite) for key, inner in value.items()}

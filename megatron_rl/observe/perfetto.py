@@ -1,8 +1,7 @@
 """A trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
 
-Every process of the run is a process there, and every lane a thread. Groups overlap, so they are spread over as many
-threads as there were groups at a time. Counters show how many responses each engine had in flight, and how many groups
-waited for one.
+Every process of the run is a process of the trace, and every lane a thread. Groups overlap, so they are spread over
+several threads. Counters show how many responses each engine had in flight, and how many groups waited for an engine.
 """
 
 import heapq
@@ -13,12 +12,12 @@ from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, S
 
 Event = dict[str, Any]
 _MICRO = 1e6
-# The lanes of a process, in the order in which they are shown; engines and groups come behind.
+# The lanes of a process, in the order in which they are shown; engines and groups follow.
 _ORDER = (MAIN, COMPUTE, SERVICE)
 
 
 def convert(trace: Trace) -> dict[str, Any]:
-    """Return what is written as JSON; times begin with the trace."""
+    """Return the trace as an object for JSON; times begin with the trace."""
     begins = [window.begin for process in trace.processes for window in process.windows]
     start = min(begins, default=0.0)
     events: list[Event] = []
@@ -49,12 +48,12 @@ def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
 
 
 def _lane(span: Span) -> str:
-    """Groups are shown by what happens to them, and by engine."""
+    """Name the lane that shows a span; groups have one for each engine and for each other step."""
     return span.lane if span.lane != GROUPS else f"{GROUPS}: {span.details.get('engine', span.name)}"
 
 
 def _spread(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over as few rows as can be without an overlap in any."""
+    """Spread spans over the fewest rows without an overlap in any."""
     rows: list[list[Span]] = []
     free: list[tuple[float, int]] = []
     for span in sorted(spans, key=lambda span: span.begin):

@@ -1,4 +1,4 @@
-"""`megatron-rl picture`: the curves of one or more runs, and where their time went.
+"""`megatron-rl picture`: the curves of one or more runs, and their time by part.
 
     megatron-rl picture RUN...                     as text
     megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
@@ -47,8 +47,9 @@ def main(argv: list[str]) -> int:
 
 
 def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
-    """Draw reward and evaluation over the iterations, all runs in one picture, and beside it where an iteration's
-    seconds went. `out` appears only when it is complete.
+    """Draw rewards and evaluations of all runs over the iterations, and beside them an iteration's seconds by part.
+
+    `out` appears only when it is complete.
     """
     check_format(out)
     runs = {label: metrics.read(path) for label, path in metrics_files.items()}
@@ -60,7 +61,7 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
 
 
 def check_format(out: Path) -> None:
-    """Raise a UsageError for a picture of a kind that is not drawn."""
+    """Raise a UsageError if the picture's format is not supported."""
     if out.suffix not in _FORMATS:
         raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
 

@@ -1,4 +1,4 @@
-"""What a run is doing, for a person who watches it: a live display on a terminal, else a line per iteration."""
+"""Shows a run to a person who watches it: a live display on a terminal, else a line per iteration."""
 
 import collections
 import contextlib
@@ -26,33 +26,33 @@ _NUM_REMEMBERED = 10
 
 
 class Progress:
-    """What the loop reports to; this class shows nothing. No method waits for the display."""
+    """The display that the loop reports to; this class shows nothing. No method waits for the display."""
 
     shows_counts = False
-    """Whether it is worth asking for `counts` while an iteration runs."""
+    """True if `counts` should be asked for while an iteration runs."""
 
     def begin(self, version: int, num_groups: int) -> None:
-        """An iteration begins; `version` is the number of iterations before it, in this and earlier runs."""
+        """Note that an iteration begins; `version` is the number of iterations before it, in this and earlier runs."""
 
     def phase(self, name: str) -> None:
-        """What is done now: publishing, generating, training, updating, evaluating, saving."""
+        """Note the current phase: publishing, generating, training, updating, evaluating, saving."""
 
     def counts(
         self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
     ) -> None:
-        """Groups of this iteration that are sampled and trained on, and what is waited for ("" for nothing).
+        """Note how many groups are sampled and trained on, and what the loop waits for ("" for nothing).
 
         Values that are not given stay as they were.
         """
 
     def end(self, version: int, metrics: Mapping[str, Any]) -> None:
-        """The iteration is over, with these metrics.
+        """Note that the iteration is over, with these metrics.
 
-        After the last one there may be another call, with the evaluation of the last version.
+        After the last one, another call may bring the evaluation of the last version.
         """
 
     def say(self, text: str) -> None:
-        """A line for people, above the display."""
+        """Print a line for people, above the display."""
 
     def close(self) -> None:
         """Leave the terminal as it was; a second call does nothing."""
@@ -67,7 +67,7 @@ class Progress:
 
 
 def progress_of(config: ObserveConfig, total: int, stream: TextIO) -> Progress:
-    """Make the progress that `--progress` asks for, of a run of `total` iterations. Its methods do not raise."""
+    """Make the display that `--progress` asks for, for a run of `total` iterations. Its methods do not raise."""
     kind = config.progress
     if kind == "auto":
         kind = "live" if stream.isatty() and os.environ.get("TERM") not in (None, "dumb") else "lines"
@@ -78,9 +78,9 @@ def progress_of(config: ObserveConfig, total: int, stream: TextIO) -> Progress:
 
 
 class GuardedProgress(Progress):
-    """Keeps errors of the display, such as a terminal that is gone, out of the loop.
+    """Keeps errors of the display, such as a closed terminal, out of the loop.
 
-    The error is printed to standard error, and from then on only what is passed to `say` is shown.
+    The error is printed to standard error, and from then on only the texts of `say` are shown.
     """
 
     def __init__(self, inner: Progress) -> None:
@@ -116,11 +116,11 @@ class GuardedProgress(Progress):
             with contextlib.suppress(Exception):
                 inner.close()
             with contextlib.suppress(Exception):
-                print(f"progress is not shown any more: {type(error).__name__}: {error}", file=sys.stderr)
+                print(f"progress is no longer shown: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class QuietProgress(Progress):
-    """Shows only what is passed to `say`, which may be a warning, on standard error."""
+    """Shows only the texts of `say`, which may be warnings, on standard error."""
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -143,14 +143,14 @@ class LineProgress(Progress):
 
 
 class _Terminal(Console):
-    """A console whose reader may go away, for which rich would end the process."""
+    """A console that raises if its reader has gone away, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError("the terminal is gone")
+        raise BrokenPipeError("the terminal is closed")
 
 
 class _Display(Live):
-    """Keeps an error of its thread, where nobody would see it."""
+    """Keeps an error of its thread, which would go unseen."""
 
     failure: Exception | None = None
 
@@ -187,7 +187,7 @@ class LiveProgress(Progress):
                 get_renderable=self._render,
                 refresh_per_second=_REFRESHES_PER_SECOND,
                 transient=True,
-                # A stream that goes to a file is left alone.
+                # A stream into a file is left alone.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
             )
@@ -221,8 +221,8 @@ class LiveProgress(Progress):
     def _note(self, **changes: Any) -> None:
         if self._live is not None and self._live.failure is not None:
             raise self._live.failure
-        # Replaced as a whole, so that the display's thread, which takes no lock, never sees half of a change. The loop
-        # and the thread that asks for counts both change it, and neither may undo the other's change.
+        # It is replaced as a whole: the display's thread takes no lock, and must never see half of a change. The lock
+        # is for the loop and the thread that asks for counts: neither may undo the other's change.
         with self._lock:
             self._shown = dataclasses.replace(self._shown, **changes)
 
@@ -232,7 +232,7 @@ class LiveProgress(Progress):
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """All that the live display shows, at one moment."""
+    """The content of the live display at one moment."""
 
     total: int
     version: int = 0
@@ -301,12 +301,12 @@ def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
 
 
 def is_due(version: int, total: int, interval: int) -> bool:
-    """Whether the iteration after `version` others gets a line."""
+    """Return True if the iteration after `version` others gets a line."""
     return (version + 1) % interval == 0 or version + 1 >= total
 
 
 def _remarks(metrics: Mapping[str, Any]) -> list[str]:
-    """Collect remarks that not every iteration has."""
+    """Collect the numbers that not every iteration has."""
     remarks = []
     passed, reward = (number_at(metrics, "evaluation", name) for name in ("pass", "mean"))
     if passed is not None:

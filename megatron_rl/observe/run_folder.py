@@ -19,9 +19,10 @@ WARNINGS_FILE = "warnings.log"
 
 
 def find_run(path: Path, file_name: str) -> Path:
-    """Find the run's folder in one that --save was given; return any other path as it is.
+    """Return a run's folder; find it if `path` is the folder that --save was given.
 
-    A run's folder holds the file. If there is none, or --save's folder holds several, raise a UsageError.
+    A run's folder holds the file `file_name`. If the path has no such folder, or several, raise a UsageError. A path
+    that is not a folder is returned as it is.
     """
     if not path.is_dir() or (path / file_name).exists():
         return path
@@ -40,7 +41,7 @@ def find_run(path: Path, file_name: str) -> Path:
 
 
 def check_samples(folder: Path, wanted: str) -> None:
-    """Raise a UsageError if the folder holds a supervised run, which samples nothing; `wanted` is what it lacks."""
+    """Raise a UsageError if the folder holds a supervised run, which samples nothing and so lacks `wanted`."""
     config = read_config(folder / CONFIG_FILE) if folder.is_dir() else None
     stage = None if config is None else config.sections.get("run", {}).get("stage")
     if stage is not None and stage.text == "sft":
@@ -51,7 +52,7 @@ def check_samples(folder: Path, wanted: str) -> None:
 
 
 def label_runs(runs: Sequence[str], file_name: str) -> dict[str, Path]:
-    """Find runs that are given as RUN or LABEL=RUN, by their labels: without one, a run is called like its folder."""
+    """Find the folders of runs given as RUN or LABEL=RUN, by label; without one, the folder's name is the label."""
     found: dict[str, Path] = {}
     for run in runs:
         label, separator, text = run.partition("=")
@@ -68,24 +69,24 @@ def label_runs(runs: Sequence[str], file_name: str) -> dict[str, Path]:
 
 
 class Value(msgspec.Struct, array_like=True, frozen=True):
-    """A value as text, and where it came from: a flag, the model's folder, a default."""
+    """A value as text, and its source: a flag, the model's folder, a default."""
 
     text: str
     source: str
 
 
 class SavedConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was started with."""
+    """The configuration that a run was last started with, so that runs can be compared afterwards."""
 
     platform: str | None = None
-    """The trainer's, as it was found if a flag did not name it."""
+    """The trainer's platform, from a flag or as it was found."""
     num_devices: int | None = None
-    """Of the trainer."""
+    """Devices of the trainer."""
     num_engine_devices: int | None = None
-    """Of the engines that the run starts itself."""
+    """Devices of the engines that the run starts itself."""
     model: ModelSize | None = None
     sections: Mapping[str, Mapping[str, Value]] = {}
-    """Values by the subject that they belong to, and their names."""
+    """Values by their subject and their name."""
 
 
 def write_config(path: Path, config: SavedConfig) -> None:
@@ -110,9 +111,9 @@ def read_config(path: Path) -> SavedConfig | None:
 
 
 def find_differences(configs: Sequence[SavedConfig | None]) -> list[tuple[str, str, list[str | None]]]:
-    """List the values that are not the same in all runs: their subject, their name, and each run's text.
+    """List the values that differ between runs: their subject, their name, and each run's text.
 
-    None stands for a run that has no such value, or no configuration.
+    None stands for a run without this value, or without a configuration.
     """
     places: dict[tuple[str, str], None] = {}
     for config in configs:
@@ -128,7 +129,7 @@ def find_differences(configs: Sequence[SavedConfig | None]) -> list[tuple[str, s
 
 
 def list_given(config: SavedConfig) -> list[tuple[str, str, str, str]]:
-    """List the values that flags gave: subject, name, text and source."""
+    """List the values that came from flags: subject, name, text and source."""
     return [
         (section, name, value.text, value.source)
         for section, values in config.sections.items()
@@ -147,7 +148,7 @@ def _text_at(config: SavedConfig | None, section: str, name: str) -> str | None:
 
 @contextlib.contextmanager
 def keep_warnings(path: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Within this context, append to the file what packages warn of or log as a warning.
+    """Within this context, append the warnings of other packages to the file, away from the lines of the display.
 
     `say` is called once, at the first warning. If the file cannot be written, warnings go to standard error as usual.
     """
@@ -183,4 +184,4 @@ class _WarningsHandler(logging.Handler):
             return
         if not self._has_said:
             self._has_said = True
-            self._say(f"other packages warn of something: {self._path} (--verbose shows it here)")
+            self._say(f"other packages have warnings: {self._path} (--verbose shows them here)")

@@ -1,4 +1,4 @@
-"""Responses of a run written as text, a few per iteration, so that a person can read what the numbers stand for."""
+"""Writes some responses of each iteration as text, so that a person can read what the metrics stand for."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,15 +16,15 @@ class SampledTokens:
     """The tokens of a response, and their log-probs at the temperature of sampling."""
 
     texts: Sequence[str]
-    """Each by itself: a letter that several tokens have together is in none of them."""
+    """The text of each token by itself: a letter that several tokens share is in none of them."""
     engine: Sequence[float]
     trainer: Sequence[float] | None
-    """None in an evaluation."""
+    """The trainer's log-probs; None in an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampledResponse:
-    """A response as text, its reward, and what each reward function gave."""
+    """A response as text, its reward, and the value of each reward function."""
 
     text: str
     reward: float
@@ -32,9 +32,9 @@ class SampledResponse:
     num_tokens: int = 0
     finish_reason: str = ""
     advantage: float | None = None
-    """None if it is not known: in an evaluation, or where it follows from the whole update."""
+    """None if it is not known: in an evaluation, or if it follows from the whole update."""
     tokens: SampledTokens | None = None
-    """With --log-sample-tokens."""
+    """Its tokens; None without --log-sample-tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ class SampledGroup:
     responses: Sequence[SampledResponse]
 
 
-# What a group was sampled for.
+# The purpose for which a group was sampled.
 Kind = Literal["training", "evaluation"]
 
 
 class SamplesFile(LineFile):
-    """The samples of a run, at most `limit` responses of each kind per iteration; see `LineFile` for a resumed run."""
+    """The samples of a run, at most `limit` responses of each kind per iteration; `LineFile` resumes it."""
 
     def __init__(self, path: Path, limit: int) -> None:
         super().__init__(path)
@@ -59,7 +59,7 @@ class SamplesFile(LineFile):
         self._written: dict[Kind, tuple[int, int]] = {}
 
     def left(self, version: int, kind: Kind = "training") -> int:
-        """Return how many more responses of this iteration are taken: others need not be decoded."""
+        """Return how many more responses of this iteration are taken; further ones need not be decoded."""
         last, num_written = self._written.get(kind, (None, 0))
         return self.limit - num_written if version == last else self.limit
 

@@ -1,4 +1,4 @@
-"""Where metrics go besides their file: TensorBoard, Weights & Biases. Each package is imported only when asked for."""
+"""Sends metrics to TensorBoard and Weights & Biases. Each package is imported only if its flag is given."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from megatron_rl.observe.metrics import flat
 
 
 class Sink(Protocol):
-    """Takes an iteration's numbers under flat names, "group/name"."""
+    """A receiver of an iteration's numbers under flat names, "group/name"."""
 
     def write(self, version: int, values: Mapping[str, float]) -> None: ...
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in a folder. A resumed run's files hide what earlier ones have from `version` on."""
+    """Event files in a folder. A resumed run's files hide the earlier ones' values from `version` on."""
 
     def __init__(self, folder: Path, version: int) -> None:
         module = _imported("torch.utils.tensorboard", "tensorboard", "--tensorboard-dir")
@@ -42,7 +42,7 @@ class WandbSink:
     def __init__(self, config: ObserveConfig, run: str, settings: Mapping[str, Any]) -> None:
         wandb = _imported("wandb", "wandb", "--wandb-project")
         if config.wandb_save_dir:
-            # wandb does not make the folder: it would write to a temporary one instead.
+            # If the folder does not exist, wandb writes to a temporary one instead.
             Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=config.wandb_project,
@@ -66,8 +66,9 @@ class WandbSink:
 
 
 class Sinks:
-    """All sinks. One that fails is reported and left out from then on: the metrics file has the same numbers, and a run
-    of days must not end because a dashboard cannot be reached.
+    """All sinks. If one fails, this is reported and the sink is left out from then on.
+
+    The metrics file has the same numbers, and a run of days must not end because a dashboard cannot be reached.
     """
 
     def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
@@ -75,7 +76,7 @@ class Sinks:
         self._say = say
 
     def write(self, version: int, values: Mapping[str, Any]) -> None:
-        """Hand the nested metrics of an iteration to each."""
+        """Flatten an iteration's metrics and pass them to each sink."""
         numbers = flat(values)
         self._each(lambda sink: sink.write(version, numbers))
 
@@ -89,7 +90,7 @@ class Sinks:
                 call(sink)
             except Exception as error:
                 self._sinks.remove(sink)
-                self._say(f"{type(sink).__name__} fails and is left out from here on: {type(error).__name__}: {error}")
+                self._say(f"{type(sink).__name__} fails and is left out from now on: {type(error).__name__}: {error}")
 
 
 def sinks_of(
@@ -99,7 +100,7 @@ def sinks_of(
     say: Callable[[str], None],
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
-    """Make the sinks that flags ask for, of a run that starts at `version`; `settings` are shown beside its curves."""
+    """Make the sinks of the flags, for a run that starts at `version`; `settings` are shown beside its curves."""
     sinks: list[Sink] = []
     folder = config.tensorboard_dir
     if folder is not None:

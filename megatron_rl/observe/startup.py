@@ -1,4 +1,4 @@
-"""Says what a run does before its first iteration: one line for each step, with the seconds since the start."""
+"""Prints the steps of a run before its first iteration, each in a line with the seconds since the start."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ from megatron_rl.weights.mapping import Mapping
 
 
 class Startup:
-    """The start of rank 0; other ranks have one too, and show nothing."""
+    """The start of rank 0. Other ranks have one too, and show nothing."""
 
     def __init__(self, begun: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`begun` is the clock's time when the process began."""
+        """Count from `begun`, the clock's time when the process began, or from now."""
         self._clock = clock
         self._begun = clock() if begun is None else begun
         self._stream: TextIO | None = None
@@ -22,7 +22,7 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self._clock() - self._begun
 
     def show(self, stream: TextIO) -> None:
@@ -30,7 +30,7 @@ class Startup:
         self._stream = stream
 
     def say(self, text: str) -> None:
-        """Print a line for people. If the terminal is gone, the run goes on silently; the display notices it."""
+        """Print a line for people. If the terminal is closed, the run continues silently; the display notices it."""
         with self._lock:
             if self._stream is None:
                 return
@@ -41,13 +41,13 @@ class Startup:
 
 
 def describe_prompts(num_trained: int, num_held_out: int, num_read: int, what: str = "prompts") -> str:
-    """Say how many prompts, or what else the rows are, there are of each kind."""
+    """Say how many rows of each kind the run has; `what` names the rows."""
     num_left_out = num_read - num_trained - num_held_out
     return f"{what}: {num_trained:,} to train on, {num_held_out:,} held out, {num_left_out:,} left out"
 
 
 def describe_model(settings: Settings, platform: str, world_size: int) -> str:
-    """Say how large the model is, and how it is divided."""
+    """Describe the model's size and its division over ranks."""
     num_parameters = sum(spec.num_elements for spec in Mapping(settings.architecture).manifest())
     sizes = settings.parallel_sizes
     layout = {
@@ -64,7 +64,7 @@ def describe_model(settings: Settings, platform: str, world_size: int) -> str:
 
 
 def describe_cores(cores: CoreShares, num_threads: int) -> str:
-    """Say how ranks and engines share a CPU; OMP_NUM_THREADS, if set, decides the ranks' threads."""
+    """Describe how ranks and engines share a CPU; OMP_NUM_THREADS, if set, decides the ranks' threads."""
     ranks, workers = (
         f"{count} thread" if count == 1 else f"{count} threads" for count in (num_threads, cores.threads_of_worker)
     )

@@ -1,4 +1,4 @@
-"""What is printed when a run ends: its results, where its time went, and where everything lies."""
+"""The summary that is printed when a run ends: its results, its time by part, and the paths of its files."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ _SEVERAL = "="
 def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int = 12) -> str:
     """Draw the curves in one grid of `width` columns and `height` rows, with labelled axes and a mark for each curve.
 
-    A column shows the mean of the points that fall into it; without points, it is interpolated from its neighbours.
+    A column shows the mean of its points; without points, it is interpolated from its neighbours.
     """
     shown = {label: sorted(points) for label, points in curves.items() if points}
     if not shown:
@@ -29,7 +29,7 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int
     first, last = _range(x for points in shown.values() for x, _ in points)
     columns = {label: _columns(points, first, last, width) for label, points in shown.items()}
     bottom, top = _range(y for values in columns.values() for y in values if y is not None)
-    # One row shows all that there is to see of one value.
+    # One row is enough for a single value.
     height = height if top > bottom else 1
     rows = [[" "] * width for _ in range(height)]
     for mark, values in zip(_MARKS * len(columns), columns.values(), strict=False):
@@ -49,7 +49,7 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int
 
 
 def _columns(points: Points, first: float, last: float, width: int) -> list[float | None]:
-    """Compute the value of each column; None before the first point and behind the last."""
+    """Compute the value of each column; None before the first point and after the last."""
     bins: dict[int, list[float]] = {}
     for x, y in points:
         bins.setdefault(round((x - first) / (last - first) * (width - 1)) if last > first else 0, []).append(y)
@@ -78,7 +78,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPaths:
-    """Where the files of a run lie; None for a file that it does not write."""
+    """The paths of a run's files; None for a file that it does not write."""
 
     checkpoint: Path | None = None
     hf_weights: Path | None = None
@@ -101,7 +101,7 @@ _TITLES = {
 
 
 def print_summary(records: Sequence[Mapping[str, Any]], places: RunPaths, stream: TextIO) -> None:
-    """Print the summary of a run whose metrics these are; headings are bold on a terminal."""
+    """Print the summary of the run with these metrics; headings are bold on a terminal."""
     console = Console(file=stream, highlight=False)
     for line in summary_lines(records, places):
         is_heading = bool(line) and not line.startswith(" ")
@@ -109,11 +109,11 @@ def print_summary(records: Sequence[Mapping[str, Any]], places: RunPaths, stream
 
 
 def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths) -> list[str]:
-    """Write the summary without styles: lines of a section are indented below its heading."""
+    """Return the lines of the summary without styles; those of a section are indented below its heading."""
     sections = {
-        "what it came to": _results(records),
-        "where the time went": _times(records),
-        "where everything lies": _places(places),
+        "results": _results(records),
+        "time by part": _times(records),
+        "files": _places(places),
     }
     lines: list[str] = []
     for heading, rows in sections.items():
@@ -130,7 +130,7 @@ def rewards_of(records: Iterable[Mapping[str, Any]]) -> Points:
 def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     """Return, by name, the evaluated versions' share of held-out prompts that passed, and their mean reward.
 
-    With one response a prompt and rewards of 0 and 1 these are equal, and there is one curve.
+    With one response a prompt and rewards of 0 and 1 the two are equal, and only one curve is returned.
     """
     name, passed = pass_name(records), _points(records, ("evaluation", "pass"))
     means = _points(records, ("evaluation", "mean"))
@@ -141,7 +141,7 @@ def evaluations_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
 
 
 def results_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Return, by name, what iterations came to: the mean reward, or where nothing is rewarded the losses."""
+    """Return the results of iterations by name: the mean reward, or the losses if the run has no rewards."""
     rewards = rewards_of(records)
     losses = {"loss": _points(records, ("loss",)), "held-out loss": _points(records, ("evaluation", "loss"))}
     found = {"reward": rewards} if rewards else losses
@@ -198,14 +198,14 @@ def _times(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _places(places: RunPaths) -> list[tuple[str, ...]]:
     found = {_TITLES[field.name]: getattr(places, field.name) for field in dataclasses.fields(places)}
     return [
-        (title, str(path) if path.exists() else f"{path} (not there)")
+        (title, str(path) if path.exists() else f"{path} (missing)")
         for title, path in found.items()
         if path is not None
     ]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align columns below each other, figures to the right and words to the left."""
+    """Align the columns, figures to the right and words to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

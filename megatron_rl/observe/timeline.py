@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes."""
+"""Counts the time of an iteration by its parts."""
 
 import contextlib
 import threading
@@ -9,7 +9,7 @@ from megatron_rl.observe.trace import MAIN, Recorder
 
 WHOLE = "iteration"
 REST = "other"
-# Time of no iteration: before the first one.
+# The time before the first iteration, which belongs to none.
 START = "start"
 
 
@@ -17,11 +17,11 @@ class Timeline:
     """Seconds by the name of a span, each moment counted once.
 
     Invariant: a moment belongs to the innermost open span, or to "other", so the parts of an iteration add up to the
-    whole. Only one thread may use it; others may ask for its place.
+    whole. Only one thread may use it; others may read its place.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None) -> None:
-        """`recorder` gets every span too, and must have the same clock."""
+        """Start counting. `recorder` also gets every span, and must have the same clock."""
         self._clock = clock
         self._recorder = recorder
         self._thread = threading.get_ident()
@@ -30,7 +30,7 @@ class Timeline:
         self._begin = self._since = clock()
         self._start: float | None = None
         self.place = (0, REST)
-        """How many spans have begun and ended, and the innermost one that is open."""
+        """The number of begins and ends of spans, and the innermost open span."""
 
     @contextlib.contextmanager
     def span(self, name: str, number: int | None = None) -> Iterator[None]:
@@ -39,7 +39,7 @@ class Timeline:
         `number` is for the trace.
         """
         assert name not in (WHOLE, REST, START), f"{name} is not a part of an iteration"
-        assert threading.get_ident() == self._thread, f"the span {name} is of another thread"
+        assert threading.get_ident() == self._thread, f"the span {name} belongs to another thread"
         self._count()
         self._open.append(name)
         self._move()
@@ -54,7 +54,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Note a span in the trace alone: here its time counts for the span that it is a part of."""
+        """Note a span in the trace alone; here its time counts for the span around it."""
         begin = self._clock()
         try:
             yield
@@ -62,7 +62,7 @@ class Timeline:
             self._note(name, begin, self._clock(), None)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last call: "iteration", each span, and "other". An open span goes on.
+        """Return the seconds since the last call: "iteration", each span, and "other". An open span stays open.
 
         The first call after a restart also has "start".
         """

@@ -25,10 +25,10 @@ from megatron_rl.records.append_file import LineFile, read_lines
 
 FOLDER = "trace"
 FORMAT = 1
-# Of one iteration; more are counted, and not written.
+# The bound of spans of one iteration; further ones are counted, and not written.
 MOST_SPANS = 200_000
 MOST_BYTES = 64 << 20
-# So many of the newest iterations are kept whatever is dropped.
+# The number of newest iterations that are kept in any case.
 _NUM_NEWEST = 8
 _MICROSECOND = 1e-6
 _MICROSECONDS = 1e6
@@ -41,7 +41,7 @@ GROUPS = "groups"
 SIDECAR = "sidecar"
 
 Kind = int
-"""What a span is: its lane, its name and its details, told to the recorder once."""
+"""The number of a kind of span, whose lane, name and details are told to the recorder once."""
 
 
 class Recorder:
@@ -60,7 +60,7 @@ class Recorder:
         return self._kinds.setdefault((lane, name, tuple(details.items())), len(self._kinds))
 
     def add(self, kind: Kind, begin: float, end: float, number: int | None = None, amount: int | None = None) -> None:
-        """Note a span by this process's clock; `number` says which, `amount` how much: tokens, or bytes."""
+        """Note a span by this process's clock; `number` identifies it, `amount` counts its tokens or bytes."""
         if len(self._spans) < self._most:
             self._spans.append((kind, begin, end, number, amount))
         else:
@@ -68,7 +68,7 @@ class Recorder:
 
     @property
     def has_spans(self) -> bool:
-        """Whether there are any since the last line."""
+        """Return True if a span was added since the last line."""
         return bool(self._spans)
 
     def restart(self) -> None:
@@ -76,7 +76,7 @@ class Recorder:
         self.take()
 
     def take(self) -> dict[str, Any]:
-        """Return what the next line says of the time since the last one, and begin anew."""
+        """Return the content of the next line, for the time since the last one, and start the next."""
         end = self.now()
         begin, self._begin = self._begin, end
         spans, self._spans = self._spans, []
@@ -86,7 +86,7 @@ class Recorder:
             "end": end,
             "dropped": num_dropped,
             "kinds": [{"lane": lane, "name": name, **dict(details)} for lane, name, details in self._kinds],
-            # Written out, since the sidecar's event loop waits for this.
+            # Written out for speed, since the sidecar's event loop waits for this.
             "spans": [
                 [kind, round((first - begin) * _MICROSECONDS), round((last - first) * _MICROSECONDS), number, amount]
                 if amount is not None
@@ -99,10 +99,10 @@ class Recorder:
 
 
 class TraceFile(LineFile):
-    """The trace of one process; see `LineFile` for what a kill leaves and what a resumed run does."""
+    """The trace file of one process; `LineFile` describes its behaviour after a kill and a resume."""
 
     def __init__(self, run: Path, process: str, facts: Mapping[str, Any] | None = None, most: int = MOST_BYTES) -> None:
-        """`facts` are what every line says beside its spans."""
+        """Open the file; `facts` are written in every line beside its spans."""
         super().__init__(find_path(run, process))
         self._facts = {"format": FORMAT, "process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._facts |= facts or {}
@@ -115,9 +115,10 @@ class TraceFile(LineFile):
             self.thin(self._most // 2)
 
     def thin(self, size: int) -> None:
-        """Keep the iterations whose numbers are multiples of 2, or of 4, 8, ... until what is left fits the size.
+        """Keep the iterations whose numbers are multiples of 2, or of 4, 8, ... until the rest fits the size.
 
-        So files that are thinned at other times, and more often, have the multiples of the largest interval in common.
+        So files that are thinned at different times, or more often, have the multiples of the largest interval in
+        common.
         """
         sizes = self.sizes()
         newest = {version for version, _ in sizes[-_NUM_NEWEST:]}
@@ -128,12 +129,12 @@ class TraceFile(LineFile):
 
 
 def find_path(run: Path, process: str) -> Path:
-    """Where a process of a run writes its trace."""
+    """Return the path of a process's trace."""
     return run / FOLDER / f"{process}.jsonl"
 
 
 def find_own_offset() -> float:
-    """Return what this process adds to its clock for seconds since the epoch, as its host tells them now."""
+    """Return the difference between this host's seconds since the epoch and this process's clock."""
     return time.time() - time.monotonic()
 
 
@@ -142,16 +143,16 @@ def find_own_offset() -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """What a process did from `begin` to `end`."""
+    """A step of a process, from `begin` to `end` in seconds."""
 
     lane: str
     name: str
     begin: float
     end: float
     number: int | None = None
-    """Which one: the slot of a micro-batch, the prompt of a group, the version of a publish."""
+    """The slot of a micro-batch, the prompt of a group, or the version of a publish."""
     amount: int | None = None
-    """How much: tokens of a micro-batch or of a group's responses."""
+    """Tokens of a micro-batch or of a group's responses."""
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -161,18 +162,18 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A line of a process's file: an iteration, as this process saw it. A window begins where the one before ended."""
+    """A line of a process's file: an iteration of this process. A window begins where the last one ended."""
 
     version: int
     begin: float
     end: float
     spans: tuple[Span, ...]
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else the line says: `host`, `pid`, `replica`, `stage`, `engines`, ..."""
+    """The line's other values: `host`, `pid`, `replica`, `stage`, `engines`, ..."""
     num_dropped: int = 0
-    """Spans that were too many to write."""
+    """Spans beyond the bound, which were not written."""
     error: float | None = None
-    """How far this window's times may be from rank 0's clock, in seconds; None if that was not measured."""
+    """The most seconds by which these times may differ from rank 0's clock; None if that was not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Trace:
 
     @property
     def versions(self) -> list[int]:
-        """The iterations that every process has."""
+        """Return the iterations that every process has."""
         sets = [{window.version for window in process.windows} for process in self.processes]
         return sorted(set.intersection(*sets)) if sets else []
 
@@ -247,7 +248,7 @@ _Offset = tuple[float, float | None]
 
 
 def _read_clocks(of_rank_0: list[dict[str, Any]]) -> dict[str, dict[int, _Offset]]:
-    """Return what rank 0 measured of other processes' clocks, by process and version."""
+    """Return the offsets and errors of other processes' clocks that rank 0 measured, by process and version."""
     found: dict[str, dict[int, _Offset]] = {}
     for record in of_rank_0:
         for process, (offset, error) in record.get("clocks", {}).items():
@@ -292,7 +293,7 @@ def _span(
 
 
 def _order(path: Path) -> tuple[bool, int, str]:
-    """Ranks by number, then the sidecar."""
+    """Return a key that sorts ranks by number, then the sidecar."""
     kind, _, number = path.stem.partition("-")
     is_rank = kind == "rank" and number.isdecimal()
     return not is_rank, int(number) if is_rank else 0, path.stem
@@ -303,7 +304,7 @@ def _order(path: Path) -> tuple[bool, int, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A question and its answer: the clock of who asked, at both, and the other clock in between."""
+    """A question and its answer: this process's clock at both, and the other clock in between."""
 
     asked: float
     told: float
@@ -312,23 +313,23 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Offset:
-    """What to add to this process's clock for the other one; it is wrong by no more than `error`."""
+    """The seconds to add to this process's clock to get the other one, at most `error` seconds wrong."""
 
     seconds: float
     error: float
 
     def back(self) -> "Offset":
-        """Return what to add to the other clock for this one."""
+        """Return the seconds to add to the other clock to get this one."""
         return Offset(-self.seconds, self.error)
 
 
 def estimate_offset(exchanges: Iterable[Exchange]) -> Offset:
-    """Return the offset by the fastest answer: the other clock was read between question and answer."""
+    """Estimate the offset by the fastest answer: the other clock was read between question and answer."""
     best = min(exchanges, key=lambda exchange: exchange.answered - exchange.asked)
     middle = (best.asked + best.answered) / 2
     return Offset(best.told - middle, (best.answered - best.asked) / 2)
 
 
 def ask_clock(clock: Callable[[], float], other: Callable[[], float], count: int) -> list[Exchange]:
-    """Ask for the other clock so many times."""
+    """Ask for the other clock `count` times."""
     return [Exchange(clock(), other(), clock()) for _ in range(count)]

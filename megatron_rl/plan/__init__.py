@@ -1,1 +1,1 @@
-"""How long a run will take: its iterations simulated, with costs from runs or data sheets, and the best split."""
+"""The planner: simulates a run's iterations, with costs from runs or data sheets, and searches the best split."""

@@ -1,9 +1,9 @@
-"""Costs from runs: what engines and the trainer took, fitted to when groups were finished and slots claimed.
+"""Costs from runs, fitted to the times at which groups were finished and slots were claimed.
 
-The engines' costs come from a regression over groups. How many steps an engine had made when a group was finished
-follows from lengths and bounds alone, whatever a step takes; the simulator counts them by running with a cost of 1
-for one thing and 0 for all others. The trainer's costs come from the times between its claims, where it did not wait,
-and their sum from its metrics.
+The engines' costs come from a regression over groups. The number of steps that an engine had made when a group was
+finished follows from lengths and bounds alone, however long a step takes. The simulator counts the steps by running
+with a cost of 1 for one thing and 0 for all others. The trainer's costs come from the times between its claims, where
+it did not wait, and their sum from its metrics.
 """
 
 import dataclasses
@@ -23,32 +23,32 @@ from megatron_rl.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.plan.pool import Pool
 from megatron_rl.plan.records import MicroBatch, RecordedGroup, RecordedIteration, RunRecord, TraceRecord
 
-# A claim so much later than its groups was the trainer's doing: it had been computing.
+# A claim that is later than its groups by more than this was late because the trainer had been computing.
 _IMMEDIATE_SECONDS = 0.003
-# What the error that is left must fall by for one more column.
+# The factor by which one more column must reduce the remaining error.
 _WORTH = 1.1
 _BATCHING = ("step", "per_sequence", "per_context", "per_prompt_token")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunLayout:
-    """What a run's files do not say of it."""
+    """The facts about a run that its metrics and its audit log do not contain."""
 
     schedule: Schedule = "periodic"
     num_stages: int = 1
     num_virtual: int = 1
     engine: Literal["batching", "scripted"] = "batching"
     max_running: int = 64
-    """Of `--rollout-max-num-seqs`."""
+    """Responses that an engine samples at once, `--rollout-max-num-seqs`."""
     max_in_flight: int = 128
     trainer_devices: int | None = None
-    """One for each stage of each replica if not given."""
+    """Devices of the trainer; if not given, one for each stage of each replica."""
     engine_devices: int | None = None
-    """One for each engine if not given."""
+    """Devices of all engines; if not given, one for each engine."""
     num_frozen: int = 0
     is_shared: bool = True
     output_share: float = 0.0
-    """Of what a micro-batch takes, what the output layer does: the last stage has it besides its layers."""
+    """The output layer's share of a micro-batch's time. The last stage has that layer besides its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MeasuredRun:
 
     @property
     def setting(self) -> Setting:
-        """The run as the simulator takes it, with the lengths that it had."""
+        """Return the run as a setting of the simulator, with the lengths of its own responses."""
         record, layout = self.record, self.layout
         prompt = round(statistics.mean(one.prompt for one in record.iterations))
         return Setting(
@@ -86,7 +86,7 @@ class MeasuredRun:
 def calibrate(runs: Sequence[MeasuredRun]) -> Costs:
     """Fit costs to runs; all must have engines of one kind."""
     if len({run.layout.engine for run in runs}) > 1:
-        raise InputError("runs of scripted engines and of others cannot be calibrated on together: name one kind")
+        raise InputError("runs with scripted engines and runs with others cannot be mixed: name runs of one kind")
     iterations = [one for run in runs for one in run.record.iterations]
     return Costs(
         engine=_fit_engine(runs),
@@ -126,7 +126,7 @@ def _fit_engine(runs: Sequence[MeasuredRun]) -> EngineCosts:
 
 
 def _by_engine(record: RunRecord) -> Iterator[tuple[RecordedIteration, list[RecordedGroup]]]:
-    """The groups of an iteration that one engine sampled, in the order in which they were begun."""
+    """Yield each iteration with the groups that one engine sampled, in the order in which they were begun."""
     for iteration in record.iterations:
         by_index = sorted(iteration.groups, key=lambda group: group.index)
         for engine in sorted({group.engine for group in by_index}):
@@ -134,7 +134,7 @@ def _by_engine(record: RunRecord) -> Iterator[tuple[RecordedIteration, list[Reco
 
 
 def _replay(run: MeasuredRun, groups: Sequence[RecordedGroup], prompt: float, cost: str) -> dict[int, float]:
-    """When an engine has sampled each group if nothing takes time but one thing, which takes 1."""
+    """Return when an engine has sampled each group if only the thing `cost` takes time, 1 each."""
     only = {name: float(name == cost) for name in _BATCHING}
     costs = BatchingCosts(
         step=only["step"],
@@ -162,7 +162,7 @@ def _fit_scripted(runs: Sequence[MeasuredRun]) -> ScriptedCosts:
                 seconds.append(group.finished - begun[place])
     delay, of_token = fit(rows, seconds)
     errors = [measured - delay - row[1] * of_token for row, measured in zip(rows, seconds, strict=True)]
-    # The deviation of what is drawn evenly from an interval is its length over the square root of 12.
+    # The deviation of values drawn evenly from an interval is its length over the square root of 12.
     half = min(delay, math.sqrt(3) * statistics.pstdev(errors))
     return ScriptedCosts(
         tokens_per_second=1 / of_token if of_token else None,
@@ -177,7 +177,7 @@ def _fit_scripted(runs: Sequence[MeasuredRun]) -> ScriptedCosts:
 def _fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerCosts:
     shape = _fit_shape(runs)
     iterations = [(run, one) for run in runs for one in run.record.iterations]
-    # All parts are scaled so that they add up to what the metrics say.
+    # All parts are scaled so that they add up to the seconds in the metrics.
     measured = sum(_busy_seconds(run, one) for run, one in iterations)
     counted = sum(_count(run, one, shape) for run, one in iterations)
     scale = measured / counted
@@ -195,7 +195,7 @@ def _fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerCosts:
 
 
 def _fit_shape(runs: Sequence[MeasuredRun]) -> TrainerCosts:
-    """How a micro-batch's time depends on what is in it; a token alone where the runs do not show that."""
+    """Fit a micro-batch's time to its content. If the runs show too little for that, all time goes to its tokens."""
     rows, seconds = [], []
     for run in runs:
         for iteration in run.record.iterations:
@@ -203,7 +203,7 @@ def _fit_shape(runs: Sequence[MeasuredRun]) -> TrainerCosts:
                 rows.append([counted[0], 1.0, counted[1]])
                 seconds.append(measured)
     tokens = [row[0] for row in rows]
-    # Without a spread, what is of a token and what is of a micro-batch cannot be told apart.
+    # Without a spread, the costs of a token and of a micro-batch cannot be told apart.
     if len(rows) < 8 or max(tokens) < 1.3 * min(tokens):
         return TrainerCosts(per_token=1.0)
     of_token, of_slot, of_pair = fit(rows, seconds)
@@ -213,10 +213,10 @@ def _fit_shape(runs: Sequence[MeasuredRun]) -> TrainerCosts:
 
 
 def _computed(run: MeasuredRun, iteration: RecordedIteration) -> Iterator[tuple[tuple[int, int], float]]:
-    """What was in a micro-batch, and how long the rank computed it: from one claim to the next.
+    """Yield each micro-batch's tokens and pairs, and the seconds for which the rank computed it.
 
-    Slot i + 1 is asked for when slot i is waited for, so micro-batch i was computed from claim i + 1 to claim i + 2, if
-    both claims came later than the groups that they took.
+    Slot i + 1 is asked for when slot i is waited for. So micro-batch i was computed from claim i + 1 to claim i + 2,
+    if both claims came later than the groups that they took.
     """
     if run.layout.num_stages > 1 or run.layout.schedule != "periodic" or run.record.num_updates > 1:
         return
@@ -232,7 +232,7 @@ def _computed(run: MeasuredRun, iteration: RecordedIteration) -> Iterator[tuple[
 
 
 def _traced(run: MeasuredRun, iteration: RecordedIteration) -> Iterator[tuple[tuple[int, int], float]]:
-    """The same of every micro-batch, as the trace has it."""
+    """Yield the same from the trace, for every micro-batch."""
     assert run.trace is not None
     by_index = {group.index: group for group in iteration.groups}
     claimed = {(one.replica, one.index): one.groups for one in iteration.claims}
@@ -246,14 +246,14 @@ def _traced(run: MeasuredRun, iteration: RecordedIteration) -> Iterator[tuple[tu
 
 
 def _backward_share(runs: Sequence[MeasuredRun]) -> float:
-    """The share of the backward pass in what the traces have; two of three parts without a trace."""
+    """Return the backward pass's share of the traced seconds; without a trace, two thirds."""
     traced: list[MicroBatch] = [one for run in runs if run.trace for one in run.trace.micro_batches]
     backward, both = sum(one.backward for one in traced), sum(one.forward + one.backward for one in traced)
     return backward / both if both else 2 / 3
 
 
 def _busy_seconds(run: MeasuredRun, iteration: RecordedIteration) -> float:
-    """What all stages computed, by the time of the slowest: the schedule's less its bubble."""
+    """Return the seconds for which all stages computed, from the slowest one: the schedule's time less its bubble."""
     slots, stages = run.setting.slots, run.layout.num_stages
     bubble = (stages - 1) / run.layout.num_virtual
     share = (1 - run.layout.output_share) / stages + run.layout.output_share
@@ -263,7 +263,7 @@ def _busy_seconds(run: MeasuredRun, iteration: RecordedIteration) -> float:
 
 
 def _count(run: MeasuredRun, iteration: RecordedIteration, costs: TrainerCosts) -> float:
-    """What the iteration's micro-batches take at these costs."""
+    """Count the seconds that the iteration's micro-batches take at these costs."""
     per_slot = max(1, run.record.group_size // run.record.micro_batch_size)
     total = 0.0
     for group in iteration.groups:
@@ -279,10 +279,10 @@ def _parts(lengths: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float], num_preferred: int = 2) -> list[float]:
-    """Fit factors that are not negative to the rows by least squares, once more without what lies far off.
+    """Fit factors of at least 0 to the rows by least squares, then fit again without the outliers.
 
-    Runs are noisy, and their columns grow together. So a column after the preferred ones, which come first, must be
-    worth a tenth of the error that is left.
+    Runs are noisy, and their columns grow together. So a column after the preferred ones, which come first, is used
+    only if it reduces the remaining error by a tenth.
     """
     table, wanted = np.asarray(rows, dtype=np.float64), np.asarray(values, dtype=np.float64)
     found = _fit_not_negative(table, wanted, num_preferred)
@@ -294,7 +294,7 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float], num_preferred:
 
 
 def _fit_not_negative(table: np.ndarray, wanted: np.ndarray, num_preferred: int) -> np.ndarray:
-    """Try every choice of columns: there are few."""
+    """Try every choice of columns, since they are few."""
     best, least = np.zeros(table.shape[1]), math.inf
     scale = np.abs(table).max(axis=0)
     scale[scale == 0] = 1.0

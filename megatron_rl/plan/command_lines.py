@@ -1,4 +1,4 @@
-"""The command lines that a planned run is started with."""
+"""The command lines that start a planned run."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ _SCHEDULES = ("periodic", "sync")
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """What the command lines name."""
+    """The files that the command lines name."""
 
     model: str
     prompts: str = "train.jsonl"
@@ -20,12 +20,12 @@ class Files:
 
 
 def write_command(candidate: Candidate, wanted: Wanted, files: Files) -> list[list[str]]:
-    """Return the words of each command: the trainer's, after the sidecar's if it has a host of its own."""
+    """Return the words of each command: the trainer's, preceded by the sidecar's if it has a host of its own."""
     setting = candidate.setting
     if setting.schedule not in _SCHEDULES:
         raise UsageError(
-            f"--schedule {setting.schedule} is simulated to compare with, and no run can have it: write periodic or "
-            "sync for a command line"
+            f"--schedule {setting.schedule} is simulated for comparison only, and no run can have it: write periodic "
+            "or sync for a command line"
         )
     size, here = setting.trainer_devices, wanted.devices_per_host
     is_one_host = setting.num_devices <= here
@@ -49,15 +49,15 @@ def write_command(candidate: Candidate, wanted: Wanted, files: Files) -> list[li
 
 
 def list_notes(candidate: Candidate, wanted: Wanted) -> list[str]:
-    """Say what the command lines do not do by themselves."""
+    """List what a person must add to the command lines."""
     notes = []
     setting = candidate.setting
     if setting.num_devices > wanted.devices_per_host:
         notes.append("10.0.0.1 stands for the engines' host; RUN and SHARED lie where all hosts reach them")
     if setting.num_devices > wanted.devices_per_host < setting.engine_devices:
         notes.append(
-            f"a sidecar starts engines on its own host of {wanted.devices_per_host} devices, and these are "
-            f"{setting.engine_devices}: no run can have them yet"
+            f"a sidecar starts engines on its own host, which has {wanted.devices_per_host} devices, and these engines "
+            f"need {setting.engine_devices}: no run can have them yet"
         )
     return notes
 

@@ -1,4 +1,4 @@
-"""What the parts of a run cost, in seconds, and how a run is set up: all that the simulator is told."""
+"""The input of the simulator: the costs of a run's parts, in seconds, and the setting of the run."""
 
 import dataclasses
 from typing import Literal
@@ -21,14 +21,14 @@ class BatchingCosts:
     per_sequence: float = 0.0
     per_context: float = 0.0
     per_prompt_token: float = 0.0
-    """Of prefill, during which no response gets a token. A group's prompt is prefilled once."""
+    """Seconds of prefill a token, during which no response gets a token. A group's prompt is prefilled once."""
     per_prompt: float = 0.0
     max_running: int = 64
     max_in_flight: int = 128
-    """Responses that it is given at once: those beyond `max_running` wait in it."""
+    """Responses that the engine is given at once. Those beyond `max_running` wait in it."""
 
     def faster(self, factor: float) -> "BatchingCosts":
-        """The same engine on devices that are so many times as fast."""
+        """Return the costs of the same engine on devices that are `factor` times as fast."""
         return dataclasses.replace(
             self,
             step=self.step / factor,
@@ -41,18 +41,18 @@ class BatchingCosts:
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedCosts:
-    """A scripted engine (`sidecar/engines/scripted.py`): how long a group takes is settled when it is begun.
+    """A scripted engine (`sidecar/engines/scripted.py`): a group's duration is fixed when the group is begun.
 
-    That is a delay, and the tokens of all of its responses over the engine's share for the group.
+    The duration is a delay, plus the tokens of all of its responses over the engine's share for the group.
     """
 
     tokens_per_second: float | None
     delay: tuple[float, float] = (0.0, 0.0)
-    """The least and the most; all between are alike."""
+    """The least and the most seconds; all values between them are equally likely."""
     max_in_flight: int = 128
 
     def faster(self, factor: float) -> "ScriptedCosts":
-        """The same engine so many times as fast; its delay stays."""
+        """Return the costs of an engine that is `factor` times as fast, with the same delay."""
         speed = self.tokens_per_second
         return dataclasses.replace(self, tokens_per_second=None if speed is None else speed * factor)
 
@@ -62,23 +62,23 @@ EngineCosts = BatchingCosts | ScriptedCosts
 
 @dataclasses.dataclass(frozen=True)
 class TrainerCosts:
-    """A replica of the trainer, for a micro-batch through all of its stages, forward and backward of the policy."""
+    """A replica of the trainer: seconds of a micro-batch through all stages, forward and backward of the policy."""
 
     per_token: float
     per_micro_batch: float = 0.0
     per_pair: float = 0.0
-    """Of a token and a token that its attention sees."""
+    """Seconds of a token and one token that its attention sees."""
     backward_share: float = 2 / 3
     output_share: float = 0.0
-    """The share that the output layer takes, all of it in the last stage."""
+    """The share of the output layer, all of it in the last stage."""
     exchange: float = 0.0
-    """From the end of a micro-batch in a stage until the next stage has it."""
+    """Seconds from the end of a micro-batch in a stage until the next stage has it."""
     num_frozen: int = 0
     """Models beside the policy that a micro-batch goes through, forward only: reference, old policy."""
     update: float = 0.0
 
     def faster(self, factor: float) -> "TrainerCosts":
-        """The same trainer on devices that are so many times as fast."""
+        """Return the costs of the same trainer on devices that are `factor` times as fast."""
         return dataclasses.replace(
             self,
             per_token=self.per_token / factor,
@@ -98,49 +98,49 @@ class Costs:
     publish: float = 0.0
     """Seconds from the end of an update until all engines sample with the new weights."""
     other: float = 0.0
-    """Of an iteration, whatever is in it."""
+    """Seconds that every iteration takes besides, whatever its content."""
     reward: float = 0.0
-    """Of a group, in one of the workers."""
+    """Seconds of a group's reward, in one worker."""
     switch: float = 0.0
-    """From sampling to training on the same devices, and the same back: colocated runs only."""
+    """Colocated runs only: seconds to switch the devices from sampling to training; switching back takes the same."""
 
 
 def publish_seconds(fixed: float, num_bytes: float, bytes_per_second: float) -> float:
-    """Return what a publish takes: the weights' bytes over the slowest part of their way, and what is always there."""
+    """Return the seconds of a publish: a fixed part, and the weights' bytes over the slowest part of their way."""
     return fixed + num_bytes / bytes_per_second
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a run is set up."""
+    """The setting of a run."""
 
     schedule: Schedule
     num_prompts: int
-    """Of an iteration."""
+    """Prompts of an iteration."""
     group_size: int
     micro_batch_size: int
-    """Responses: a multiple of the group's size, or a divisor of it."""
+    """Responses of a micro-batch: a multiple or a divisor of the group's size."""
     prompts: Lengths
     responses: Lengths
     num_engines: int = 1
     num_replicas: int = 1
     num_stages: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     num_virtual: int = 1
-    """Virtual stages of each stage."""
+    """Number of virtual stages of each stage."""
     num_updates: int = 1
     trainer_devices: int = 1
     engine_devices: int = 1
-    """Of all engines together; in a colocated run they are the trainer's, and not counted again."""
+    """Devices of all engines together. In a colocated run these are the trainer's, which are not counted twice."""
     is_shared: bool = True
-    """Whether the responses of a group lie behind one copy of their prompt."""
+    """True if the responses of a group follow one copy of their prompt."""
     in_prompt_order: bool = False
     reward_workers: int = 2
     staleness: int = 1
-    """Asynchronous runs only: for how many iterations beyond the one that is trained prompts may be submitted."""
+    """Asynchronous runs only: iterations for which prompts may be submitted beyond the one that is trained."""
     is_strict: bool = True
-    """Asynchronous runs only: whether the groups of an iteration's own prompts are waited for, so that none is more
-    than `staleness` updates behind. If not, the earliest finished groups are trained on, whatever they are of."""
+    """Asynchronous runs only: True if an iteration waits for the groups of its own prompts, so that none is older
+    than `staleness` updates. If False, the groups that finish first are trained on, whatever their iteration."""
 
     @property
     def num_devices(self) -> int:
@@ -152,15 +152,15 @@ class Setting:
 
     @property
     def slots_per_group(self) -> int:
-        """More than 1 where a micro-batch is a part of a group."""
+        """Return the micro-batches of a group: more than 1 if a micro-batch is a part of a group."""
         return max(1, self.group_size // self.micro_batch_size)
 
     @property
     def units(self) -> int:
-        """What a replica claims in an update: each claim is of one slot, or of one group's slots."""
+        """Return a replica's number of claims in an update. A claim takes one slot, or the slots of one group."""
         return self.num_prompts // (self.num_updates * self.num_replicas * self.groups_per_slot)
 
     @property
     def slots(self) -> int:
-        """Micro-batches of a replica in an update."""
+        """Return a replica's number of micro-batches in an update."""
         return self.units * self.slots_per_group

@@ -1,4 +1,4 @@
-"""How far a prediction can be believed: how wrong others were, and what lies outside of what runs have shown."""
+"""Reasons to doubt a prediction: the errors of earlier ones, and settings outside of the ranges that runs cover."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,11 +7,11 @@ from megatron_rl.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.plan.costs import BatchingCosts, Costs, EngineCosts, Setting
 from megatron_rl.plan.simulate import simulate
 
-# What a run has shown holds a little beyond it too.
+# A run's costs also hold a little beyond its own range.
 _MARGIN = 1.5
 _SIMULATED = 20
 NO_RUN = (
-    "do not believe the times: no run was measured, and they follow from data sheets and assumed shares of them; use "
+    "do not believe the times: they come from data sheets and assumed shares of them, not from a measured run; use "
     "them to compare splits, and run one before you rely on it"
 )
 
@@ -29,7 +29,7 @@ RANGES: Mapping[str, Callable[[Setting], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a run was predicted to take by the others, beside what it took."""
+    """The seconds of a run's iteration, predicted from the other runs and measured."""
 
     name: str
     predicted: float
@@ -41,7 +41,7 @@ class Prediction:
 
 
 def leave_one_out(runs: Sequence[MeasuredRun]) -> list[Prediction]:
-    """Predict each run from all others; nothing with one run, which cannot say how wrong it is."""
+    """Predict each run from all others. Return nothing for a single run, since it has no others."""
     found = []
     for place, run in enumerate(runs):
         others = [*runs[:place], *runs[place + 1 :]]
@@ -53,7 +53,7 @@ def leave_one_out(runs: Sequence[MeasuredRun]) -> list[Prediction]:
 
 
 def apply_bounds(run: MeasuredRun, costs: Costs) -> Costs:
-    """The costs with the run's own bounds of what its engines sample at once."""
+    """Return the costs with the run's own bounds of how many responses its engines sample at once."""
     engine: EngineCosts = dataclasses.replace(costs.engine, max_in_flight=run.layout.max_in_flight)
     if isinstance(engine, BatchingCosts):
         engine = dataclasses.replace(engine, max_running=run.layout.max_running)
@@ -61,7 +61,7 @@ def apply_bounds(run: MeasuredRun, costs: Costs) -> Costs:
 
 
 def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCosts | None = None) -> Iterator[str]:
-    """Yield why a prediction for this setting must not be believed; nothing if the runs cover it."""
+    """Yield reasons not to believe a prediction for this setting; none if the runs cover it."""
     if not runs:
         yield NO_RUN
         return
@@ -69,8 +69,8 @@ def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCos
         bounds = {run.layout.max_running for run in runs}
         if len(bounds) == 1 and engine.max_running not in bounds:
             yield (
-                f"do not believe it: all runs sampled up to {min(bounds)} responses at once, so they do not show what "
-                f"{engine.max_running} take: run one with --rollout-max-num-seqs {engine.max_running}"
+                f"do not believe it: all runs sampled up to {min(bounds)} responses at once, so they do not show how "
+                f"long {engine.max_running} take: run one with --rollout-max-num-seqs {engine.max_running}"
             )
     seen = [run.setting for run in runs]
     for name, read in RANGES.items():
@@ -82,18 +82,18 @@ def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCos
     stages = {one.num_stages for one in seen}
     if setting.num_stages not in stages:
         yield (
-            f"do not believe it: no run had {setting.num_stages} pipeline stages: they are taken to divide the "
-            "layers evenly, and to disturb each other in nothing"
+            f"do not believe it: no run had {setting.num_stages} pipeline stages, so they are assumed to divide the "
+            "layers evenly and not to disturb each other"
         )
     schedules = {one.schedule for one in seen}
     if setting.schedule not in schedules:
-        yield f"take care: no run had the schedule {setting.schedule}; it follows from how the parts fit together"
+        yield f"take care: no run had the schedule {setting.schedule}, so its time is derived from its parts"
     if len(runs) == 1:
-        yield "take care: one run cannot say how wrong it is about others: name a second one for a figure of that"
+        yield "take care: one run cannot show the error of a prediction: name a second one to measure it"
 
 
 def describe_errors(predictions: Sequence[Prediction]) -> list[str]:
-    """Say how wrong the runs are about each other."""
+    """Describe the errors of predicting each run from the others."""
     if not predictions:
         return []
     errors = sorted(abs(one.error) for one in predictions)

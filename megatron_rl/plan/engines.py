@@ -1,4 +1,4 @@
-"""Simulated engines. Time is computed in closed form from one change of what runs to the next, not token by token.
+"""Simulated engines. Time is computed in closed form from one change of the batch to the next, not token by token.
 
 Invariants:
 
@@ -20,26 +20,26 @@ from megatron_rl.plan.costs import BatchingCosts, EngineCosts, ScriptedCosts
 
 @dataclasses.dataclass(eq=False)
 class SimulatedGroup:
-    """A group of an iteration, and what became of it."""
+    """A group of an iteration, and the times of its sampling."""
 
     index: int
-    """Of the iteration's groups."""
+    """Position among the iteration's groups."""
     iteration: int
     prompt: int
     lengths: list[int]
     begun: float = math.nan
-    """When an engine was given it."""
+    """The time at which an engine was given the group."""
     sampled: float = math.nan
     finished: float = math.nan
-    """When its rewards were there too."""
+    """The time at which it also had its rewards."""
 
 
 class SimulatedEngine(Protocol):
-    """What the pool asks of an engine."""
+    """An engine as the pool uses it."""
 
     @property
     def busy(self) -> float:
-        """Seconds that it has sampled for, until it last changed or was settled."""
+        """Return the seconds for which it has sampled, until it last changed or was settled."""
         ...
 
     num_events: int
@@ -48,22 +48,22 @@ class SimulatedEngine(Protocol):
         """Take a group."""
 
     def peek(self) -> float:
-        """When the next group will have been sampled if nothing is begun before; infinite if none is at work."""
+        """Return when the next group will have been sampled if nothing is begun before; infinity if it has none."""
         ...
 
     def take(self) -> SimulatedGroup:
-        """Return that group, at that time."""
+        """Return the group that `peek` tells the time of, at that time."""
         ...
 
     def pause(self, now: float, seconds: float) -> None:
-        """Sample nothing from now on for so long."""
+        """Sample nothing for `seconds` from `now` on."""
 
     def settle(self, now: float) -> None:
-        """Be at `now`; no group ends before."""
+        """Advance to `now`, before which no group ends."""
 
 
 def build_engine(costs: EngineCosts, generator: np.random.Generator) -> SimulatedEngine:
-    """Build an engine of the kind that the costs are of."""
+    """Build an engine of the kind that the costs describe."""
     if isinstance(costs, ScriptedCosts):
         return SimulatedScripted(costs, generator)
     return SimulatedBatching(costs)
@@ -71,24 +71,24 @@ def build_engine(costs: EngineCosts, generator: np.random.Generator) -> Simulate
 
 @dataclasses.dataclass
 class _BatchState:
-    """Where a batching engine is."""
+    """The state of a batching engine at a time."""
 
     now: float = 0.0
     stalled: float = 0.0
     """Seconds that pass before the next token: prefill, or a pause."""
     paused: float = 0.0
-    """Of these, a pause's."""
+    """The part of `stalled` that is a pause."""
     steps: float = 0.0
-    """Tokens that a response would have which has always been running."""
+    """Tokens of a response that had always been running."""
     context: float = 0.0
-    """Tokens that all running responses see."""
+    """Tokens that all running responses see together."""
     busy: float = 0.0
     running: list[tuple[float, int, int]] = dataclasses.field(default_factory=list)
-    """A heap: at how many steps a response ends, the number of its group, its length."""
+    """A heap of running responses: the number of steps at which each ends, its group's number, its length."""
     waiting: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
-    """Responses that are not begun: the number of the group, and which response."""
+    """Responses that wait to be begun: the number of the group, and the position in it."""
     left: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Of a group, responses that are not ended."""
+    """The number of unfinished responses, by the group's number."""
 
     def copy(self) -> "_BatchState":
         return _BatchState(
@@ -98,9 +98,10 @@ class _BatchState:
 
 
 class SimulatedBatching:
-    """Batches continuously; satisfies `SimulatedEngine`.
+    """An engine that batches continuously; satisfies `SimulatedEngine`.
 
-    It is computed up to the next group, and goes back to where it was if something happens before that.
+    Its state is computed ahead, up to the end of the next group. If something happens before that, the state is
+    computed again from where it was.
     """
 
     def __init__(self, costs: BatchingCosts) -> None:
@@ -150,10 +151,10 @@ class SimulatedBatching:
         self._is_computed = False
 
     def _run(self, state: _BatchState, until: float) -> int | None:
-        """Go on until a group ends, and return its number; or until that time, or until there is nothing to do."""
+        """Advance until a group ends, and return its number; or until the time `until`, or until the engine is idle."""
         costs, running = self._costs, state.running
         while True:
-            # What ends with the same step as the one before ends before anything else is begun.
+            # Responses that end with the same step as the last one end before anything else is begun.
             is_due = bool(running) and running[0][0] <= state.steps
             if state.waiting and len(running) < costs.max_running and not is_due:
                 self._admit(state)
@@ -170,7 +171,7 @@ class SimulatedBatching:
             seconds = steps * (rate + growth * steps)
             is_last = state.left[running[0][1]] == 1
             if state.now + seconds > until or (is_last and not math.isinf(until)):
-                # A group's end is left to `take`: by rounding it may lie a little before `until`.
+                # Only `take` ends a group. By rounding, its end may lie a little before `until`.
                 self._pass_steps(state, until - state.now, rate, growth)
                 return None
             state.now += seconds
@@ -197,13 +198,13 @@ class SimulatedBatching:
 
     @staticmethod
     def _wait_out(state: _BatchState, until: float) -> None:
-        """With nothing to sample, time passes until `until`; a pause ends in it, or goes on after it."""
+        """Let time pass until `until` with nothing to sample; a pause ends within this time, or continues after it."""
         if state.stalled and not math.isinf(until):
             state.stalled = state.paused = max(0.0, state.stalled - (until - state.now))
 
     @staticmethod
     def _pass_stall(state: _BatchState, until: float) -> bool:
-        """Let the stall pass, as far as there is time; return whether it is over."""
+        """Let the stall pass, at most until `until`; return True if it is over."""
         seconds = min(state.stalled, max(0.0, until - state.now))
         state.now += seconds
         of_pause = min(state.paused, seconds)
@@ -215,7 +216,7 @@ class SimulatedBatching:
 
     @staticmethod
     def _pass_steps(state: _BatchState, seconds: float, rate: float, growth: float) -> None:
-        """Let `seconds` pass, in which no response ends."""
+        """Let `seconds` pass, within which no response ends."""
         if seconds <= 0:
             return
         steps = seconds / rate if not growth else (math.sqrt(rate**2 + 4 * growth * seconds) - rate) / (2 * growth)
@@ -227,7 +228,7 @@ class SimulatedBatching:
 
 
 class SimulatedScripted:
-    """As `sidecar/engines/scripted.py` does it; satisfies `SimulatedEngine`."""
+    """A simulation of `sidecar/engines/scripted.py`; satisfies `SimulatedEngine`."""
 
     def __init__(self, costs: ScriptedCosts, generator: np.random.Generator) -> None:
         self._costs = costs
@@ -261,7 +262,7 @@ class SimulatedScripted:
         return heapq.heappop(self._ends)[2]
 
     def pause(self, now: float, seconds: float) -> None:
-        """It answers at the time that was settled, whatever happens meanwhile."""
+        """Do nothing: groups end at the times that were fixed when they were begun."""
 
     def settle(self, now: float) -> None:
         if self._ends:

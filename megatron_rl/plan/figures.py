@@ -1,4 +1,4 @@
-"""Costs from a model's and devices' figures, where there is no run: arithmetic, bytes, and assumed shares of both."""
+"""Costs without a run, from a model's and devices' figures: arithmetic, bytes, and assumed shares of both."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ from megatron_rl.plan.costs import BatchingCosts, Costs, TrainerCosts, publish_s
 from megatron_rl.types import Architecture
 
 _BYTES = 2
-# Of a parameter, forward; backward takes twice as much.
+# Operations a parameter in the forward pass; the backward pass takes twice as many.
 _FLOPS_OF_PARAMETER = 2
 # Attention's kernels compute the scores again in their backward pass: 2.5 times the forward pass.
 _ATTENTION_PASSES = 3.5
-# What an optimizer's step reads and writes of a parameter: gradient, two moments, the copy in fp32, the weight.
+# Bytes a parameter that an optimizer's step reads and writes: gradient, two moments, the copy in fp32, the weight.
 _OPTIMIZER_BYTES = 30
 _GRADIENT_BYTES = 4
 
@@ -21,13 +21,13 @@ class ParameterCounts:
     """Counts of a model's parameters."""
 
     of_layer: int
-    """Attention and what every token goes through; norms left out."""
+    """Parameters of a layer that every token passes, attention included; norms are left out."""
     of_experts: int
-    """Of all experts of a layer."""
+    """Parameters of all experts of a layer."""
     of_active: int
-    """Of those that a token goes through."""
+    """Parameters of the experts of a layer that one token passes."""
     of_vocabulary: int
-    """Of the output layer, and of the embedding if it has weights of its own."""
+    """Parameters of the output layer; the embedding has as many again unless it is tied."""
     num_layers: int
     is_tied: bool
 
@@ -38,7 +38,7 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """What a token is multiplied with: the output layer is, the embedding is not."""
+        """Return the parameters that a token is multiplied with: the output layer counts, the embedding does not."""
         return self.num_layers * (self.of_layer + self.of_active) + self.of_vocabulary
 
 
@@ -64,7 +64,7 @@ def count_parameters(architecture: Architecture) -> ParameterCounts:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSplit:
-    """How devices are divided between the trainer and the engines."""
+    """The division of devices between the trainer and the engines."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -92,7 +92,7 @@ def estimate(
     num_frozen: int = 0,
     recomputes: bool = False,
 ) -> Costs:
-    """Estimate what a run of the model takes on such devices, divided like this."""
+    """Estimate the costs of a run of the model on these devices, with this split."""
     size = count_parameters(architecture)
     network = chip.network * assumptions.network
     return Costs(
@@ -103,7 +103,7 @@ def estimate(
 
 
 def count_context_bytes(architecture: Architecture) -> int:
-    """Count the bytes that an engine keeps of a token: its keys and values in every layer."""
+    """Count the bytes that an engine keeps for a token: its keys and values in every layer."""
     return 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels * _BYTES
 
 
@@ -121,7 +121,7 @@ def _estimate_engine(
     moved = sums * 2 * architecture.hidden_size * _BYTES * (tensor - 1) / tensor / (chip.link * assumptions.network)
     of_token = _FLOPS_OF_PARAMETER * size.active / flops + moved
     return BatchingCosts(
-        # A batch of some size has tokens for every expert: all weights are read.
+        # All weights are read, since a large enough batch has tokens for every expert.
         step=assumptions.step_seconds + sums * assumptions.collective_seconds + size.total * _BYTES / bandwidth,
         per_sequence=of_token,
         per_context=count_context_bytes(architecture) / bandwidth,
@@ -143,7 +143,7 @@ def _estimate_trainer(
     # Two sums a layer, forward and again backward; each moves every rank's part twice.
     moved = layers * 4 * 2 * hidden * _BYTES * (split.tensor - 1) / split.tensor / split.context
     if architecture.experts:
-        # To experts and back, forward and backward; experts of other hosts are reached by the network.
+        # To experts and back, forward and backward; experts on other hosts are reached by the network.
         sent = (
             layers * 4 * architecture.experts.num_active * hidden * _BYTES * (split.expert - 1) / split.expert / ranks
         )
@@ -168,6 +168,6 @@ def _estimate_trainer(
 
 
 def _exchange(split: DeviceSplit, hidden: int, chip: DeviceFigures, assumptions: Assumptions) -> float:
-    """What a micro-batch of some thousand tokens takes from one stage to the next."""
+    """Estimate the seconds in which a micro-batch of some thousand tokens moves from one stage to the next."""
     tokens = 8192 / (split.tensor * split.context)
     return 0.0 if split.pipeline == 1 else 1e-4 + tokens * hidden * _BYTES / (chip.network * assumptions.network)

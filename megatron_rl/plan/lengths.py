@@ -1,4 +1,4 @@
-"""How many tokens prompts and responses have: distributions to draw from, with their tails."""
+"""Distributions of the lengths of prompts and responses, in tokens, with their tails."""
 
 import dataclasses
 import math
@@ -13,14 +13,14 @@ _FORMS = "fixed:TOKENS, uniform:LEAST:MOST or lognormal:MEAN:SIGMA[:MOST]"
 
 
 class Lengths(Protocol):
-    """Something that lengths are drawn from."""
+    """A distribution of lengths."""
 
     @property
     def mean(self) -> float: ...
 
     @property
     def most(self) -> float:
-        """The bound of a length; infinite without one."""
+        """Return the upper bound of a length; infinity if it has none."""
         ...
 
     def draw(self, generator: np.random.Generator, num_groups: int, group_size: int) -> list[list[int]]:
@@ -30,7 +30,7 @@ class Lengths(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Every whole number from `least` to `most` alike."""
+    """All whole numbers from `least` to `most`, equally likely."""
 
     least: int
     most: int
@@ -46,7 +46,7 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class Lognormal:
-    """A long tail: the logarithm is normal with deviation `sigma`, and what is above `most` is cut there."""
+    """A distribution with a long tail: the logarithm is normal with deviation `sigma`, and `most` cuts the lengths."""
 
     uncut_mean: float
     sigma: float
@@ -56,7 +56,7 @@ class Lognormal:
 
     @property
     def mean(self) -> float:
-        """The mean of what is drawn, cut or not."""
+        """Return the mean of the lengths after the cut."""
         if math.isinf(self.most) or not self.sigma:
             return min(self.uncut_mean, self.most)
         middle = math.log(self.uncut_mean) - self.sigma**2 / 2
@@ -73,7 +73,7 @@ class Lognormal:
 
 @dataclasses.dataclass(frozen=True)
 class Empirical:
-    """What a run has seen. Whole groups are drawn, so that what their responses have in common is kept."""
+    """The lengths of a run's responses. Whole groups are drawn, so that the likeness of their responses is kept."""
 
     groups: Sequence[Sequence[int]]
 
@@ -87,7 +87,7 @@ class Empirical:
 
     def draw(self, generator: np.random.Generator, num_groups: int, group_size: int) -> list[list[int]]:
         chosen = [self.groups[index] for index in generator.integers(0, len(self.groups), num_groups)]
-        # As many as a group has: all of them, each once.
+        # A group of the wanted size is taken whole, each response once.
         return [
             list(group) if len(group) == group_size else [int(one) for one in generator.choice(group, group_size)]
             for group in chosen
@@ -95,7 +95,7 @@ class Empirical:
 
 
 def parse_lengths(text: str, flag: str) -> Lengths:
-    """Read a distribution as it is written on a command line."""
+    """Parse the words of a distribution on a command line."""
     name, *parts = text.split(":")
     try:
         values = [float(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Whether a split fits the devices' memory, by formula: `megatron-rl doctor --fit` counts what is estimated here.
+"""Formulas that estimate whether a split fits the devices' memory; `megatron-rl doctor --fit` counts it exactly.
 
 The optimizer is Adam, divided over replicas; weights are bf16, gradients and states fp32.
 """
@@ -10,12 +10,12 @@ from megatron_rl.types import Architecture
 
 _GIB = 1 << 30
 _WEIGHT, _GRADIENT, _STATE = 2, 4, 12
-# A tensor that is on its way to engines, twice; logits of a block of the vocabulary, with their gradient.
+# A tensor in transfer to engines, twice; logits of a block of the vocabulary, with their gradient.
 _PUBLISH = 2 << 28
 _LOGITS = 2 << 26
-# Of an engine's memory what vLLM takes by default, and what it needs besides weights and the cache.
+# The share of a device's memory that vLLM takes by default, and its bytes besides weights and the cache.
 _ENGINE_SHARE, _ENGINE_OTHER = 0.9, 4 * _GIB
-# What the device itself, collectives and gaps between blocks take of a trainer's.
+# The share of a trainer's memory that is left by the device itself, collectives and gaps between blocks.
 _TRAINER_SHARE = 0.92
 
 
@@ -31,7 +31,7 @@ class Micro:
 def count_trainer_bytes(
     architecture: Architecture, split: DeviceSplit, micro: Micro, num_frozen: int = 0, recomputes: bool = False
 ) -> int:
-    """Count what a rank of the first stage takes: it keeps more micro-batches than any other."""
+    """Count the bytes of a rank of the first stage, which keeps more micro-batches than any other."""
     size = count_parameters(architecture)
     weights = _count_of_rank(size, split)
     of_experts = size.num_layers * size.of_experts / (split.pipeline * split.expert)
@@ -58,28 +58,28 @@ def fits_trainer(
     num_frozen: int = 0,
     recomputes: bool = False,
 ) -> bool:
-    """Whether a rank fits a device of so many GiB."""
+    """Check that a rank fits a device with `gib` GiB."""
     return count_trainer_bytes(architecture, split, micro, num_frozen, recomputes) <= gib * _GIB * _TRAINER_SHARE
 
 
 def count_running(architecture: Architecture, tensor: int, context: float, gib: float) -> int:
-    """Count the responses of that many tokens, with their prompts, that an engine's cache holds; 0 if none fits."""
+    """Count the responses of `context` tokens, prompts included, that an engine's cache holds; 0 if none fits."""
     size = count_parameters(architecture)
     room = tensor * (gib * _GIB * _ENGINE_SHARE - _ENGINE_OTHER) - size.total * _WEIGHT
-    # Keys and values of a group lie on several devices where there are more devices than groups.
+    # With more devices than query groups, keys and values of a group lie on several devices.
     copies = max(1, tensor // architecture.num_query_groups)
     return max(0, int(room / (count_context_bytes(architecture) * copies * context)))
 
 
 def _count_of_rank(size: ParameterCounts, split: DeviceSplit) -> float:
-    """Of a rank of the first stage, which has the embedding; with one stage, the output layer too."""
+    """Count the parameters of a rank of the first stage, which has the embedding; a lone stage has the output layer."""
     layers = size.num_layers / split.pipeline
     vocabulary = size.of_vocabulary * (2 if split.pipeline == 1 and not size.is_tied else 1)
     return (layers * size.of_layer + vocabulary) / split.tensor + layers * size.of_experts / split.expert
 
 
 def _count_kept_of_layer(architecture: Architecture) -> int:
-    """Count the bytes that a layer of Megatron's own keeps of a token, in bf16; norms compute in fp32."""
+    """Count the bytes that a layer of Megatron's own keeps for a token, in bf16; norms compute in fp32."""
     hidden = architecture.hidden_size
     heads = (architecture.num_attention_heads + architecture.num_query_groups) * architecture.kv_channels
     kept = 22 * hidden + (14 if architecture.qk_layernorm else 6) * heads

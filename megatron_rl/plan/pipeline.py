@@ -2,8 +2,8 @@
 
 Invariants:
 
-- a stage does one thing at a time, in the order that the schedule fixes, each as soon as what it needs is there;
-- what a stage does not spend on computing it waits for: a slot's groups, or another stage.
+- a stage does one thing at a time, in the order of the schedule, each as soon as its input has arrived;
+- a stage that does not compute waits, for a slot's groups or for another stage.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from megatron_rl.plan.costs import TrainerCosts
 
 Step = tuple[bool, int, int]
-"""Whether it is a forward pass, the chunk of the model, the micro-batch."""
+"""True for a forward pass, the chunk of the model, the micro-batch."""
 
 
 @functools.lru_cache(maxsize=256)
 def order_steps(num_stages: int, num_virtual: int, num_slots: int, stage: int) -> tuple[Step, ...]:
-    """Return what a stage does, in order."""
+    """Return the steps of a stage, in order."""
     count = num_slots * num_virtual
     together = num_stages * num_virtual
 
@@ -41,21 +41,21 @@ def order_steps(num_stages: int, num_virtual: int, num_slots: int, stage: int) -
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """Seconds of a stage, from the start of an update's schedule until its replica is done."""
+    """A stage's seconds by their use, from the start of an update's schedule until its replica is done."""
 
     busy: float
     first: float
-    """Until the first slot's groups were there."""
+    """Seconds of waiting for the first slot's groups."""
     starved: float
-    """Waiting for later slots, while groups queued for engines."""
+    """Seconds of waiting for later slots, while groups queued for engines."""
     tail: float
-    """Waiting for later slots, when engines ran dry."""
+    """Seconds of waiting for later slots, after engines ran dry."""
     bubble: float
-    """Waiting for other stages."""
+    """Seconds of waiting for other stages."""
 
 
 class Pipeline:
-    """One run of a replica's schedule. Slots are given in order; it says when it wants each one."""
+    """One run of a replica's schedule. Slots are given in order; `wanted` is the time at which it wants the next."""
 
     def __init__(self, costs: TrainerCosts, num_stages: int, num_virtual: int, num_slots: int, start: float) -> None:
         self.start = start
@@ -68,30 +68,30 @@ class Pipeline:
         self._now = [start] * num_stages
         self._busy = [0.0] * num_stages
         self._slots: list[tuple[float, float]] = []
-        """Of each slot: when its groups are there, and the seconds of its forward pass through one model."""
+        """For each slot, the arrival of its groups, and the policy's seconds for it, forward and backward."""
         self._waited: list[tuple[float, float]] = []
-        """For each slot, from when to when the first stage waited for it."""
-        # By stage, then by (forward, chunk, micro-batch): when the next one may begin with it.
+        """For each slot, the begin and the end of the first stage's wait for it."""
+        # By stage, then by step: the time at which the step ended.
         self._ends: list[dict[Step, float]] = [{} for _ in range(num_stages)]
         self.wanted = start
-        """When the first stage came to wait for the slot after those that were given."""
+        """The time at which the first stage began to wait for the slot after those that were given."""
         even = (1 - costs.output_share) / (num_stages * num_virtual)
         self._shares = {(stage, chunk): even for stage in range(num_stages) for chunk in range(num_virtual)}
         self._shares[num_stages - 1, num_virtual - 1] += costs.output_share
 
     def give(self, arrival: float, seconds: float) -> None:
-        """Give it the next slot: when its groups are there, and what the policy takes for it, forward and backward."""
+        """Take the next slot: the arrival of its groups, and the policy's seconds for it, forward and backward."""
         self._slots.append((arrival, seconds))
-        self._go_on()
+        self._advance()
 
     @property
     def end(self) -> float:
-        """When the last stage is done; all slots must have been given."""
+        """Return when the last stage is done; all slots must have been given."""
         assert all(reached == len(order) for reached, order in zip(self._reached, self._orders, strict=True))
         return max(self._now)
 
     def spent(self, dry: float) -> list[Spent]:
-        """Say of each stage what it spent until the end; from `dry` on no group queued for an engine."""
+        """Return the seconds of each stage until the end; from `dry` on no group queued for an engine."""
         end = self.end
         first = self._waited[0][1] - self._waited[0][0]
         starved = sum(max(0.0, min(after, dry) - before) for before, after in self._waited[1:])
@@ -105,8 +105,8 @@ class Pipeline:
             found.append(Spent(busy, first, of_starved, of_tail, waited - of_tail - of_starved))
         return found
 
-    def _go_on(self) -> None:
-        """Do all that can be done with the slots that were given."""
+    def _advance(self) -> None:
+        """Make all steps that are possible with the slots that were given."""
         is_moving = True
         while is_moving:
             is_moving = False
@@ -115,7 +115,7 @@ class Pipeline:
                     is_moving = True
 
     def _try(self, stage: int) -> bool:
-        """Do the next step of a stage, if what it needs is known."""
+        """Make the next step of a stage, if the time of its input is known; return True if it was made."""
         step = self._orders[stage][self._reached[stage]]
         is_forward, chunk, micro_batch = step
         now = self._now[stage]
@@ -140,7 +140,7 @@ class Pipeline:
         return True
 
     def _needed(self, stage: int, step: Step) -> float | None:
-        """When another stage's part is there; None if that is not known yet."""
+        """Return when a step's input from another stage arrives; None if that is not known yet."""
         is_forward, chunk, micro_batch = step
         last = self._num_stages - 1
         if is_forward:
@@ -161,7 +161,7 @@ class Pipeline:
 
 
 def slot_seconds(costs: TrainerCosts, tokens: float, pairs: float) -> float:
-    """Return what the policy takes for a micro-batch, forward and backward, through all stages."""
+    """Return the policy's seconds for a micro-batch, forward and backward, through all stages."""
     return costs.per_micro_batch + tokens * costs.per_token + pairs * costs.per_pair
 
 

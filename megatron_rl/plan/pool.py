@@ -1,8 +1,8 @@
-"""The engines together: which one samples which group, and when each group is finished.
+"""The simulated engines together, which share the groups; a group is finished when it has its rewards.
 
 Invariants, as in `sidecar/engines/pool.py`:
 
-- a group goes to the engine with the fewest responses in flight that has room for it, the longest waiting first;
+- the group that has waited longest goes first, to the engine with the fewest responses in flight if it has room;
 - an engine has more than its bound in flight only for one group that is larger;
 - events happen in the order of their times.
 """
@@ -16,7 +16,7 @@ from megatron_rl.plan.engines import SimulatedEngine, SimulatedGroup
 
 
 class Pool:
-    """Engines, and the workers that give rewards."""
+    """The engines, and the workers that compute rewards."""
 
     def __init__(
         self, engines: Sequence[SimulatedEngine], max_in_flight: int, reward: float, reward_workers: int
@@ -24,16 +24,16 @@ class Pool:
         self.engines = engines
         self.now = 0.0
         self.finished: deque[SimulatedGroup] = deque()
-        """Groups with their rewards that nobody has taken, in the order in which they were finished."""
+        """Groups with their rewards that are still to be taken, in the order in which they were finished."""
         self.last_sampled = [0.0] * len(engines)
-        """When each engine had sampled its last group."""
+        """The time at which each engine had sampled its last group."""
         self.num_events = 0
         self._max_in_flight = max_in_flight
         self._reward = reward
         self._workers = [0.0] * reward_workers
         self._in_flight = [0] * len(engines)
         self._waiting: deque[SimulatedGroup] = deque()
-        # Heaps, with entries that are out of date: by the next group's time, and by what is in flight.
+        # Heaps, which also hold outdated entries: by the next group's time, and by the responses in flight.
         self._next: list[tuple[float, int]] = []
         self._free = [(0, index) for index in range(len(engines))]
 
@@ -46,7 +46,7 @@ class Pool:
             self._expect(index)
 
     def pause(self, now: float, seconds: float) -> None:
-        """Have all engines sample nothing for so long."""
+        """Pause all engines for `seconds`."""
         self.advance(now)
         self.now = max(self.now, now)
         for index, engine in enumerate(self.engines):
@@ -54,18 +54,18 @@ class Pool:
             self._expect(index)
 
     def advance(self, until: float) -> None:
-        """Let happen what happens until then."""
+        """Advance the simulation to the time `until`."""
         while self._peek() <= until:
             self._step()
 
     def finish(self, count: int) -> None:
-        """Let happen what must until so many finished groups are there."""
+        """Advance the simulation until `count` finished groups have not been taken."""
         while len(self.finished) < count:
-            assert self._peek() < math.inf, "there are not so many groups"
+            assert self._peek() < math.inf, f"fewer than {count} groups were submitted"
             self._step()
 
     def take(self, count: int, iteration: int | None = None) -> list[SimulatedGroup]:
-        """Take so many finished groups, of that iteration or of any, the earliest first, once they are there."""
+        """Advance until `count` groups of `iteration`, or of any, are finished; take them, the earliest first."""
         while True:
             found = [group for group in self.finished if iteration is None or group.iteration == iteration][:count]
             if len(found) == count:
@@ -76,7 +76,7 @@ class Pool:
         return found
 
     def read_busy(self, now: float) -> float:
-        """Return for how long the engines have sampled until now, all together."""
+        """Return the seconds for which the engines have sampled until now, summed over engines."""
         self.advance(now)
         self.now = max(self.now, now)
         for index, engine in enumerate(self.engines):
@@ -98,7 +98,7 @@ class Pool:
             heapq.heappush(self._next, (time, index))
 
     def _step(self) -> None:
-        """Take the next group that is sampled."""
+        """Advance to the next group that an engine has sampled, and finish it."""
         self.num_events += 1
         time, index = heapq.heappop(self._next)
         group = self.engines[index].take()
@@ -114,7 +114,7 @@ class Pool:
             self._expect(changed_index)
 
     def _dispatch(self) -> set[int]:
-        """Begin what can be begun; return the engines that were given something."""
+        """Begin the groups for which engines have room; return the engines that were given some."""
         changed = set()
         while self._waiting and self._free:
             in_flight, index = self._free[0]
@@ -123,7 +123,7 @@ class Pool:
                 continue
             size = len(self._waiting[0].lengths)
             if in_flight and in_flight + size > self._max_in_flight:
-                # Even the emptiest has no room.
+                # The emptiest engine has no room either.
                 break
             heapq.heappop(self._free)
             self.engines[index].begin(self._waiting.popleft(), self.now)

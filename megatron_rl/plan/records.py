@@ -1,6 +1,6 @@
-"""The records of a run as the planner takes them: its groups and claims, where its time went, and its micro-batches.
+"""The records of a run that the planner reads: its groups and claims, the use of its time, and its micro-batches.
 
-Of a trace only lengths of spans are used, so that no two clocks are compared. docs/metrics.md has the formats.
+A trace gives only the lengths of spans, so that no two clocks are compared. docs/metrics.md has the formats.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _Slot = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class RecordedGroup:
-    """A group as the audit log has it."""
+    """A group from the audit log."""
 
     index: int
     engine: str
@@ -48,19 +48,19 @@ class RecordedIteration:
     groups: Sequence[RecordedGroup]
     claims: Sequence[Claimed]
     seconds: Mapping[str, float]
-    """Its parts, by their names in metrics.jsonl, and "iteration", the whole."""
+    """Seconds of its parts, by their names in metrics.jsonl, and of "iteration", the whole."""
     prompt: float
-    """Tokens of a prompt, on average."""
+    """Mean tokens of a prompt."""
 
     @property
     def sampling(self) -> float:
-        """Seconds until the last group."""
+        """Return the seconds from the submission to the last group."""
         return max(group.finished for group in self.groups) - self.submitted
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """A run, without its first iteration, which has warmed up."""
+    """A run without its first iteration, which warms up."""
 
     name: str
     num_prompts: int
@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def iteration_seconds(self) -> float:
-        """The median iteration."""
+        """Return an iteration's median seconds."""
         return statistics.median(one.seconds["iteration"] for one in self.iterations)
 
     @property
@@ -86,13 +86,13 @@ class RunRecord:
 def read_record(
     name: str, metrics: Iterable[Mapping[str, Any]], audit: Iterable[Mapping[str, Any]], num_skipped: int = 1
 ) -> RunRecord:
-    """Put together what metrics.jsonl and audit.jsonl say of a run; its first iterations are left out."""
+    """Combine a run's metrics.jsonl and audit.jsonl, and leave its first iterations out."""
     by_version = {line["version"]: line for line in metrics if "tokens" in line}
     found: dict[int, dict[str, Any]] = {}
     for event in audit:
         kind, version = event.get("event"), event.get("version", -1)
         if kind == "submit":
-            # A version that is submitted again begins again.
+            # A version that is submitted again restarts.
             found[version] = {"submit": event, "groups": [], "claims": []}
         elif version in found and kind in ("group", "claim"):
             found[version][f"{kind}s"].append(event)
@@ -103,7 +103,7 @@ def read_record(
     if not kept:
         raise InputError(
             f"{name} has no whole iteration after the first {num_skipped}: plan needs its metrics.jsonl and "
-            "audit.jsonl, of 2 iterations or more"
+            "audit.jsonl, with 2 iterations or more"
         )
     plan = found[kept[0]]["submit"]["plan"]
     iterations = [_make_iteration(found[version], by_version[version]) for version in kept]
@@ -121,7 +121,7 @@ def read_record(
 
 
 def _is_restored(events: Mapping[str, Any]) -> bool:
-    """Whether groups came from a journal: then they were not sampled in this time."""
+    """Check whether groups came from a journal, so that they were not sampled in this time."""
     return any(event.get("is_restored") for event in events["groups"])
 
 
@@ -155,7 +155,7 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> Re
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """A slot of a replica, as the policy went through it, over all stages."""
+    """A slot of a replica, with the seconds of the policy's passes over all stages."""
 
     version: int
     replica: int
@@ -167,16 +167,16 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class TraceRecord:
-    """What is taken from a trace."""
+    """The part of a trace that the planner uses."""
 
     num_stages: int
     micro_batches: list[MicroBatch]
     max_running: int | None
-    """The most responses that an engine sampled at a time; None if the sidecar's trace is not there."""
+    """The largest number of responses that an engine samples at once; None without the sidecar's trace."""
 
 
 def read_trace(lines: Iterable[Mapping[str, Any]]) -> TraceRecord | None:
-    """Read the lines of all files of a trace; None if there is none of a format that is known."""
+    """Read the lines of all files of a trace; return None if no line has the known format."""
     # By slot, then by stage and name: a number from each rank of the stage.
     seconds: defaultdict[_Slot, defaultdict[tuple[int, str], list[float]]] = defaultdict(lambda: defaultdict(list))
     tokens: dict[_Slot, int] = {}
@@ -210,5 +210,5 @@ def read_trace(lines: Iterable[Mapping[str, Any]]) -> TraceRecord | None:
 
 
 def _sum(of_slot: Mapping[tuple[int, str], list[float]], name: str) -> float:
-    """Over stages; of the ranks of a stage the mean."""
+    """Sum the seconds over stages; the ranks of a stage count with their mean."""
     return sum(sum(spent) / len(spent) for (_, of_name), spent in of_slot.items() if of_name == name)

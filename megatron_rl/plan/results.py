@@ -1,11 +1,11 @@
-"""Where the devices' time of an iteration goes. Invariant: the parts of a ledger add up to the iteration's seconds."""
+"""The devices' time in a simulated run, by part. Invariant: the parts of a ledger add up to the iteration's seconds."""
 
 import dataclasses
 from collections.abc import Sequence
 
-# "bubble" has the wait for other replicas too.
+# "bubble" includes the wait for other replicas.
 TRAINER_PARTS = ("busy", "first", "starved", "tail", "publish", "bubble", "update", "switch", "other")
-# Here an engine is busy as long as it samples at all, and "tail" is what it idles while others still sample.
+# Here an engine is busy while it samples anything, and "tail" is its idle time while others still sample.
 ENGINE_PARTS = ("busy", "tail", "idle", "publish", "switch", "other")
 
 
@@ -20,9 +20,9 @@ class IterationResult:
     generation: float
     """Seconds from the submission of its prompts to its last group."""
     tokens: int
-    """That went through the policy, forward and backward."""
+    """Tokens that passed the policy, forward and backward."""
     staleness: int = 0
-    """The most updates that a group of it was behind."""
+    """The age of its oldest group, in updates."""
 
     @property
     def seconds(self) -> float:
@@ -39,17 +39,17 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, on average."""
+        """Return an iteration's mean seconds."""
         return sum(one.seconds for one in self.iterations) / len(self.iterations)
 
     @property
     def tokens(self) -> float:
-        """Of an iteration, on average."""
+        """Return an iteration's mean number of tokens."""
         return sum(one.tokens for one in self.iterations) / len(self.iterations)
 
     @property
     def tpspd(self) -> float:
-        """Trained tokens a second a device."""
+        """Return the trained tokens per second and device."""
         return self.tokens / self.seconds / self.num_devices
 
     def mean(self, of_engines: bool = False) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Reads a run for the planner: its metrics, audit log, trace and configuration, and what a person adds to them."""
+"""Reads a run for the planner: its metrics, audit log, trace and configuration, and what the command line adds."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,14 +20,14 @@ _ENGINES = {"vllm": "batching", "scripted": "scripted"}
 
 
 def read_run(folder: Path, given: Mapping[str, Any]) -> MeasuredRun:
-    """Read a run; what is `given` of its layout comes before what its trace says, and that before its configuration."""
+    """Read a run. For its layout, `given` has precedence over the trace, and the trace over the configuration."""
     check_samples(folder, "groups to calibrate a plan on")
     config = run_folder.read_config(folder / run_folder.CONFIG_FILE)
     layout = read_layout(config) if config is not None else {}
     trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
     if trace is not None:
         layout["num_stages"] = trace.num_stages
-        # Of a sidecar that was started by itself, the configuration of the run does not know the engines.
+        # If the sidecar was started by itself, the run's configuration does not describe the engines.
         layout["max_running"] = trace.max_running or layout.get("max_running")
     layout = {name: value for name, value in (layout | dict(given)).items() if value is not None}
     if "max_running" in layout:
@@ -42,11 +42,11 @@ def _read_audit(folder: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield msgspec.json.decode(line, type=dict)
             except msgspec.DecodeError as error:
-                raise InputError(f"{file}, line {number}: {error}; `megatron-rl audit` says what is wrong") from None
+                raise InputError(f"{file}, line {number}: {error}; run `megatron-rl audit` on the run") from None
 
 
 def read_layout(config: SavedConfig) -> dict[str, Any]:
-    """Return fields of a `RunLayout`; what the configuration does not have is left out."""
+    """Return the fields of a `RunLayout` that the configuration has."""
     layout: dict[str, Any] = {"trainer_devices": config.num_devices, "engine_devices": config.num_engine_devices}
     for name, (section, value, read) in _PLACES.items():
         text = _find(config, section, value)
@@ -70,7 +70,7 @@ _PLACES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 
 
 def _find_output_share(config: SavedConfig) -> float | None:
-    """Of the parameters that a token is multiplied with, the share that is the output layer's."""
+    """Return the output layer's share of the parameters that a token is multiplied with."""
     hidden, vocabulary = (_find(config, "architecture", name) for name in ("hidden_size", "vocab_size"))
     if config.model is None or hidden is None or vocabulary is None:
         return None

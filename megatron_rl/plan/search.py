@@ -1,7 +1,7 @@
 """The split of a number of devices into trainers and engines that trains the most tokens a second.
 
-Every split that the model divides into and that fits the memory is estimated by a formula; the most promising ones
-are simulated, and these are ranked by what the simulation says.
+Every split that the model divides into and that fits the memory is estimated by a formula. The most promising ones
+are simulated, and ranked by their simulated throughput.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from megatron_rl.plan.simulate import check_setting, simulate
 from megatron_rl.types import Architecture
 
 _TENSOR, _PIPELINE, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4)
-# More responses at once than this gain little, and vLLM wants memory for each.
+# More responses at once than this gain little, and vLLM needs memory for each.
 _MOST_RUNNING = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is to be run, on what."""
+    """The run to plan, and its devices."""
 
     architecture: Architecture
     chip: DeviceFigures
     num_devices: int
     devices_per_host: int
     setting: Setting
-    """With prompts, lengths and schedule; how devices are split is the search's to say."""
+    """Its prompts, lengths and schedule; the search fills in the split of the devices."""
     longest_prompt: int
     longest_response: int
     num_frozen: int = 0
@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A split, and what follows from it."""
+    """A split with its setting, its costs and, once simulated, its result."""
 
     split: DeviceSplit
     setting: Setting
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def estimated(self) -> float:
-        """Seconds of an iteration, roughly: the longer of sampling and training, if they overlap."""
+        """Return an iteration's rough seconds: the longer of sampling and training, if they overlap."""
         return _estimate_seconds(self.setting, self.costs)
 
 
@@ -113,7 +113,7 @@ def _divides_tensor(architecture: Architecture, tensor: int) -> bool:
 
 
 def _list_replicas(wanted: Wanted, model: int) -> Iterator[int]:
-    """Numbers of replicas that the prompts divide over; at least an eighth of the devices stays for each side."""
+    """Yield numbers of replicas that the prompts divide over; each side keeps at least an eighth of the devices."""
     setting, total = wanted.setting, wanted.num_devices
     units = setting.num_prompts // (setting.num_updates * setting.groups_per_slot)
     for replicas in range(1, total // model + 1):
@@ -137,7 +137,7 @@ def _list_experts(architecture: Architecture, ranks: int) -> Iterator[int]:
 
 
 def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
-    """The run with this split; None if it does not fit."""
+    """Make the run with this split; return None if it does not fit."""
     setting = dataclasses.replace(
         wanted.setting,
         num_engines=split.num_engines,
@@ -153,7 +153,7 @@ def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
     architecture, chip = wanted.architecture, wanted.chip
     if not fits_trainer(architecture, split, micro, chip.gib, wanted.num_frozen, wanted.recomputes):
         return None
-    # A response is on average half done, and one is as long as it may be.
+    # The mean response is half done; a quarter of the bound covers the longest ones.
     context = setting.prompts.mean + max(setting.responses.mean / 2, wanted.longest_response / 4)
     running = min(_MOST_RUNNING, count_running(architecture, split.engine_tensor, context, chip.gib))
     if running < setting.group_size:
@@ -173,7 +173,7 @@ def _estimate_seconds(setting: Setting, costs: Costs) -> float:
     running = max(1.0, min(engine.max_running, responses))
     mean, context = setting.responses.mean, setting.prompts.mean + setting.responses.mean / 2
     step = engine.step + running * (engine.per_sequence + context * engine.per_context)
-    # The last responses run alone: the longest of an engine's follows from nothing here, three means stand for it.
+    # The last responses run alone. The longest of an engine is not known here, so three means stand for it.
     sampling = responses * mean / running * step + 2 * mean * engine.step
     sampling += setting.num_prompts / setting.num_engines * setting.prompts.mean * engine.per_prompt_token
     size = min(setting.micro_batch_size, setting.group_size)
@@ -185,7 +185,7 @@ def _estimate_seconds(setting: Setting, costs: Costs) -> float:
 
 
 def describe_candidates(candidates: Sequence[Candidate]) -> list[str]:
-    """The table."""
+    """Return the lines of a table of the candidates."""
     lines = [
         f"{'':>3}{'trainer':>9}{'TP':>4}{'PP':>4}{'CP':>4}{'EP':>4}{'DP':>5}{'engines':>9}{'of':>4}{'at once':>9}"
         f"{'iteration':>11}{'tokens/s/device':>17}{'trainer busy':>14}{'engines busy':>14}"

@@ -1,8 +1,8 @@
-"""A run, simulated: engines that sample, a trainer that consumes groups as they are finished, one schedule or another.
+"""Simulates a run: engines sample, and a trainer consumes the groups that they finish, by one of several schedules.
 
-Engines are simulated by events (`pool`), the trainer by what follows from when its slots' groups are there
-(`pipeline`). No schedule needs both at once: what engines do depends on the trainer only through when it submits
-prompts and publishes.
+Engines are simulated by events (`pool`). The trainer's times are computed from the arrivals of its slots' groups
+(`pipeline`). No schedule needs both at once, since engines depend on the trainer only through the times at which it
+submits prompts and publishes.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from megatron_rl.plan.results import ENGINE_PARTS, TRAINER_PARTS, IterationResul
 
 
 def simulate(setting: Setting, costs: Costs, num_iterations: int = 5, seed: int = 0) -> Result:
-    """Simulate a run from its first iteration on, in which a pipelined schedule has been filled before."""
+    """Simulate a run from its first iteration on. The pipeline of a pipelined schedule is full at its begin."""
     check_setting(setting)
     run = _Run(setting, costs, seed)
     iterate = {
@@ -59,7 +59,7 @@ def check_setting(setting: Setting) -> None:
 
 @dataclasses.dataclass
 class _Trained:
-    """What the trainer's ranks spent on an iteration's updates, summed over ranks."""
+    """The end of an iteration's updates, and the seconds of their parts, summed over the trainer's ranks."""
 
     end: float
     parts: dict[str, float]
@@ -74,7 +74,7 @@ class _Run:
         self._pool = Pool(self._engines, costs.engine.max_in_flight, costs.reward, setting.reward_workers)
         self._now = 0.0
         self._batch: list[SimulatedGroup] = []
-        """Of the iteration that is trained next, where it was sampled before."""
+        """Groups for the next iteration, if the schedule samples them one iteration early."""
         self._num_trainer_events = 0
         self._tokens = 0
 
@@ -83,7 +83,7 @@ class _Run:
         return self._pool.num_events + sum(engine.num_events for engine in self._engines) + self._num_trainer_events
 
     def iterate_apart(self, number: int) -> IterationResult:
-        """Publish, submit all prompts, train on groups as they come or once all are there, update."""
+        """Publish, submit all prompts, train on groups as they arrive or once all have arrived, update."""
         start, is_colocated = self._now, self._setting.schedule == "colocated"
         busy = self._pool.read_busy(start)
         submitted = start + self._costs.publish
@@ -104,7 +104,7 @@ class _Run:
         return self._describe(start, end, trained, groups, busy, publish=self._costs.publish, switch=2 * switch)
 
     def iterate_one_step_off(self, number: int) -> IterationResult:
-        """Train on what the weights before the last update sampled, while the next groups are sampled."""
+        """Train on groups sampled with the weights before the last update, while the next groups are sampled."""
         if not number:
             self._submit(0, 0.0)
             self._batch = self._pool.take(self._setting.num_prompts)
@@ -124,10 +124,10 @@ class _Run:
         return self._describe(start, end, trained, groups, busy, publish=self._costs.publish, staleness=staleness)
 
     def iterate_asynchronously(self, number: int) -> IterationResult:
-        """Train on groups as they come, of prompts that were submitted up to so many updates before."""
+        """Train on groups as they arrive, whose prompts were submitted up to `staleness` updates before."""
         start = self._now
         busy = self._pool.read_busy(start)
-        # The first weights are there before any group; later ones interrupt what is being sampled.
+        # The first weights arrive before any group; later ones interrupt sampling.
         self._pool.pause(start, self._costs.publish)
         submitted = start + self._costs.publish
         first = 0 if not number else number + self._setting.staleness
@@ -175,14 +175,14 @@ class _Run:
         return _Trained(now, parts)
 
     def _choose(self, groups: Sequence[SimulatedGroup], update: int) -> Sequence[SimulatedGroup]:
-        """The groups of an update: by prompt, unless they are of several iterations' prompts."""
+        """Choose the groups of an update: by prompt, unless they come from several iterations' prompts."""
         size = self._setting.num_prompts // self._setting.num_updates
         if self._setting.schedule == "async" and not self._setting.is_strict:
             return groups[update * size : (update + 1) * size]
         return [group for group in groups if group.index // size == update]
 
     def _consume(self, groups: Sequence[SimulatedGroup], start: float) -> list[Pipeline]:
-        """Hand out groups to the replicas' slots, in the order in which they ask."""
+        """Give groups to the replicas' slots, in the order in which the replicas ask."""
         setting, trainer = self._setting, self._costs.trainer
         pipelines = [
             Pipeline(trainer, setting.num_stages, setting.num_virtual, setting.slots, start)
@@ -231,7 +231,7 @@ class _Run:
         idle = end - start - sum(engines.values())
         last = min(end, max(self._pool.last_sampled))
         tail = sum(max(0.0, last - max(start, sampled)) for sampled in self._pool.last_sampled) / len(self._engines)
-        # Where engines sample beside the rest of an iteration, they idle for less.
+        # If engines sample beside the rest of an iteration, they idle for less.
         for name, most in (("tail", tail), ("other", self._costs.other)):
             engines[name] = min(max(0.0, idle), most)
             idle -= engines[name]

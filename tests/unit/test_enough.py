@@ -60,13 +60,13 @@ def explain(folder, num_iterations, capsys):
 
 def test_a_run_of_few_iterations_is_not_judged_and_learns_how_many_are_wanted(tmp_path, capsys):
     assert explain(tmp_path / "four", 4, capsys) == [
-        "note: too little to judge where the time went: it wants 8 iterations after the first, which warms up, and has "
+        "note: too little to judge where the time went: it needs 8 iterations after the first, which warms up, and has "
         "3 of 1 s: train for longer (--train-iters)",
-        "note: too little to judge the metrics: it wants 8 iterations, and has 4: train for longer (--train-iters)",
+        "note: too little to judge the metrics: it needs 8 iterations, and has 4: train for longer (--train-iters)",
     ]
     # The metrics have enough before the trace has: its first iteration warms up.
     time, *metrics = explain(tmp_path / "eight", 8, capsys)
-    assert "wants 8 iterations after the first, which warms up, and has 7 of 1 s, whose times spread by 0%" in time
+    assert "needs 8 iterations after the first, which warms up, and has 7 of 1 s, whose times spread by 0%" in time
     assert [line.partition(":")[0] for line in metrics] == ["no signal", "truncated"]
 
 

@@ -308,4 +308,4 @@ def test_a_sink_that_fails_is_said_once_and_left_out_and_the_others_go_on():
     to.write(0, {})
     to.write(1, {})
     assert written == [0, 1]
-    assert said == ["Broken fails and is left out from here on: OSError: no room"]
+    assert said == ["Broken fails and is left out from now on: OSError: no room"]

@@ -217,7 +217,7 @@ def test_a_reader_that_is_gone_ends_the_progress_and_not_the_loop(kind, capfd, m
     shown.say("still said")
     shown.close()
     errors = capfd.readouterr().err
-    assert errors.count("progress is not shown any more: BrokenPipeError") == 1
+    assert errors.count("progress is no longer shown: BrokenPipeError") == 1
     assert "still said" in errors
     assert "Traceback" not in errors
     with pytest.raises(BrokenPipeError):
@@ -237,7 +237,7 @@ def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatc
         errors = capfd.readouterr().err
         if errors:
             break
-    assert "progress is not shown any more: BrokenPipeError" in errors
+    assert "progress is no longer shown: BrokenPipeError" in errors
     assert "Traceback" not in errors
     shown.close()
     with pytest.raises(BrokenPipeError):
@@ -264,19 +264,19 @@ def test_the_summary_has_results_times_and_places(tmp_path):
     assert (
         stream.getvalue()
         == f"""
-what it came to
+results
   reward                   0.000  at version 0,  0.400  at version 4
   evaluation, pass@1       0.000  at version 0,  0.400  at version 4
   evaluation, mean reward  0.200  at version 0,  0.200  at version 4
 
-where the time went
+time by part
   train  10.0 s   50.0%
   wait    2.5 s   12.5%
   other   7.5 s   37.5%
   all    20.0 s  100.0%
 
-where everything lies
-  checkpoint  {tmp_path}/nothing (not there)
+files
+  checkpoint  {tmp_path}/nothing (missing)
   metrics     {path}
 """
     )
@@ -287,7 +287,7 @@ def test_the_summary_counts_the_time_of_the_start_apart_from_iterations():
     record["time"]["start"] = 12.0
     assert "start" not in metrics.seconds_by_span(record)
     lines = summary.summary_lines([record, metrics_record(1), record], summary.RunPaths())
-    times = lines[lines.index("where the time went") + 1 :]
+    times = lines[lines.index("time by part") + 1 :]
     assert times[0] == "  start  24.0 s   66.7%"
     assert times[-1] == "  all    36.0 s  100.0%"
 

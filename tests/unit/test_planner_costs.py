@@ -151,7 +151,7 @@ def test_the_last_stage_has_the_output_layer_besides_its_layers(recorded):
 def test_runs_of_different_kinds_of_engines_are_refused(recorded):
     one = recorded(SETTING, Costs(SCRIPTED, TRAINER), engine="scripted", max_in_flight=16)
     other = recorded(SETTING, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)
-    with pytest.raises(InputError, match="cannot be calibrated on together"):
+    with pytest.raises(InputError, match="cannot be mixed: name runs of one kind"):
         calibrate([one, other])
 
 
@@ -255,7 +255,7 @@ def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
     assert list(find_doubts(run.setting, [])) == [NO_RUN]
     assert list(find_doubts(run.setting, [run, other])) == []
     narrow = dataclasses.replace(calibrate([run]).engine, max_running=4)
-    assert "all runs sampled up to 12 responses at once, so they do not show what 4 take" in "\n".join(
+    assert "all runs sampled up to 12 responses at once, so they do not show how long 4 take" in "\n".join(
         find_doubts(run.setting, [run], narrow)
     )
     assert not any("at once" in doubt for doubt in find_doubts(run.setting, [run], calibrate([run]).engine))
@@ -269,7 +269,7 @@ def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
         "66 devices, and the runs cover 3",
         "no run had 4 pipeline stages",
         "no run had the schedule sync",
-        "one run cannot say how wrong it is",
+        "one run cannot show the error of a prediction",
     ):
         assert words in doubts
 

@@ -128,7 +128,7 @@ def test_the_command_lines_of_several_hosts_are_the_sidecars_and_the_trainers(mo
 
 def test_a_schedule_that_is_only_compared_with_has_no_command_line():
     wanted = dataclasses.replace(WANTED, setting=dataclasses.replace(WANTED.setting, schedule="async"))
-    with pytest.raises(UsageError, match="--schedule async is simulated to compare with"):
+    with pytest.raises(UsageError, match="--schedule async is simulated for comparison only"):
         write_command(search(wanted, 1, 1)[0], wanted, Files("MODEL"))
 
 
@@ -139,7 +139,7 @@ def test_the_command_finds_a_split_draws_it_and_says_that_nothing_was_measured(m
     said = capsys.readouterr().out
     assert "tokens/s/device" in said
     assert "torchrun --standalone --nproc-per-node" in said
-    assert "do not believe the times: no run was measured" in said
+    assert "do not believe the times: they come from data sheets" in said
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -167,7 +167,7 @@ def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, 
     assert cli.main(["plan", run, "--out", str(tmp_path / "plan.svg")]) == ExitCode.OK
     before = capsys.readouterr().out
     assert "a step 20 ms" in before
-    assert "one run cannot say how wrong it is" in before
+    assert "one run cannot show the error of a prediction" in before
     assert "do not believe" not in before
     assert (tmp_path / "plan.svg").exists()
     assert cli.main(["plan", run, "--rollout-num-engines", "8", "--grpo-prompts-per-step", "96"]) == ExitCode.OK
@@ -206,7 +206,7 @@ def test_more_engines_and_faster_ones_shorten_what_waits_for_them(folder, capsys
         ([], "--hf-model is missing: write a folder with config.json, or name a RUN"),
         (["--hf-model", "M", "--devices", "1"], "--devices 1 must be at least 2"),
         (["--hf-model", "M", "--devices", "8", "--out", "x.gif"], "--out x.gif: a picture ends with"),
-        (["RUN,depth=3"], "depth is not known of a run: write one of stages"),
+        (["RUN,depth=3"], "depth must be one of stages"),
         (["RUN,stages=x"], "stages=x must be a whole number"),
         (["RUN,schedule=never"], "schedule=never must be one of"),
         (["FOLDER", "--engine-speed", "0"], "--engine-speed 0 must be a finite number above 0"),

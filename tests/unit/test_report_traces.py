@@ -65,15 +65,15 @@ def test_rows_are_free_when_a_span_takes_them():
 
 
 def test_a_run_without_a_trace_has_none_and_one_of_another_format_is_named(tmp_path):
-    assert traces.read_trace(tmp_path) is None
+    assert traces.summarize_trace(tmp_path) is None
     (tmp_path / FOLDER).mkdir()
     path = tmp_path / FOLDER / "rank-0.jsonl"
     path.write_text(json.dumps({"version": 0, "format": FORMAT + 1}) + "\n")
-    assert "has the format" in traces.read_trace(tmp_path)["problem"]
+    assert "has the format" in traces.summarize_trace(tmp_path)["problem"]
     line = {"version": 0, "format": FORMAT, "process": "rank-0", "offset": 0.0, "error": None, "begin": 1.0, "end": 3.0}
     kinds = [{"lane": "main", "name": "publish"}]
     path.write_text(json.dumps({**line, "dropped": 0, "kinds": kinds, "spans": [[0, 0, 500_000]]}) + "\n{torn")
-    found = traces.read_trace(tmp_path)
+    found = traces.summarize_trace(tmp_path)
     (account,) = found["accounts"]
     assert account[:3] == ["rank-0", "rank", 2.0]
     assert (account[3]["publish"], account[3]["other"]) == (0.5, 1.5)

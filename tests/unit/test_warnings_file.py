@@ -16,7 +16,7 @@ def test_warnings_and_logged_ones_are_in_the_file_and_said_once(tmp_path, capfd,
     assert "FutureWarning: this will be removed" in text
     assert "some.package WARNING half of it is slow" in text
     assert "nothing to see" not in text
-    assert said == [f"other packages warn of something: {path} (--verbose shows it here)"]
+    assert said == [f"other packages have warnings: {path} (--verbose shows them here)"]
     assert capfd.readouterr() == ("", "")
 
 

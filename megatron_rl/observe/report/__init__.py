@@ -1,1 +1,1 @@
-"""One page of HTML about runs, with all that it shows inside: what is in it, how it is made, how it follows a run."""
+"""The report: a page of HTML about runs that holds all of its data, or follows live runs through a server."""

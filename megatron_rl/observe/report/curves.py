@@ -1,4 +1,4 @@
-"""The numbers of a run as curves over its versions, thinned where there are more points than a chart can show."""
+"""The numbers of a run as curves over its versions, thinned to the points that a chart can show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ from megatron_rl.observe.metrics import TIME, flat, number_at, seconds_by_span
 from megatron_rl.weights.mapping import ModelSize
 
 MOST_POINTS = 2000
-"""A curve with more is thinned."""
+"""The number of points above which a curve is thinned."""
 MOST_BARS = 250
-"""Iterations of a longer run share a bar of the chart of times."""
+"""The number of bars in the chart of times; the iterations of a longer run share bars."""
 _DIGITS = 6
 
 Records = Sequence[Mapping[str, Any]]
@@ -18,7 +18,7 @@ Records = Sequence[Mapping[str, Any]]
 def collect_curves(records: Records) -> dict[str, dict[str, list[float]]]:
     """Collect every number of the metrics by its flat name: the versions that have it, and its values there.
 
-    The parts of an iteration's time are left out: `collect_times` has them.
+    The parts of an iteration's time are left out, since `collect_times` has them.
     """
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for record in records:
@@ -34,7 +34,7 @@ def collect_curves(records: Records) -> dict[str, dict[str, list[float]]]:
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Keep of each stretch of points its lowest and its highest, so that no peak is lost, and the two ends."""
+    """Keep the lowest and the highest point of each stretch, so that no peak is lost, and the two ends."""
     count = len(xs)
     if count <= most:
         return list(xs), list(ys)
@@ -47,7 +47,7 @@ def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> t
 
 
 def collect_times(records: Records, most: int = MOST_BARS) -> dict[str, Any]:
-    """Collect where the time of iterations went: the mean seconds of each part, for stretches of iterations."""
+    """Collect the time of iterations by part: the mean seconds of each, for stretches of iterations."""
     timed = [(record["version"], seconds_by_span(record)) for record in records]
     timed = [(version, spans) for version, spans in timed if spans]
     names = list(dict.fromkeys(name for _, spans in timed for name in spans))
@@ -71,9 +71,9 @@ def derive_throughput(
     size: ModelSize | None,
     peak: float | None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Derive tokens per second and device, and the utilisation of the model's FLOPs where the devices' `peak` is given.
+    """Derive tokens per second and device, and the model FLOPs utilisation if the devices' `peak` is given.
 
-    `peak` is in FLOP/s a device, as the trainer computes. What cannot be derived is left out.
+    `peak` is in FLOP/s of one trainer device. Curves that cannot be derived are left out.
     """
     curves: dict[str, tuple[list[float], list[float]]] = {}
 
@@ -97,7 +97,7 @@ def count_flops(record: Mapping[str, Any], size: ModelSize) -> float | None:
     """Count the operations that training needs for an iteration's tokens, each prompt once, without padding.
 
     Forward and backward are 6 for each parameter that a token is multiplied with, and 12 for each token that it sees,
-    times the width of attention. Frozen models and recomputation add nothing: they are how it is done, not what.
+    times the width of attention. Frozen models and recomputation add nothing, since they do not train the model.
     """
     prompt, response = number_at(record, "tokens", "prompt"), number_at(record, "tokens", "response")
     groups, responses = number_at(record, "groups"), number_at(record, "responses", "count")

@@ -1,4 +1,4 @@
-"""What a report shows of its runs, as the page's script reads it."""
+"""The data of a report, in the form that the page's script reads."""
 
 import dataclasses
 import time
@@ -11,31 +11,31 @@ from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe import trace as trace_file
 from megatron_rl.observe.report.curves import collect_curves, collect_times, derive_throughput
 from megatron_rl.observe.report.rollouts import MOST_BYTES, SampleFile
-from megatron_rl.observe.report.traces import read_trace
+from megatron_rl.observe.report.traces import summarize_trace
 from megatron_rl.observe.run_folder import SavedConfig
 from megatron_rl.records import audit_log
 from megatron_rl.records.audit_check import describe_weaker_proof, verify
 
-# A report that follows a run checks the audit log, and reads the trace, for a twentieth of its time each.
+# A report that follows a run spends a twentieth of its time on the audit log, and another on the trace.
 _REST = 20.0
-# A breach too often repeated is shown this many times.
+# The number of breaches that are shown one by one.
 _MOST_BREACHES = 200
 
 
 class RunFiles:
-    """The files of one run, read again where they have grown."""
+    """The files of one run, read again if they have grown."""
 
     def __init__(self, label: str, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """`path` is the run's folder, or its file of metrics."""
+        """Take the run's files; `path` is its folder, or its file of metrics."""
         self.label = label
         self._metrics = path / metrics.FILE_NAME if path.is_dir() else path
         self._samples = SampleFile(self._metrics.with_name(samples.FILE_NAME))
         log, traces = self._metrics.with_name(audit_log.FILE_NAME), self._metrics.parent / trace_file.FOLDER
         self._audit = _Costly(lambda: _check(log), lambda: _sign_all(log.parent, f"{log.stem}*"), clock)
-        self._trace = _Costly(lambda: read_trace(log.parent), lambda: _sign_all(traces, "*.jsonl"), clock)
+        self._trace = _Costly(lambda: summarize_trace(log.parent), lambda: _sign_all(traces, "*.jsonl"), clock)
 
     def signature(self) -> tuple[object, ...]:
-        """What changes whenever a file of the run does."""
+        """Return a value that changes whenever a file of the run does."""
         folder = self._metrics.parent
         names = (self._metrics.name, samples.FILE_NAME, run_folder.CONFIG_FILE, audit_log.FILE_NAME)
         return (*(_sign(folder / name) for name in names), _sign_all(folder / trace_file.FOLDER, "*.jsonl"))
@@ -53,7 +53,7 @@ class RunFiles:
         return {
             "label": self.label,
             "folder": str(self._metrics.parent),
-            # Not the last line, which is an evaluation alone.
+            # The last line may be an evaluation alone, which does not count.
             "num_iterations": sum("reward" in record or "loss" in record for record in records),
             "pass_name": metrics.pass_name(records),
             "start_seconds": metrics.start_seconds(records),
@@ -68,7 +68,7 @@ class RunFiles:
         }
 
     def read_rollouts(self, most_bytes: int) -> dict[str, Any]:
-        """Read the samples that the report has room for."""
+        """Read the samples for which the report has room."""
         self._samples.update()
         return self._samples.choose(most_bytes)
 
@@ -87,7 +87,7 @@ class ReportData:
         self._peak_tflops = peak_tflops
 
     def signature(self) -> tuple[object, ...]:
-        """What changes whenever a file of the runs does."""
+        """Return a value that changes whenever a file of the runs does."""
         return tuple(run.signature() for run in self._runs)
 
     def read(self) -> dict[str, Any]:
@@ -105,12 +105,12 @@ class ReportData:
         return len(self._runs)
 
     def read_rollouts(self, run: int) -> dict[str, Any]:
-        """Read the samples of a run, given its number; all runs share the room."""
+        """Read the samples of a run, given its number; all runs share the report's room."""
         return self._runs[run].read_rollouts(MOST_BYTES // len(self._runs))
 
 
 class _Costly:
-    """What takes long to find out: while its file grows, this is done again only after twenty times as long."""
+    """A result that takes long to find. While its file grows, it is found again only after 20 times as long."""
 
     def __init__(self, find: Callable[[], Any], sign: Callable[[], object], clock: Callable[[], float]) -> None:
         self._find = find
@@ -121,7 +121,7 @@ class _Costly:
         self._due = float("-inf")
 
     def read(self) -> Any:
-        """Return what was found last, or find it anew."""
+        """Return the last result, or find it again if that is due."""
         signature = self._sign()
         if signature != self._signature and self._clock() >= self._due:
             begun = self._clock()

@@ -1,7 +1,7 @@
 """Puts a report together: the template, the data and the library of charts in one file that loads nothing.
 
-What runs say is never a part of the page's markup. It is JSON, packed, or with every character escaped that could end
-the element that it is in; the script puts it into the page as text.
+Texts of runs are never a part of the page's markup. They are JSON, either packed or with every character escaped that
+could end their element. The script puts them into the page as text.
 """
 
 import base64
@@ -18,12 +18,12 @@ from typing import Any
 
 from megatron_rl.errors import InputError, PlatformError
 
-# Markup, style and scripts. A script uses what stands in those before it.
+# Markup, style and scripts. A script uses definitions of those before it.
 PARTS = (
     "page.html", "page.css", "elements.js", "curves.js", "overview.js", "trace.js", "rollouts.js", "page.js",
 )  # fmt: skip
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-# The level of compression: higher ones take twice as long for a hundredth.
+# The level of compression. Higher ones take twice as long and save a hundredth.
 _LEVEL = 6
 
 
@@ -41,9 +41,9 @@ def load_library() -> str:
 
 
 def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) -> str:
-    """Build the page; without a summary it asks the server that it came from for all data."""
+    """Build the page; without a summary it asks its server for all data."""
     template, style, *scripts = (read_part(name) for name in PARTS)
-    # The hash is of all between the element's tags.
+    # The hash covers all text between the element's tags.
     script = f"\n{''.join(scripts)}"
     connect = "'self'" if summary is None else "'none'"
     policy = (
@@ -62,7 +62,7 @@ def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) 
 
 
 def read_part(name: str) -> str:
-    """Read a file that the page is put together from."""
+    """Read a file that is part of the page."""
     return resources.files(__package__).joinpath("parts", name).read_text(encoding="utf-8")
 
 
@@ -80,7 +80,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def pack(data: Any) -> str:
-    """Write data as JSON, compressed, in letters that HTML gives no meaning."""
+    """Write data as JSON, compressed, in letters without a meaning in HTML."""
     return pack_text(write_json(data))
 
 
@@ -89,12 +89,12 @@ def pack_text(text: str) -> str:
 
 
 def compress(text: str) -> bytes:
-    # Without the time, equal data gives equal bytes. Half of a surrogate pair becomes a question mark.
+    # Without the time, equal data give equal bytes. Half of a surrogate pair becomes a question mark.
     return gzip.compress(text.encode("utf-8", "replace"), _LEVEL, mtime=0)
 
 
 def write_json(data: Any) -> str:
-    """Write JSON that may stand inside a script element."""
+    """Write JSON that is safe inside a script element."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 

@@ -1,11 +1,11 @@
-"""Which groups of samples.jsonl a report holds: all of a short run, and a fair choice of a long one.
+"""Chooses the groups of samples.jsonl that a report holds: all of a short run, and a fair choice of a long one.
 
 The rule, which docs/report.md explains to its readers:
 
 - a text of more than `MOST_CHARACTERS` loses its middle;
-- versions take turns, and each takes its groups by the same drawn order of rows. So every version has some, and a
+- versions take turns, and each takes its groups in the same random order of rows. So every version has some, and a
   prompt that is kept in one version is kept in the others that have it;
-- it ends where the texts have as many bytes as the report has room for.
+- groups are chosen until their texts fill the report's room.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ import msgspec
 
 MOST_CHARACTERS = 20_000
 MOST_TOKENS = 5_000
-"""Of a response whose tokens are known."""
+"""The bound of tokens of a response whose tokens are known."""
 MOST_BYTES = 10 << 20
-"""Of all texts of a report. Even if they do not compress, a page stays below 20 MB."""
+"""The bound of bytes of all texts of a report. Even if they do not compress, a page stays below 20 MB."""
 _NO_MIDDLE = "\n[… {count:,} characters are left out here …]\n"
 
 
 class _Head(msgspec.Struct):
-    """What tells lines apart; the texts are skipped."""
+    """The values that identify a line; its texts are skipped."""
 
     version: int
     kind: str = "training"
@@ -49,17 +49,17 @@ class _SampleLine:
 
 
 class SampleFile:
-    """A file of samples that may grow. Each call of `update` reads what is new, and keeps where its lines are."""
+    """A file of samples that may grow. Each call of `update` reads the new lines, and keeps their places."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: list[_SampleLine] = []
         self._end = 0
         self.num_unreadable = 0
-        """Lines that are not JSON, or not of samples."""
+        """The number of lines that are not JSON, or not samples."""
 
     def update(self) -> None:
-        """Read the lines that were added. A file that is shorter than before, as after a resume, is read anew."""
+        """Read the lines that were added. A file that has shrunk, as after a resume, is read from its begin."""
         try:
             size = self.path.stat().st_size
         except OSError:
@@ -72,7 +72,7 @@ class SampleFile:
             file.seek(self._end)
             for line in file:
                 if not line.endswith(b"\n"):
-                    # It is being written.
+                    # The line is still being written.
                     break
                 head = _decode(line, _Head)
                 if head is None:
@@ -82,7 +82,7 @@ class SampleFile:
                 self._end += len(line)
 
     def choose(self, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-        """Return the groups that the report holds, and how many there are."""
+        """Return the groups that the report holds, and the number of all groups."""
         chosen = _choose(self._lines, most_bytes)
         groups = [group for line in chosen if (group := self._read(line)) is not None]
         return {
@@ -92,7 +92,7 @@ class SampleFile:
         }
 
     def _is_same_file(self) -> bool:
-        """Whether the last known line is where it was: a resumed run may have grown past it."""
+        """Check that the last known line is at its place, since a resumed run may have grown past it."""
         if not self._lines:
             return True
         last = self._lines[-1]
@@ -132,7 +132,7 @@ def _draw(row: str) -> bytes:
 
 
 def _decode(line: bytes, kind: Any) -> Any:
-    """Decode a line; None if it is not such JSON. Bytes that are not UTF-8 become U+FFFD."""
+    """Decode a line; return None if it is not JSON of this kind. Bytes that are not UTF-8 become U+FFFD."""
     try:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -164,7 +164,7 @@ def _shorten_response(response: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shorten_tokens(tokens: Any) -> dict[str, Any] | None:
-    """Return the first tokens with their log-probs; None if there are none."""
+    """Return the first tokens with their log-probs; None without tokens."""
     try:
         known = msgspec.convert(tokens, _Tokens)
     except msgspec.ValidationError:
@@ -179,7 +179,7 @@ _FIELDS = ("reward", "components", "num_tokens", "finish_reason", "advantage")
 
 
 def shorten(text: Any, most: int = MOST_CHARACTERS) -> str:
-    """Return a text without its middle, if it is too long."""
+    """Return the text, without its middle if it is too long."""
     text = text if isinstance(text, str) else json.dumps(text)
     if len(text) <= most:
         return text

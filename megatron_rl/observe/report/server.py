@@ -1,7 +1,7 @@
-"""Serves a report of runs that go on, on this machine alone, to whoever has the token.
+"""Serves a report of live runs, on this machine alone, to clients with the token.
 
-The page itself holds nothing of the runs. It asks for their data with the token, which is in the fragment of the
-address that the command prints: browsers send no fragment anywhere, and no command line shows it.
+The page itself holds no data of the runs. It asks for them with the token, which is in the fragment of the address that
+the command prints. Browsers send no fragment to a server, and no command line shows it.
 """
 
 import hmac
@@ -21,10 +21,10 @@ _SUMMARY, _ROLLOUTS = "/summary", "/rollouts/"
 
 
 class ReportServer:
-    """Answers until it is closed. Data is read anew when it is asked for, if a file has changed."""
+    """Answers until it is closed. On a request, data are read again if a file has changed."""
 
     def __init__(self, data: ReportData, page: str, port: int = 0) -> None:
-        """Port 0 stands for a free one."""
+        """Open the port; port 0 stands for a free one."""
         self.token = secrets.token_urlsafe(32)
         self._data = data
         self._page = page
@@ -59,7 +59,7 @@ class ReportServer:
 
     @property
     def address(self) -> str:
-        """What a person opens."""
+        """Return the address that a person opens."""
         return f"{self.origin}/#token={self.token}"
 
     def serve(self) -> None:
@@ -76,7 +76,7 @@ class ReportServer:
             signature = self._data.signature()
             if signature != self._signature:
                 self._summary = compress(write_json(self._data.read()))
-                # Read after the files may have grown again: then the next request reads once more.
+                # The files may have grown since the signature was taken: then the next request reads them again.
                 self._signature = signature
                 self._tag = f'"{secrets.token_hex(8)}"'
             return self._tag, self._summary
@@ -94,14 +94,14 @@ class ReportServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request. Everything but the page wants the token."""
+    """One request. Everything except the page needs the token."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "megatron-rl", ""
     report: ReportServer
 
     def do_GET(self) -> None:
-        # A page of another name that was led to this address must not read what is here.
+        # A page under another name that resolves to this address must not read the data.
         if f"http://{self.headers.get('host', '')}" != self.report.origin:
             self._answer_problem(421, f"open {self.report.origin}")
         elif self.path == "/":
@@ -155,4 +155,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are not printed."""
+        """Print nothing about a request."""

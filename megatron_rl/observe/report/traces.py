@@ -1,7 +1,7 @@
-"""What a report shows of a run's trace: the ledger of all of it, and the spans of some iterations.
+"""A run's trace in the report: the ledger of the whole trace, and the spans of some iterations.
 
-Shown are the first iteration, the slowest and the newest ones, of all whose spans are still there. Of an iteration with
-too many spans the longest stay, and it says how many were left out.
+Of the iterations that the trace still has, the first, the slowest and the newest ones are shown. An iteration with too
+many spans keeps the longest, and says how many were left out.
 """
 
 from collections import defaultdict
@@ -16,12 +16,12 @@ from megatron_rl.observe.trace import GROUPS, Process, Span, Trace, Window
 
 _NUM_NEWEST, _NUM_SLOWEST = 6, 3
 MOST_SPANS = 4000
-"""Of an iteration."""
+"""The bound of spans of an iteration."""
 _MICRO = 1e6
 
 
-def read_trace(folder: Path) -> dict[str, Any] | None:
-    """Read the ledger and some iterations; None if the run has no trace."""
+def summarize_trace(folder: Path) -> dict[str, Any] | None:
+    """Read the ledger and some iterations; return None if the run has no trace."""
     if not any((folder / trace_file.FOLDER).glob("*.jsonl")):
         return None
     try:
@@ -41,7 +41,7 @@ def read_trace(folder: Path) -> dict[str, Any] | None:
 
 
 def describe_iteration(trace: Trace, version: int, most: int = MOST_SPANS) -> dict[str, Any]:
-    """Describe what every process did in an iteration, by lane, in microseconds since its begin."""
+    """Describe the spans of all processes in an iteration, by lane, in microseconds since its begin."""
     windows = [
         (process, window) for process in trace.processes for window in process.windows if window.version == version
     ]
@@ -62,7 +62,7 @@ def describe_iteration(trace: Trace, version: int, most: int = MOST_SPANS) -> di
 
 
 def stack(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Give each span the first row that is free when it begins: spans within another lie below it."""
+    """Yield each span with the first row that is free when it begins; spans within another lie below it."""
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         row = next((row for row, end in enumerate(ends) if end <= span.begin), len(ends))
@@ -78,7 +78,7 @@ def _describe_spans(spans: Sequence[Span], begin: float) -> Iterator[list[Any]]:
 
 
 def _name_lane(process: Process, span: Span) -> str:
-    """Name the lane that a span is drawn in: groups lie with the engine that samples them."""
+    """Name the lane of a span; groups share the lane of the engine that samples them."""
     if process.is_rank:
         return f"{process.name} {span.lane}"
     if span.lane != GROUPS:
