@@ -1,6 +1,6 @@
-"""The auxiliary losses of routers once more, from their formulas: transformers and torch, one sequence after the other.
+"""Compute the auxiliary losses of routers from their formulas: transformers and torch, one sequence after the other.
 
-What the trainer computes is compared with this, so nothing of megatron_rl is used here.
+Tests compare the trainer's results with these, so nothing of megatron_rl is used here.
 
 Letters: T tokens of a micro-batch, X experts.
 """
@@ -16,12 +16,12 @@ from tests.grpo_twin import Group, Tensors
 from tests.truth import everything_in
 
 MicroBatch = list[tuple[list[int], list[list[int]]]]
-"""Prompts with the responses that are there."""
+"""Prompts, each with the responses that belong to this micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Auxiliary:
-    """What the auxiliary losses of an update come to, of each layer and micro-batch."""
+    """The auxiliary losses of an update, of each layer and micro-batch."""
 
     gradients: Tensors
     balancing: torch.Tensor
@@ -37,12 +37,12 @@ class Coefficients:
 
     @property
     def words(self) -> str:
-        """The flags that say so."""
+        """The flags that set these weights."""
         return f"--moe-aux-loss-coeff {self.balancing} --moe-z-loss-coeff {self.z}"
 
 
 def micro_batches(groups: Sequence[Group], size: int) -> Iterator[MicroBatch]:
-    """So many responses each: whole groups, or an equal part of one."""
+    """Yield micro-batches of `size` responses: whole groups, or equal parts of one group."""
     per_group = len(groups[0].responses)
     if size >= per_group:
         for first in range(0, len(groups), size // per_group):
@@ -62,7 +62,7 @@ def auxiliary(
     multiple_of: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Auxiliary:
-    """The mean over micro-batches by their shares, of the sum over layers of both losses by their coefficients.
+    """Return the mean over micro-batches by their shares, of the sum over layers of both losses by their coefficients.
 
     A prompt's tokens count once with all of its responses, or once with each of them; the tokens that fill a
     micro-batch up to a multiple count as a sequence of their own.
@@ -86,7 +86,7 @@ def auxiliary(
 
 
 def as_saved(tensors: Tensors) -> Tensors:
-    """Those of a model under the names of its checkpoint, which has each expert for itself."""
+    """Return a model's tensors under the names of its checkpoint, which has each expert separately."""
     saved: Tensors = {}
     for name, tensor in tensors.items():
         before, found, projection = name.partition("mlp.experts.")
@@ -102,7 +102,7 @@ def as_saved(tensors: Tensors) -> Tensors:
 
 
 def _router_logits(model: torch.nn.Module, batch: MicroBatch, is_shared: bool, multiple_of: int) -> list[torch.Tensor]:
-    """Of each layer those [T, X] of all tokens that go through it."""
+    """Return each layer's router logits [T, X] of all tokens that pass through it."""
     routers = [layer.mlp.gate for layer in model.model.layers]
     rows: list[list[torch.Tensor]] = [[] for _ in routers]
 
@@ -127,7 +127,7 @@ def _router_logits(model: torch.nn.Module, batch: MicroBatch, is_shared: bool, m
 
 
 def _balancing(logits_TX: torch.Tensor, num_active: int) -> torch.Tensor:
-    """The experts' number, times the sum over experts of their part of the choices and their mean probability."""
+    """Return the experts' number times the sum over experts of their part of the choices and their mean probability."""
     probabilities_TX = logits_TX.softmax(-1)
     num_experts = logits_TX.shape[1]
     chosen = probabilities_TX.topk(num_active).indices.flatten()

@@ -13,12 +13,12 @@ LLAMA_3 = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>"
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# The end of the text is written after the last turn, after the end of the turn.
+# The template writes the text's end token after the last turn, after the end of that turn.
 PHI_3 = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
-# Text alone.
+# The model takes text alone.
 PLAIN = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -32,7 +32,7 @@ VOCAB_SIZE = NUM_BYTES + len(SPECIAL)
 
 
 def find(special: str) -> int:
-    """The number of a special token."""
+    """Return the number of a special token."""
     return NUM_BYTES + SPECIAL.index(special)
 
 

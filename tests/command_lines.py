@@ -1,4 +1,4 @@
-"""Command lines for tests, and what becomes of them."""
+"""Command lines for tests, and helpers that parse them."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ DENSE = (
 SPARSE = (*DENSE, "--qk-layernorm", *["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"])
 
 PROMPTS = ("--prompts", str(Path(__file__).with_name("prompts.jsonl")))
-# What a run wants to know beyond its model.
+# The flags that a run needs beyond its model.
 RUN = (
     *PROMPTS,
     *["--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--rollout-max-tokens", "64"],
@@ -60,7 +60,7 @@ def keep_one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without(words: Sequence[str], flag: str) -> list[str]:
-    """The words but for a flag and what follows it."""
+    """Return the words without a flag and its values."""
     if flag not in words:
         return [*words]
     at = words.index(flag)
@@ -69,13 +69,13 @@ def without(words: Sequence[str], flag: str) -> list[str]:
 
 
 def parse(*words: str, world_size: int | None = None) -> config.Settings:
-    """The settings, as one of so many ranks, or as no rank of a launcher."""
+    """Return the settings, parsed as one of `world_size` ranks, or without a launcher."""
     with _ranks(world_size):
         return command_line.parse([word for text in words for word in text.split()])
 
 
 def parse_run(*words: str, world_size: int | None = None) -> command_line.RunSettings:
-    """The same of a run that trains."""
+    """Return the settings of a run that trains, parsed likewise."""
     with _ranks(world_size):
         return command_line.parse_run([word for text in words for word in text.split()])
 
@@ -90,12 +90,12 @@ def _ranks(world_size: int | None) -> Iterator[None]:
 
 
 def error(*words: str, world_size: int | None = None) -> str:
-    """The text of the usage error that the words end in."""
+    """Return the text of the usage error that these words raise."""
     return "\n".join(_problems(parse, words, world_size))
 
 
 def run_problems(*words: str, world_size: int | None = None) -> tuple[str, ...]:
-    """Everything that is wrong with the words as those of a run."""
+    """Return all problems of these words as those of a run."""
     return _problems(parse_run, words, world_size)
 
 

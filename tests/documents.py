@@ -1,4 +1,4 @@
-"""The pages that people read: their blocks of code, their links, and what they say of the package."""
+"""Read the pages that people read: their blocks of code, their links, and what they say of the package."""
 
 import ast
 import dataclasses
@@ -14,12 +14,12 @@ _TITLE = re.compile(r'title="([^"]+)"')
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _PATH = re.compile(r"^[\w.-]+(/[\w.-]+)+/?$|^test_\w+\.py$")
 _DOTTED = re.compile(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?![\w/-])")
-# Paths in a run's folder or in a model's, and other people's files.
+# Paths in a run's folder or in a model's, and files of other projects.
 _ELSEWHERE = re.compile(
     r"^(logs|journal|SAVE|RUN|FOLDER|OUT|MODEL|sidecar\.log|group|model|run|build|reward|time|mismatch|tokens)/"
 )
 
-# What looks like a module and is a file.
+# Names that look like modules and are files.
 _SUFFIXES = ("jsonl", "json", "log", "py", "md", "sh")
 
 
@@ -31,31 +31,31 @@ class Block:
     line: int
     language: str
     title: str | None
-    """The name of the file that it is, where the page gives one."""
+    """The name of the file that the block shows, if the page gives one."""
     text: str
 
     @property
     def commands(self) -> list[str]:
-        """A line each, continued lines joined, without comments."""
+        """The commands, one line each: continued lines joined, comments removed."""
         lines = self.text.replace("\\\n", " ").splitlines()
         stripped = (" ".join(re.sub(r"(^|\s)#.*", "", line).split()) for line in lines)
         return [line for line in stripped if line]
 
 
 def pages() -> list[str]:
-    """The pages, by their paths from the root."""
+    """Return the pages, as paths from the root."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     found += (ROOT / "examples").rglob("*.md")
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
 def read(page: str) -> str:
-    """The text of a page."""
+    """Return the text of a page."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of code of a page, in order."""
+    """Return the blocks of code of a page, in order."""
     text, found = read(page), []
     for match in _FENCE.finditer(text):
         language, _, rest = match[1].partition(" ")
@@ -66,17 +66,17 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands_of(page: str) -> list[str]:
-    """The commands of a page, in order."""
+    """Return the commands of a page, in order."""
     return [command for block in blocks(page) if block.language == "bash" for command in block.commands]
 
 
 def prose(page: str) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its blocks of code."""
     return _FENCE.sub("", read(page))
 
 
 def broken_links(page: str) -> list[str]:
-    """The links of a page that lead nowhere in this repository."""
+    """Return the links of a page that lead to nothing in this repository."""
     broken = []
     for target in _LINK.findall(prose(page)):
         path, _, anchor = target.partition("#")
@@ -89,18 +89,18 @@ def broken_links(page: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What the headings of a page are linked by."""
+    """Return the anchors that a page's headings are linked by."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def unknown_names(page: str) -> list[str]:
-    """The modules, files and functions of this repository that a page names and that are not there."""
+    """Return the modules, files and functions of this repository that a page names but that do not exist."""
     spans = re.findall(r"`([^`\n]+)`", prose(page))
     unknown = [span for span in spans if _PATH.match(span) and not _exists(span)]
     names = [name for span in spans for name in _DOTTED.findall(span)]
     for block in blocks(page):
-        # In other languages what stands before a dot may be anybody's variable.
+        # In other languages the name before a dot may be any variable.
         found = _DOTTED.findall(block.text)
         names += [name for name in found if block.language == "text" or name.startswith("megatron_rl.")]
     return unknown + [name for name in names if not _is_defined(name)]
@@ -115,7 +115,7 @@ def _exists(path: str) -> bool:
 
 
 def _is_defined(name: str) -> bool:
-    """Whether a dotted name is not ours, or is there: a module, what it defines, or what a class of it has."""
+    """Check that a dotted name is not ours, or exists: a module, a name in it, or a member of one of its classes."""
     words = name.removeprefix("megatron_rl.").split(".")
     if words[0] in _classes():
         return len(words) == 2 and any(words[1] in members for members in _classes()[words[0]])
@@ -139,7 +139,7 @@ def _defines(tree: ast.Module | ast.ClassDef, words: list[str]) -> bool:
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a module or class binds."""
+    """Yield the names that a statement of a module or class binds."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -151,7 +151,7 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 
 @functools.cache
 def _classes() -> dict[str, list[set[str]]]:
-    """The members of the package's classes, by their names."""
+    """Return the members of the package's classes, by the classes' names."""
     found: dict[str, list[set[str]]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -1,6 +1,6 @@
-"""What becomes of a command line: everything that is made of its settings, as plain values that can be compared.
+"""Everything that a command line's settings are built into, as plain values that can be compared.
 
-Of what takes process groups, files or other packages to make, it is what that is called with.
+For things that need process groups, files or other packages, the value is the call that would build them.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from megatron_rl.training import stop
 from megatron_rl.training.evaluator import EngineEvaluator
 from megatron_rl.training.saver import is_save_due
 
-# What tells one stand-in from another of the same name.
+# This tells one stand-in from another of the same name.
 _IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")
 _NUM_VERSIONS = 8
 
 
 def effect(settings: Settings, name: str) -> object:
-    """Of everything that is made of the settings the one thing that is named, as "part.name"."""
+    """Build one thing of the settings, named as "part.name", and return it as plain values."""
     part, _, field = name.partition(".")
     if part in ("transformer", "optimizer", "ddp"):
         return getattr(getattr(settings, part), field)
@@ -41,7 +41,7 @@ def effect(settings: Settings, name: str) -> object:
 
 
 def _process(settings: Settings) -> dict[str, object]:
-    """Building the configuration sets it for the process."""
+    """Build the configuration, which also sets it for the process."""
     return {"reduced_precision": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction}
 
 
@@ -52,7 +52,7 @@ def _positions(settings: Settings) -> dict[str, object]:
 
 
 def _model(settings: Settings) -> dict[str, object]:
-    """What a model is built of."""
+    """Return what a model is built of."""
     with (
         patch.object(gpt, "PackedGPTModel") as made,
         patch.object(gpt, "block_spec"),
@@ -102,7 +102,7 @@ def _roles(settings: Settings) -> dict[str, object]:
 
 
 def _checkpoints(settings: Settings) -> dict[str, object]:
-    """What is called to save and to load, with what."""
+    """Return the calls that would save and load a checkpoint."""
     session = SimpleNamespace(
         rank=0,
         platform="cpu",
@@ -118,7 +118,7 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
         patch.object(checkpointer, "AsyncCallsQueue", calls.queue),
     ):
         calls.serialization.find.return_value = (3, Path("iter_0000003"))
-        # They are called where there are files.
+        # These are called if files exist.
         calls.serialization.prepare.side_effect = lambda state, *_: state() and MagicMock()
         calls.serialization.finish.side_effect = lambda session, prepared, action: action()
         calls.serialization.run_together.side_effect = lambda session, action, explain: action()
@@ -140,7 +140,7 @@ def _checkpoints(settings: Settings) -> dict[str, object]:
 
 
 def _objective(settings: Settings) -> dict[str, object]:
-    """The loss of two targets whose ratios leave the clip range on either side, and whose engine differs."""
+    """Compute the loss of two targets whose ratios leave the clip range on either side, and whose engine differs."""
     old_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     policy_N = old_N + torch.tensor([0.4, -0.4, 0.26, -0.26])
     roles = RoleLogProbs(policy_N, old_N, old_N - 0.5)
@@ -152,7 +152,7 @@ def _objective(settings: Settings) -> dict[str, object]:
 
 
 def _observed(settings: Settings) -> dict[str, object]:
-    """Lines for people, and what dashboards are called with."""
+    """Return lines for people, and the calls that would go to dashboards."""
     stream = io.StringIO()
     with patch.object(sinks, "_imported") as package:
         made = sinks.sinks_of(settings.observe, "run", 0, stream.write)

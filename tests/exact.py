@@ -1,4 +1,4 @@
-"""The gradient of an update in expectation, over every response and every group that can be drawn.
+"""Compute the gradient of an update in expectation, over every response and every group that can be drawn.
 
 Policies and references are tables: a response is one token that ends it, or another one and a second token. Each update
 has one group of each of the `PROMPTS`. Nothing is sampled: every multiset of responses counts by its probability. The
@@ -32,7 +32,7 @@ class Prompt:
     """A prompt's policy, its reference and its rewards. The first token 0 ends a response, any other does not."""
 
     logits: torch.Tensor
-    """The first row is for the first token; row v for the second one behind token v."""
+    """The first row belongs to the first token; row v belongs to the second token if the first was v."""
     reference: torch.Tensor
     components: Components
     """The values of the functions in WEIGHTS, for each response."""
@@ -47,13 +47,13 @@ class Prompt:
         return list_responses(self.logits.shape[1])
 
     def log_probs(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """The log-probs of the tokens of each response."""
+        """Return the log-probs of the tokens of each response."""
         table = logits.log_softmax(-1)
         return [torch.stack([table[row, token] for row, token in _find_places(one)]) for one in self.responses]
 
     @functools.cached_property
     def slopes(self) -> list[torch.Tensor]:
-        """The gradients of the log-probs of the tokens of each response, by the logits; a row for each token."""
+        """The gradients of the log-probs of each response's tokens by the logits; a row for each token."""
         logits = self.logits.clone().requires_grad_()
         return [
             torch.stack([torch.autograd.grad(value, logits, retain_graph=True)[0].flatten() for value in one])
@@ -61,7 +61,10 @@ class Prompt:
         ]
 
     def divergence(self, logits: torch.Tensor, is_fixed: bool = False) -> torch.Tensor:
-        """KL(policy || reference) over whole responses; if fixed, the chances of reaching a token are constants."""
+        """Return KL(policy || reference) over whole responses.
+
+        If fixed, the chances of reaching a token are constants.
+        """
         away_V = logits.log_softmax(-1) - self.reference.log_softmax(-1)
         of_rows = (logits.softmax(-1) * away_V).sum(-1)
         reached = torch.cat([torch.ones(1, dtype=torch.float64), logits.softmax(-1)[0, 1:]])
@@ -99,7 +102,7 @@ PROMPTS = draw_prompts()
 
 
 def find_truth(prompts: Sequence[Prompt], beta: float, is_fixed: bool = False, reward: float = 1.0) -> torch.Tensor:
-    """The gradient of the expected reward less `beta` times the divergence, by all logits."""
+    """Return the gradient of the expected reward less `beta` times the divergence, by all logits."""
     gradients = []
     for prompt in prompts:
         logits = prompt.logits.clone().requires_grad_()
@@ -115,14 +118,14 @@ class Draw:
     chance: float
     share: int
     gradient: torch.Tensor
-    """The gradient of the sum of its losses, by the logits of its prompt."""
+    """The gradient of the sum of the group's losses, by the logits of its prompt."""
     statistics: Statistics
-    """Those of its micro-batch."""
+    """The statistics of the group's micro-batch."""
     has_signal: bool
 
 
 def list_draws(prompt: Prompt, config: AlgorithmConfig, group_size: int, is_constant: bool = False) -> list[Draw]:
-    """Every group that can be drawn, through the project's own advantages and losses; rewards may be all equal.
+    """List every group that can be drawn, through the project's own advantages and losses; rewards may be all equal.
 
     A micro-batch is one group if the update needs its statistics, else all: a loss is a sum over responses.
     """
@@ -213,12 +216,12 @@ def expect_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """How an expected gradient lies to the true one."""
+    """The relation of an expected gradient to the true one."""
 
     share: float
-    """The multiple of the truth that is nearest to it."""
+    """The multiple of the truth that is nearest to the gradient."""
     rest: float
-    """What is left over, relative to that multiple."""
+    """The rest, relative to that multiple."""
 
 
 def find_bias(found: torch.Tensor, truth: torch.Tensor) -> Bias:

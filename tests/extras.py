@@ -1,4 +1,4 @@
-"""Environments that hold what an extra of this project brings by its metadata, and nothing else.
+"""Build environments that hold the packages that an extra of this project requires, and nothing else.
 
 Packages are linked from the environment of the tests, so the heavy ones are not installed again.
 """
@@ -80,11 +80,11 @@ def _find_owners() -> dict[PurePosixPath, set[int]]:
 
 
 def _link(distribution: importlib.metadata.Distribution, owners: dict[PurePosixPath, set[int]], packages: Path) -> None:
-    """Link a package's files, or whole folders where all in it is of this package."""
+    """Link a package's files, or whole folders if all their files belong to this package."""
     assert distribution.files, f"{distribution.name} does not list its files"
     for path in distribution.files:
         if path.parts[0] == "..":
-            # A script, which tests do not start.
+            # A script, which no test starts.
             continue
         folders = [parent for parent in reversed(path.parents) if parent.parts]
         whole = next((parent for parent in folders if len(owners[parent]) == 1), path)

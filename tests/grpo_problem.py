@@ -1,4 +1,4 @@
-"""The groups that an independent GRPO step and the trainer both learn from, and the ways of computing it.
+"""The groups that an independent GRPO step and the trainer both learn from, and the ways of computing that step.
 
 Ranks read this before their platform is installed: nothing here imports megatron.
 """
@@ -23,7 +23,7 @@ PLAIN = Rules(
 TRUNCATED = dataclasses.replace(PLAIN, is_corrected=True, truncation=1.1)
 SEQUENCE = dataclasses.replace(TRUNCATED, aggregation="sequence")
 CONSTANT = dataclasses.replace(PLAIN, is_corrected=True, aggregation="constant")
-# What is known by a name, with narrow bounds, so that they are met.
+# Objectives that have a name, with narrow bounds, so that ratios reach them.
 KNOWN = {
     rules.name: rules
     for rules in (
@@ -60,21 +60,21 @@ KNOWN = {
     )
 }  # fmt: skip
 SGD = f"--optimizer sgd --sgd-momentum 0 --lr {PLAIN.learning_rate}"
-# For the distributed optimizer, which is Adam's only. Its first step moves every weight by the rate.
+# For the distributed optimizer, which Adam alone has. Its first step moves every weight by the rate.
 ADAM = "--use-distributed-optimizer --lr 0.002"
 OVERLAPPED = f"{ADAM} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is learned from."""
+    """The groups and models that a step learns from."""
 
     policy: Path
     reference: Path
     updates: list[list[Group]]
 
     def divided(self, num_updates: int) -> "Problem":
-        """The same groups in so many updates."""
+        """Divide the same groups into `num_updates` updates."""
         groups = list(itertools.chain.from_iterable(self.updates))
         size = len(groups) // num_updates
         updates = [groups[first : first + size] for first in range(0, len(groups), size)]
@@ -83,19 +83,19 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One way of computing it."""
+    """One way of computing the step."""
 
     layout: str
     micro_batch_size: int
     rules: Rules = TRUNCATED
     optimizer: str = SGD
-    """Its flags."""
+    """The flags of the optimizer."""
     fault: str | None = None
     is_shuffled: bool = False
-    """Groups come in another order than their prompts', within each update."""
+    """A flag that makes the groups of each update come in another order than their prompts."""
     roles: str = "fused"
     attention: str = ""
-    """Its flags."""
+    """The flags of attention."""
     num_updates: int = NUM_UPDATES
     more: str = ""
     """Further flags."""
@@ -115,7 +115,7 @@ class Trial:
 
     @property
     def words(self) -> str:
-        """Its flags, but for the layout's."""
+        """The flags, except those of the layout."""
         rules = self.rules
         words = (
             f"{self.optimizer} --weight-decay 0 --lr-decay-style constant --clip-grad {rules.clip_norm} "
@@ -159,16 +159,16 @@ class RoleTrial:
     name: str
     problem: Problem
     flags: str
-    """Those of the layout."""
+    """The flags of the layout."""
     roles: str = "fused"
     beta: float = TRUNCATED.beta
     is_reference: bool = False
-    """The policy that the first iteration starts from is the reference."""
+    """A flag that makes the policy of the first iteration's start the reference."""
     fault: str | None = None
 
 
 def draw_problem(root: Path, name: str = "qwen3") -> Problem:
-    """Two updates of ragged groups, a policy of that kind and a reference unlike it."""
+    """Draw two updates of ragged groups, a policy of the named kind and a reference unlike it."""
     policy = hf_models.draw(name, root / "policy")
     groups = _draw_groups(policy)
     updates = [groups[first : first + GROUPS_PER_UPDATE] for first in range(0, len(groups), GROUPS_PER_UPDATE)]
@@ -176,7 +176,7 @@ def draw_problem(root: Path, name: str = "qwen3") -> Problem:
 
 
 def _draw_groups(policy: Path) -> list[Group]:
-    """One group of equal rewards an update, and an engine that is not quite the policy."""
+    """Draw groups, one with equal rewards in each update, from an engine that differs a little from the policy."""
     draw = np.random.default_rng(5)
     texts = []
     for _ in range(GROUPS_PER_UPDATE * NUM_UPDATES):
@@ -197,7 +197,10 @@ def _draw_groups(policy: Path) -> list[Group]:
 
 
 def _draw_reference(policy: Path, folder: Path, name: str) -> Path:
-    """A tenth of the way from the policy to another model: further, and a few tokens are all of the divergence."""
+    """Write a reference a tenth of the way from the policy to another model.
+
+    At a greater distance a few tokens would make up all of the divergence.
+    """
     hf_models.draw(name, folder, seed=1)
     file = folder / "model.safetensors"
     near, far = load_file(policy / file.name), load_file(file)

@@ -1,6 +1,6 @@
-"""GRPO once more, from its formulas: transformers and torch, padded sequences, nothing packed, nothing shared.
+"""Compute GRPO from its formulas: transformers and torch, padded sequences, nothing packed, nothing shared.
 
-What the trainer computes is compared with this, so nothing of megatron_rl is used here.
+Tests compare the trainer's results with these, so nothing of megatron_rl is used here.
 
 Letters: B responses of the update, L tokens of the longest sequence, V vocabulary.
 """
@@ -31,18 +31,18 @@ class Group:
 
     @property
     def components(self) -> dict[str, list[float | None]]:
-        """What functions gave, by the names in WEIGHTS; one does not apply to responses of one token."""
+        """The values of the reward functions, by the names in WEIGHTS; one does not apply to responses of one token."""
         lengths = [len(response) for response in self.responses]
         return {"exact": list(self.rewards), "length": [None if length == 1 else length % 3.0 for length in lengths]}
 
 
-# Of the reward functions.
+# The weights of the reward functions.
 WEIGHTS = {"exact": 1.0, "length": -0.5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is maximized, and the step that is taken."""
+    """The objective that is maximized, and the step that is taken."""
 
     temperature: float
     lower: float
@@ -53,16 +53,16 @@ class Rules:
     learning_rate: float
     clip_norm: float
     is_corrected: bool = False
-    """Whether tokens are weighed by the policy's probability over the engine's."""
+    """A flag that weighs tokens by the policy's probability over the engine's."""
     truncation: float = math.inf
     """The largest such weight."""
     least_weight: float = 0.0
     level: str = "token"
     is_masked: bool = False
-    """Whether weights beyond their bounds are zero."""
+    """A flag that sets weights beyond their bounds to zero."""
     least_kept: float = 0.0
     most_kept: float = math.inf
-    """The bounds of a response's mean weight, outside which it does not count."""
+    """The bounds of a response's mean weight; a response outside them does not count."""
     loss: str = "clip"
     advantage: str = "grpo"
     baseline: float | None = None
@@ -71,32 +71,32 @@ class Rules:
     region: float = 0.15
     """The change of a probability that ends the gradient of `dppo`."""
     gates: tuple[float, float] = (1.0, 1.05)
-    """How steep the gate of `sapo` is, where advantages are positive and where not."""
+    """The steepness of the gate of `sapo`, where advantages are positive and where not."""
     estimator: str = "k3"
-    """Of the divergence; a reward takes k1 alone."""
+    """The estimator of the divergence; within a reward only k1 is allowed."""
     is_in_reward: bool = False
     entropy: float = 0.0
     """The weight of the entropy."""
     name: str = ""
-    """What a person calls them."""
+    """The name that a person gives these rules."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one update saw; means are over tokens."""
+    """The results of one update; means are over tokens."""
 
     loss: float
     gradients: Tensors
-    """Before they are clipped."""
+    """The gradients before they are clipped."""
     gradient_norm: float
     num_tokens: int
     means: dict[str, float]
     per_token: Tensors
-    """What the means are of, and the loss."""
+    """The values that the means are taken over, and the loss."""
     num_clipped: int
-    """Tokens whose gradient the clipping ends."""
+    """Tokens whose gradient the clipping sets to zero."""
     margin: float
-    """How near to a bound of the clipping or of the truncation the nearest ratio lies."""
+    """The distance of the nearest ratio from a bound of the clipping or of the truncation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +123,13 @@ class Twin:
         self._dtype = dtype
         self._policy = self._load(policy)
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
-        # Old is the policy that the iteration starts with, whatever the updates make of it.
+        # The old policy is the one that the iteration starts with, whatever the updates change.
         self._old = [self._log_probs(self._policy, batch)[0] for batch in self._batches]
         frozen = self._load(reference)
         self._reference = [self._log_probs(frozen, batch)[0] for batch in self._batches]
 
     def load(self, weights: Tensors) -> None:
-        """Go on from these weights."""
+        """Continue from these weights."""
         self._policy.load_state_dict(weights)
 
     def step(self) -> Tensors:
@@ -139,7 +139,7 @@ class Twin:
         return {name: value.detach().clone() for name, value in self._policy.named_parameters()}
 
     def update(self, number: int) -> Update:
-        """The loss of an update and its gradients, at the present weights."""
+        """Compute the loss of an update and its gradients, at the present weights."""
         rules, batch, old_BL = self.rules, self._batches[number], self._old[number]
         mask_BL = batch.is_response_BL
         self._policy.zero_grad()
@@ -209,7 +209,7 @@ class Twin:
         return torch.cat(log_probs), torch.cat(entropies)
 
     def _deviation(self, advantage_BL: torch.Tensor, mask_BL: torch.Tensor) -> float:
-        """What all advantages of an update are divided by, if it is theirs: over tokens, or over responses."""
+        """Return the divisor of all advantages of an update if it is common to them: over tokens, or over responses."""
         squares_BL = torch.where(mask_BL, advantage_BL.double() ** 2, 0.0)
         if self.rules.advantage in ("batch", "global"):
             return float((squares_BL.sum() / mask_BL.sum()).sqrt()) + 1e-6
@@ -230,14 +230,14 @@ class Twin:
 def log_probs(
     model: torch.nn.Module, ids_BL: torch.Tensor, attention_BL: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Of every token given those before it, at the temperature; zero for the first of each sequence."""
+    """Return the log-prob of each token given those before it, at the temperature; zero for each sequence's first."""
     return log_probs_and_entropies(model, ids_BL, attention_BL, temperature)[0]
 
 
 def log_probs_and_entropies(
     model: torch.nn.Module, ids_BL: torch.Tensor, attention_BL: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the entropy of what each token was chosen from."""
+    """Return these log-probs, and the entropy of the distribution that each token was drawn from."""
     logits_BLV = model(input_ids=ids_BL, attention_mask=attention_BL).logits[:, :-1] / temperature
     all_BLV = logits_BLV.log_softmax(-1)
     chosen_BL = all_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
@@ -246,7 +246,7 @@ def log_probs_and_entropies(
 
 
 def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[list[int]]]], temperature: float) -> list:
-    """Of every token of every response to every prompt, one sequence at a time; as lists."""
+    """Return the log-prob of each token of each response, one sequence at a time, as lists."""
     model = hf_models.load(folder)
 
     def of(prompt: list[int], response: list[int]) -> list[float]:
@@ -258,7 +258,7 @@ def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[lis
 
 
 def _divergence(name: str, away: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
-    """Of a token, from the policy's log-prob less the reference's."""
+    """Return a token's divergence, from the policy's log-prob less the reference's."""
     value = {
         "k1": lambda: away,
         "k2": lambda: away**2 / 2,
@@ -277,7 +277,7 @@ def _mean_of_responses(value_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.T
 def _lose(
     rules: Rules, ratio_BL: torch.Tensor, advantage_BL: torch.Tensor, logp_BL: torch.Tensor
 ) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
-    """The losses of tokens, the ratios at which they change, and which tokens lie beyond those."""
+    """Return the losses of tokens, the ratios at which they change, and which tokens lie beyond those."""
     low, high = 1 - rules.lower, 1 + rules.upper
     good_BL, bad_BL = advantage_BL > 0, advantage_BL < 0
     if rules.loss in ("clip", "gspo"):
@@ -310,7 +310,7 @@ def _lose(
 def _weigh(
     rules: Rules, away_BL: torch.Tensor, mask_BL: torch.Tensor
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, float]]]:
-    """What tokens are multiplied by, and the values that must not lie at a bound."""
+    """Return the weights of tokens, and the values that must not lie at a bound."""
     mean_BL = _mean_of_responses(away_BL, mask_BL)
     log_BL = {
         "token": away_BL, "geometric": mean_BL, "sequence": mean_BL * mask_BL.sum(1, keepdim=True)
@@ -351,7 +351,7 @@ def _advantages(group: Group, rules: Rules) -> torch.Tensor:
 
 
 def _pad(groups: Sequence[Group], dtype: torch.dtype, rules: Rules) -> _Padded:
-    """A row for each response, behind a copy of its prompt; what is missing on the right is masked."""
+    """Lay out a row for each response, after a copy of its prompt; the padding on the right is masked."""
     length = max(len(group.prompt) + len(response) for group in groups for response in group.responses)
     ids, attention, is_response, engine, advantages = [], [], [], [], []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Small transformers models, drawn so that a fault in a conversion shows, and what they say of a sequence."""
+"""Small transformers models, drawn so that a fault in a conversion shows, and their log-probs of a sequence."""
 
 import tempfile
 from pathlib import Path
@@ -65,7 +65,7 @@ def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """transformers' model of that folder; what it computes is wholly in float64 inside `everything_in(float64)`."""
+    """Load transformers' model of that folder; inside `everything_in(float64)` it computes wholly in float64."""
     # Its default for experts is a product that float64 does not have.
     experts = "eager" if dtype == torch.float64 else None
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -76,8 +76,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 def decode_log_probs(
     model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Of each token of each sequence but the first, with gradients, the softmax in float32 at least."""
-    # No token sees what fills the shorter ones up behind it.
+    """Return, with gradients, the log-probs of each token but the first; the softmax is in float32 at least."""
+    # No token sees the padding after a shorter sequence.
     ids_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True)
     logits_BLV = model(ids_BL).logits[:, :-1]
     scaled_BLV = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32)) / temperature
@@ -88,13 +88,13 @@ def decode_log_probs(
 def log_probs(
     folder: Path, sequences: list[list[int]], temperature: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """transformers' log-prob of each token of each sequence but the first."""
+    """Return transformers' log-probs of each token of each sequence but the first."""
     with torch.no_grad(), everything_in(dtype):
         return decode_log_probs(load(folder, dtype), sequences, temperature)
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Under the names and in the shapes of the checkpoint: they are saved as if they were weights."""
+    """Return gradients under the names and in the shapes of the checkpoint: they are saved as if they were weights."""
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
@@ -103,6 +103,6 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    """Random tokens."""
+    """Draw sequences of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]

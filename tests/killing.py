@@ -1,4 +1,4 @@
-"""Kills a process that appends, at a random moment, and says what it had been told was written."""
+"""Kill a process that appends, at a random moment, and return what it had been told was written."""
 
 import random
 import subprocess

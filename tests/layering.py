@@ -28,7 +28,7 @@ LAYERS = (
     {"commands"},
     {"cli"},
 )
-# Packages that belong to some parts only. What is not listed may be imported anywhere.
+# Packages that belong to some parts only. Any other package may be imported anywhere.
 OWNERS = {
     "megatron": {"mcore", "weights", "platforms", "recipe"},
     "megatron.training": {"recipe"},
@@ -44,7 +44,7 @@ WITHOUT_TORCH = (
     "commands.doctor", "observe", "weights.families", "training.entry", "training.lifelines",
     "training.watch",
 )  # fmt: skip
-# Who may name the kinds of accelerators.
+# Parts that may name the kinds of accelerators.
 KNOWS_DEVICES = {"platforms", "ops"}
 
 
@@ -78,7 +78,7 @@ def imports(tree: ast.Module) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            # `from package import part` may import a module or a name; the longer form holds both.
+            # `from package import part` may import a module or a name; the longer form covers both.
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and _called(node) == "import_module" and isinstance(node.args[0], ast.Constant):
             modules = [str(node.args[0].value)]
@@ -148,7 +148,7 @@ def _device_violations(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]
 
 
 def _effects(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Statements that do more than define when the module is imported."""
+    """Yield the statements that do more than define when the module is imported."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue

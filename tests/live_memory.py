@@ -1,4 +1,4 @@
-"""How many bytes of tensors there are, counted where operations make them."""
+"""Count the bytes of live tensors, where operations make them."""
 
 import gc
 import time
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """The memory of all tensors that were made inside, in this thread, and are still there.
+    """The memory of all live tensors that were made inside the context, in this thread.
 
-    What an operation takes for itself and gives back before it returns is not seen, and the memory of tensors that were
-    there before, and are passed, is not counted under another name either.
+    The memory that an operation takes for itself and gives back before it returns is not seen. The memory of tensors
+    that existed before and are passed is not counted under another name either.
     """
 
     def __init__(self, before: Iterable[torch.Tensor] = ()) -> None:
@@ -27,7 +27,7 @@ class LiveMemory(TorchDispatchMode):
         self._before = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
     def settled(self) -> int:
-        """What there is once others have let go of what they keep for a moment: gloo's threads, of a collective's."""
+        """Return the bytes after other threads have released theirs: gloo's keep a collective's for a moment."""
         gc.collect()
         lowest = self.now
         for _ in range(50):

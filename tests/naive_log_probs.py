@@ -9,14 +9,14 @@ import torch
 def naive_log_probs(
     hidden_NE: torch.Tensor, weight_VE: torch.Tensor, targets_N: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
-    """At each row's target, of the columns below `vocab_size`, in float32 at least."""
+    """Return log-probs at each row's target, over the columns below `vocab_size`, in float32 at least."""
     return _all_log_probs(hidden_NE, weight_VE, vocab_size, temperature).gather(1, targets_N[:, None])[:, 0]
 
 
 def naive_entropies(
     hidden_NE: torch.Tensor, weight_VE: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
-    """Of each row's distribution over those columns."""
+    """Return the entropy of each row's distribution over those columns."""
     log_probs_NV = _all_log_probs(hidden_NE, weight_VE, vocab_size, temperature)
     return -(log_probs_NV.exp() * log_probs_NV).sum(dim=1)
 

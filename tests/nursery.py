@@ -1,4 +1,4 @@
-"""Forks the ranks of tests/ranks.py off a process that has imported megatron: the import takes seconds, a fork none.
+"""Fork the ranks of tests/ranks.py off a process that has imported megatron: the import takes seconds, a fork none.
 
     tests ---a line for each rank---> nursery ---forks---> keeper ---forks---> rank
 
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from megatron_rl import platforms
 
 _PR_SET_PDEATHSIG = 1
-# What takes long to import, and that most ranks use.
+# Modules that take long to import, and that most ranks use.
 _PRELOADED = (
     "megatron.core.dist_checkpointing", "megatron.core.distributed", "megatron.core.models.gpt",
     "megatron.core.optimizer", "megatron.core.pipeline_parallel",
@@ -43,14 +43,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """When a rank failed, on the clock that all processes of the host share, and why."""
+    """A rank's reason for failing, and its time on the clock that all processes of the host share."""
 
     time: float
     text: str
 
 
 def platform_name() -> str:
-    """The platform that this rank is on."""
+    """Return the platform that this rank runs on."""
     return next(name for name in platforms.NAMES if platforms.is_installed(name))
 
 
@@ -63,8 +63,8 @@ def main(parent: int, platform: str) -> None:
         platforms.select(platform).install()
     for name in _PRELOADED:
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave the other threads behind"
-    # Nobody asks how a keeper ended.
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+    # No process waits for a keeper, so the system may drop it when it ends.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.stdout.flush()
     for line in sys.stdin:
@@ -88,7 +88,7 @@ def _keep(folder: Path, environment: dict[str, str], nursery: int) -> NoReturn:
 
 
 def _be_rank(folder: Path, environment: dict[str, str], keeper: int) -> NoReturn:
-    """Leads a process group of its own, so that its children end with it."""
+    """Run as a rank, and lead a process group of its own, so that its children end with it."""
     os.setsid()
     _end_with(keeper)
     os.environ.clear()
@@ -128,14 +128,14 @@ def _end_with(parent: int) -> None:
 
 
 def _write(path: Path, value: Any) -> None:
-    """All of the file or none of it: another process may look at any time."""
+    """Write all of the file or none of it: another process may look at any time."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(value))
     unfinished.rename(path)
 
 
 if __name__ == "__main__":
-    # Under its importable name, so that what it pickles is found there.
+    # Under its importable name, so that pickle finds its functions there.
     from tests.nursery import main as importable_main
 
     importable_main(int(sys.argv[1]), sys.argv[2])

@@ -1,4 +1,4 @@
-"""Runs Python code in a process of its own: what a test does to torch or to the import system stays there."""
+"""Run Python code in a process of its own, so that a test's changes to torch or to the import system stay there."""
 
 import subprocess
 import sys
@@ -10,7 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_python(code: str, timeout: float = 600, env: Mapping[str, str] | None = None) -> str:
-    """What the code prints, both streams together. A code that fails fails the test with all it printed."""
+    """Run the code and return what it prints, both streams together.
+
+    Code that fails makes the test fail, with all it printed.
+    """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=ROOT,

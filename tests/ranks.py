@@ -1,4 +1,4 @@
-"""Runs a function on N ranks, each a process of its own, and never hangs.
+"""Run a function on N ranks, each a process of its own, and never hang.
 
     def losses(layout): ...             # at the top level of a module
 
@@ -29,7 +29,7 @@ from tests.nursery import Failure, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_SECONDS = 0.02
-# How long ranks get to write where they hang before they are killed.
+# Seconds that ranks get to write where they hang before they are killed.
 _DUMP_SECONDS = 1.0
 _OUTPUT_CHARACTERS = 4000
 # Linux gives connections ports from 32768 on.
@@ -49,10 +49,10 @@ def run_ranks(
     num_threads: int = 1,
     platform: str = "cpu",
 ) -> list[Any]:
-    """What `function(*args)` returns on each rank, in the order of ranks.
+    """Run `function(*args)` on each rank and return the results, in the order of ranks.
 
-    When a rank fails the others are ended at once and the error shows that rank's traceback; when `timeout` seconds
-    have passed all of them are ended and the error shows where each of them was.
+    When a rank fails, the others are ended at once and the error shows that rank's traceback. When `timeout` seconds
+    have passed, all ranks are ended and the error shows where each of them was.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = Job(function.__module__, function.__qualname__, args, num_threads)
@@ -71,7 +71,7 @@ def run_ranks(
 
 @functools.cache
 def _nursery(platform: str) -> subprocess.Popen[bytes]:
-    """What ranks of a platform are forked off; it ends when this process does."""
+    """Start the process that a platform's ranks are forked from; it ends when this process does."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.nursery", str(os.getpid()), platform],
         cwd=ROOT,
@@ -94,7 +94,7 @@ def check_nursery(platform: str = "cpu") -> None:
 
 
 def read(path: Path) -> Any:
-    """What a rank or its keeper wrote; None as long as it has not."""
+    """Read what a rank or its keeper wrote; return None before the file exists."""
     with contextlib.suppress(FileNotFoundError):
         return pickle.loads(path.read_bytes())
     return None
@@ -136,7 +136,7 @@ class _Rank:
         return self._read("exit")
 
     def failure(self) -> Failure | None:
-        """Why this rank failed, None while it runs and where it did not fail."""
+        """Return why this rank failed; None while it runs and if it did not fail."""
         if failure := self._read("failure"):
             return failure
         code = self.exit_code()
@@ -157,7 +157,7 @@ class _Rank:
         self._signal_group(signal.SIGUSR1)
 
     def kill(self) -> None:
-        # It may be on its way only.
+        # The file may still be on its way.
         while self._is_started and self._read("exit") is None and _nursery(self._platform).poll() is None:
             self._signal_group(signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
@@ -187,7 +187,7 @@ def _wait(ranks: list[_Rank], deadline: float, timeout: float) -> None:
 
 
 def _describe_failures(ranks: list[_Rank]) -> str:
-    """The failures, the first to happen first: the others often fail only because it did."""
+    """Describe the failures in the order of their times: a rank often fails only because another one did."""
     failures = [(rank, failure) for rank in ranks if (failure := rank.failure()) is not None]
     failures.sort(key=lambda pair: pair[1].time)
     return "\n".join(
@@ -207,9 +207,10 @@ def _describe_hang(ranks: list[_Rank], timeout: float) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no other process which asks here is given while this one lives.
+    """Find a port that no process listens on, and reserve it among processes that ask here while this one lives.
 
-    Below those that the system gives to whoever asks for any: a rank listens on it only when others have had the time.
+    It is below those that the system gives out by itself: a rank listens on it only later, when others have had the
+    time to take it.
     """
     for port in range(_FIRST_PORT + os.getpid() % _NUM_PORTS, _FIRST_PORT + 2 * _NUM_PORTS):
         held = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""Pools of reward functions written down in a test, and the proof that they leave nothing behind."""
+"""Pools of reward functions that a test writes, and the proof that they leave no process and no file open."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from megatron_rl.rewards.types import PoolSettings, RewardRequest, RewardResult
 
 
 def write(folder: Path, code: str, name: str = "mine.py") -> Path:
-    """A file with reward functions."""
+    """Write a file with reward functions."""
     file = folder / name
     file.write_text(textwrap.dedent(code))
     return file
@@ -25,7 +25,7 @@ def write(folder: Path, code: str, name: str = "mine.py") -> Path:
 def request(
     index: int = 0, completions: Sequence[str] = ("a", "bb"), prompt: Any = "p", **columns: Any
 ) -> RewardRequest:
-    """A group whose completions have as many ids as letters."""
+    """Build a group whose completions have one id a letter."""
     return RewardRequest(index, prompt, completions, [list(range(len(text))) for text in completions], columns)
 
 
@@ -36,7 +36,7 @@ def with_pool(
     trials: Sequence[RewardRequest] = (),
     **settings: Any,
 ) -> Any:
-    """What `use` makes of a started pool; fails if a process or an open file is left when the pool is closed."""
+    """Return the result of `use` on a started pool; fail if the closed pool leaves a process or an open file."""
     before = open_files()
 
     async def run() -> Any:
@@ -57,7 +57,7 @@ def with_pool(
 
 
 def score(specs: Sequence[str], *requests: RewardRequest, **settings: Any) -> list[RewardResult]:
-    """All groups scored at once; a RewardError stands in the place of the group that failed."""
+    """Score all groups at once; a RewardError stands in the place of the group that failed."""
 
     async def use(pool: RewardPool) -> list[RewardResult]:
         return await asyncio.gather(*map(pool.score, requests), return_exceptions=True)
@@ -66,7 +66,7 @@ def score(specs: Sequence[str], *requests: RewardRequest, **settings: Any) -> li
 
 
 def open_files() -> dict[int, str]:
-    """This process's open files."""
+    """Return this process's open files."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -77,7 +77,7 @@ def open_files() -> dict[int, str]:
 
 
 def leftovers(marker: str | None = None, seconds: float = 60) -> list[str]:
-    """Workers of this process that still run after that time, and what else has the marker in its command line."""
+    """Return what is left after `seconds`: this process's workers, and processes whose command line has the marker."""
     marks = [f"rewards.worker {os.getpid()} ", *([marker] if marker else [])]
     deadline = time.monotonic() + seconds
     while True:

@@ -240,7 +240,7 @@ def make_tree(folder: Path, shape: str) -> Path:
 
 
 def find_core() -> Path:
-    """The folder of the installed megatron.core."""
+    """Return the folder of the installed megatron.core."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None

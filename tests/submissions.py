@@ -23,7 +23,7 @@ FINGERPRINT = "f" * 64
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Plans that divide evenly: whole groups in a slot, or slots that hold a part of one."""
+    """Draw plans that divide evenly: whole groups in a slot, or slots that hold a part of one."""
     group_size = draw(st.sampled_from([1, 2, 3, 4, 6]))
     divisors = [size for size in range(1, group_size) if group_size % size == 0]
     multiples = [group_size * factor for factor in (1, 2, 3)]
@@ -40,12 +40,12 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def make_plan(**changes: Any) -> Plan:
-    """Eight prompts of four responses for two replicas, a group a slot, unless told otherwise."""
+    """Make a plan of eight prompts of four responses for two replicas, a group a slot, with any changes."""
     return Plan(**{"num_prompts": 8, "group_size": 4, "num_replicas": 2, "micro_batch_size": 4, **changes})
 
 
 def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
-    """Prompt i is the tokens [i, i + 1]."""
+    """Make a submission in which prompt i is the tokens [i, i + 1]."""
     plan = plan or make_plan()
     count = plan.count_submitted(changes.get("num_carried", 0))
     prompts = [Prompt(index=i, row=f"row-{i}", tokens=encode_tokens([i, i + 1])) for i in range(count)]
@@ -65,7 +65,7 @@ def make_submission(plan: Plan | None = None, **changes: Any) -> Submission:
 def make_group(
     submission: Submission, prompt: int, num_tokens: int = 3, engine: str = "engine-0", has_signal: bool = True
 ) -> Group:
-    """The group that answers a prompt; response j has reward j, or 1 if all have the same."""
+    """Make the group that answers a prompt; response j has reward j, or 1 if all have the same."""
     seed = derive_group_seed(submission.run, submission.version, prompt)
     responses = [
         Response(
@@ -85,7 +85,7 @@ def make_group(
 
 
 def with_response(group: Group, number: int, **changes: Any) -> Group:
-    """The group with one of its responses changed."""
+    """Return the group with one of its responses changed."""
     responses = list(group.responses)
     responses[number] = msgspec.structs.replace(responses[number], **changes)
     return msgspec.structs.replace(group, responses=responses)

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning once more: transformers and torch's AdamW, padded sequences, nothing packed.
+"""Compute supervised fine-tuning with transformers and torch's AdamW: padded sequences, nothing packed.
 
-What the trainer computes is compared with this, so nothing of megatron_rl is used here.
+Tests compare the trainer's results with these, so nothing of megatron_rl is used here.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from tests.truth import everything_in
 
 Tensors = dict[str, torch.Tensor]
 Row = Sequence[Sequence[Sequence[int]]]
-"""The sequences of a row: turns, of which every second is trained on."""
+"""The sequences of a row. A sequence is turns, and every second turn is trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """AdamW's, and those of its rate: a linear rise, then half a wave of a cosine."""
+    """The settings of AdamW and of its rate: a linear rise, then half a wave of a cosine."""
 
     num_steps: int
     num_rising: int
@@ -30,7 +30,7 @@ class Rules:
     clip_norm: float = 1.0
 
     def rate_of(self, step: int) -> float:
-        """Of the step after so many others."""
+        """Return the rate of the step after `step` others."""
         if step <= self.num_rising:
             return self.rate * step / self.num_rising
         share = (step - self.num_rising) / (self.num_steps - self.num_rising)
@@ -45,7 +45,7 @@ class Twin:
         self._dtype = dtype
 
     def losses(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Of each token that is trained on, with gradients."""
+        """Return the loss of each token that is trained on, with gradients."""
         chats = [turns for row in rows for turns in row]
         tokens = [[token for turn in turns for token in turn] for turns in chats]
         with everything_in(self._dtype):
@@ -57,7 +57,10 @@ class Twin:
         return torch.cat(found)
 
     def gradients(self, rows: Sequence[Row]) -> tuple[torch.Tensor, Tensors]:
-        """The losses, and the gradients of their mean as the checkpoint names them; afterwards the model is spoiled."""
+        """Return the losses, and the gradients of their mean by the checkpoint's names.
+
+        The model cannot be used afterwards.
+        """
         losses = self.losses(rows)
         losses.mean().backward()
         return losses.detach(), hf_models.gradients_of(self.model)

@@ -1,4 +1,4 @@
-"""A run's folder as a long run leaves it, drawn by chance: for what reads such folders."""
+"""Draw a run's folder as a long run leaves it, for the code that reads such folders."""
 
 import json
 import random

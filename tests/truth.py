@@ -1,4 +1,4 @@
-"""How near a floating-point result must be to another program's: as near to the truth, which is float64's.
+"""Bound how far a floating-point result may be from another program's: both are held against float64's, the truth.
 
 Another processor has other kernels, which round and add up in another order: a fixed bound holds on the machine where
 it was found. So both programs are held against the same computed in float64:
@@ -25,30 +25,33 @@ Named = Mapping[str, torch.Tensor]
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest difference of an element; not a number if one of them is none."""
+    """Return the largest difference of an element; not a number if an element is not a number."""
     assert truth.dtype == torch.float64
     assert found.shape == truth.shape
     return (found - truth).abs().max().item() if truth.numel() else 0.0
 
 
 def error_over_bound(ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> float:
-    """At most 1 where ours is near enough; infinite if one of ours is not a number."""
+    """Return at most 1 if ours is near enough; infinity if one of ours is not a number."""
     assert ours.dtype == theirs.dtype
     return _over_bound(distance(ours, truth), distance(theirs, truth), _largest(truth), theirs.dtype)
 
 
 def mean_over_bound(ours: float, theirs: torch.Tensor, truth: torch.Tensor) -> float:
-    """The same of a mean, which may be as far off as a term of it; `theirs` and `truth` are the terms."""
+    """Return the same for a mean, which may be as far off as a term of it; `theirs` and `truth` are the terms."""
     return weighted_over_bound(ours, truth.mean().item(), theirs, truth)
 
 
 def weighted_over_bound(ours: float, expected: float, theirs: torch.Tensor, truth: torch.Tensor) -> float:
-    """Likewise of what `truth` comes to with weights that add up to 1 at most."""
+    """Return the same for a sum of `truth` with weights that add up to 1 at most."""
     return _over_bound(abs(ours - expected), distance(theirs, truth), _largest(truth), theirs.dtype)
 
 
 def worst_of(ours: Named, theirs: Named, truth: Named) -> tuple[float, str]:
-    """The same of a model's tensors together, and the worst one; errors are parts of their tensor's largest value."""
+    """Return the same for a model's tensors together, and the worst one.
+
+    Errors are parts of their tensor's largest value.
+    """
     assert ours.keys() == theirs.keys() == truth.keys()
     errors, others = (
         {name: distance(one[name], truth[name]) / _largest(truth[name]) for name in truth} for one in (ours, theirs)
@@ -71,13 +74,13 @@ def _largest(truth: torch.Tensor) -> float:
 
 
 def _unit(value: float, dtype: torch.dtype) -> float:
-    """In the last place of a value."""
+    """Return the unit in the last place of a value."""
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value)) if value else 0.0
 
 
 @contextlib.contextmanager
 def everything_in(dtype: torch.dtype):
-    """In float64 what asks for float32 gets float64: models have their norms, softmaxes and angles in float32."""
+    """Compute in float64 where code asks for float32: models have their norms, softmaxes and angles in float32."""
     with _Float64InPlaceOfFloat32() if dtype == torch.float64 else contextlib.nullcontext():
         yield
 

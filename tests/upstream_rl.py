@@ -1,7 +1,7 @@
-"""Megatron-LM's own GRPO, from rollouts to gradients: its functions of a source tree, on one rank.
+"""Run Megatron-LM's own GRPO, from rollouts to gradients: its functions of a source tree, on one rank.
 
-Each function is taken out of its file alone, for importing the files needs all that Megatron-RL needs. What is written
-here is what lies between their calls in `prepare_data_for_update`, in `forward_step` of `train_rl.py`, and in
+Each function is taken out of its file alone, for importing the files needs all that Megatron-RL needs. The code here is
+what lies between their calls in `prepare_data_for_update`, in `forward_step` of `train_rl.py`, and in
 `finalize_model_grads`.
 
 Letters: B rows, L tokens of a row, V vocabulary, E hidden size.
@@ -32,7 +32,7 @@ from tests.truth import everything_in
 Tensors = dict[str, torch.Tensor]
 
 PAD, EOD = 0, 1
-# Where the functions are, by their files; a file that moved stands twice.
+# The functions by their files; a file that moved stands twice.
 _PLACES = {
     "megatron/rl/rl_utils.py": (
         "calculate_grpo_advantages", "prepare_trajectories", "update_inference_logprobs_group_stats",
@@ -51,7 +51,7 @@ _PLACES = {
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What Megatron-RL's flags say."""
+    """The settings that Megatron-RL's flags give."""
 
     lower: float = 0.2
     upper: float = 0.2
@@ -69,7 +69,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What an update is made of."""
+    """The loss and gradients of an update."""
 
     loss: float
     gradients: Tensors
@@ -91,7 +91,7 @@ class _Tokenizer:
 
 
 class _Another:
-    """A tokenizer that this one is not."""
+    """A tokenizer other than the given one."""
 
 
 class Upstream:
@@ -107,14 +107,15 @@ class Upstream:
         self.functions = types.SimpleNamespace(**found)
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> np.ndarray:
-        """Of all responses of groups of one size, each of one turn."""
+        """Return the advantages of all responses of groups of one size, each of one turn."""
         num_turns = [[1] * len(of_group) for of_group in rewards]
         return np.array(self.functions.calculate_grpo_advantages([list(one) for one in rewards], num_turns))
 
     def update(
         self, groups: Sequence[Group], models: dict[str, Tensors], rules: Rules, row_length: int, dtype: torch.dtype
     ) -> Update:
-        """The gradients of a policy whose next token depends on the last one alone, at one update over all groups."""
+        """Return the gradients of one update of all groups, for a policy whose next token depends on the last one alone.
+        """
         with everything_in(dtype), mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor):
             policy = {name: value.to(dtype, copy=True).requires_grad_() for name, value in models["policy"].items()}
             frozen = [{name: value.to(dtype) for name, value in models[role].items()} for role in ("old", "reference")]
@@ -130,7 +131,7 @@ class Upstream:
     def _rows(
         self, groups: Sequence[Group], frozen: list[Tensors], rules: Rules, row_length: int, dtype: torch.dtype
     ) -> Iterator[dict[str, Any]]:
-        """A row for each response: `micro_batch_size` of them make a micro-batch."""
+        """Yield a row for each response: `micro_batch_size` of them make a micro-batch."""
         tokens_BL, is_response_BL, engine = self._trajectories(groups, row_length, False)
         _, mask_BL, _ = self.functions.get_ltor_masks_and_position_ids(
             tokens_BL, EOD, PAD, False, False, eod_mask_loss=False, pad_mask_loss=True
@@ -152,7 +153,7 @@ class Upstream:
     def _bins(
         self, groups: Sequence[Group], frozen: list[Tensors], rules: Rules, row_length: int, dtype: torch.dtype
     ) -> Iterator[dict[str, Any]]:
-        """Bins of several responses, each a micro-batch."""
+        """Yield bins of several responses, each a micro-batch."""
         functions = self.functions
         tokens_BL, is_response_BL, engine_BL = self._trajectories(groups, row_length, True)
         packed, positions, *_, mask, info = functions.SequencePacker(row_length, PAD).pack_sequences(
@@ -199,7 +200,7 @@ class Upstream:
     def _backward(
         self, policy: Tensors, batch: dict[str, Any], rules: Rules, num_micro_batches: int
     ) -> tuple[float, int, torch.Tensor]:
-        """The loss as the schedule has it, the number of its tokens, and their losses."""
+        """Return the loss as the schedule has it, the number of its tokens, and their losses."""
         losses, *measured = self.functions.calculate_grpo_loss(
             self._log_probs(policy, batch["tokens"]), batch["old"], batch["reference"], batch["advantages"],
             rules.lower, rules.upper, rules.beta, rules.entropy_weight, batch["engine"], rules.truncation,
@@ -215,7 +216,7 @@ class Upstream:
 
 
 def _take(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """These functions and classes of a file, with stand-ins for all that they look up elsewhere."""
+    """Take these functions and classes out of a file, with stand-ins for every name that they look up elsewhere."""
     args = types.SimpleNamespace(
         context_parallel_size=1, check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False
     )
@@ -230,7 +231,7 @@ def _take(path: Path, names: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
     tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
-    # Annotations name what is not there.
+    # Annotations name types that are missing here.
     flags = __future__.annotations.compiler_flag
     exec(compile(tree, str(path), "exec", flags=flags), namespace)
     return {name: namespace[name] for name in names if name in namespace}

@@ -1,4 +1,4 @@
-"""Updates of GRPO over given groups, as a run makes them, on the ranks of a test; and faults planted in them."""
+"""Run updates of GRPO over given groups, as a run makes them, on the ranks of a test; and plant faults in them."""
 
 import contextlib
 import dataclasses
@@ -58,21 +58,21 @@ WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(("TP2xPP2", "DP2xPP2", "
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What one update was made of, over all ranks; gradients and weights on rank 0 only."""
+    """The data and results of one update, over all ranks; gradients and weights on rank 0 only."""
 
     gradients: Tensors
-    """As the optimizer takes them, before they are clipped."""
+    """The gradients as the optimizer takes them, before they are clipped."""
     weights: Tensors
-    """That these are the gradients at."""
+    """The weights that these are the gradients at."""
     sums: dict[str, float]
     outcome: UpdateOutcome
     metrics: dict[str, Any]
-    """Of the iteration that the update belongs to."""
+    """The metrics of the update's iteration."""
 
 
 @dataclasses.dataclass
 class Parts:
-    """What a fault may be planted in."""
+    """The parts that a fault may be planted in."""
 
     roles: Any
     batcher: Any
@@ -81,7 +81,7 @@ class Parts:
 
 
 class Witness:
-    """Keeps what the learner's parts are given."""
+    """A recorder of what the learner's parts are given."""
 
     def __init__(self, objective: Objective, policy: Policy, model: Model):
         self.gradients: list[Tensors] = []
@@ -109,7 +109,7 @@ class Witness:
         return self._step()
 
     def sums(self, update: int, session: Session) -> dict[str, float]:
-        """The statistics of an update, of the one rank of each replica that speaks for it."""
+        """Return the statistics of an update, of the one rank of each replica that speaks for it."""
         mine = combine_statistics(self.statistics[update])[0] if is_reporter() else {}
         totals: dict[str, float] = {}
         for name, value in itertools.chain.from_iterable(sums.items() for sums in session.gather(mine)):
@@ -118,7 +118,7 @@ class Witness:
 
 
 def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Seen]]:
-    """On each rank: what the updates of each trial were made of. Trials of one layout follow each other."""
+    """Run the trials on each rank and return their updates. Trials of one layout follow each other."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for layout, of_layout in itertools.groupby(trials, key=lambda trial: trial.layout):
@@ -167,7 +167,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
 
 
 def _check_passes(taken: dict[str, Any], num_slots: int, num_chunks: int) -> None:
-    """Every micro-batch went through every chunk of the policy and of the reference once, and back, in this order."""
+    """Check that every micro-batch passed each chunk of the policy and of the reference once, and back, in order."""
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     now = 0
     for number, begin, length, slot, num_tokens in (row for row in taken["spans"] if len(row) == 5):
@@ -266,7 +266,7 @@ def _advantage(advantage: Callable[[np.ndarray], np.ndarray]) -> Callable[[Parts
 
 
 def _rows_before(batch: Batch) -> torch.Tensor:
-    """A response's first token predicted by the row before it in the buffer, as if nothing were shared."""
+    """Predict a response's first token by the row before it in the buffer, as if nothing were shared."""
     rows_N = batch.pack.target_rows_N.clone()
     first = batch.lengths_S.cumsum(0)[:-1]
     # The row of a response's first token is the one that predicts its second, if it has one.

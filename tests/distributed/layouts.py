@@ -73,11 +73,11 @@ def divisor(sizes: ParallelSizes) -> int:
 
 
 Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
-"""The sum of a pack's losses, of its targets' log-probs."""
+"""The sum of a pack's losses, computed from its targets' log-probs."""
 
 
 class LossStep(ForwardStep):
-    """With a loss of log-probs, and the auxiliary losses of routers counted once for each pack."""
+    """A step with a loss of log-probs, in which the auxiliary losses of routers count once for each pack."""
 
     def __init__(self, loss: Loss, temperature: float, scale: float):
         super().__init__(temperature)
@@ -131,11 +131,11 @@ class Model:
         return self._everywhere(results)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients under the names and in the shapes of the checkpoint; on rank 0, elsewhere nothing."""
+        """Return gradients under the names and in the shapes of the checkpoint; on rank 0, elsewhere nothing."""
         return self.whole({name: parameter.main_grad for name, parameter in gpt.named_shards(self.chunks)})
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Weights, likewise."""
+        """Return weights likewise."""
         return self.whole({name: parameter.detach() for name, parameter in gpt.named_shards(self.chunks)})
 
     def whole(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -170,7 +170,10 @@ class Model:
 
 @contextlib.contextmanager
 def start_session(case: Case, timeout_seconds: int = 600) -> Iterator[Session]:
-    """Megatron's groups for one case; torch.distributed must have been started when several cases follow each other."""
+    """Start Megatron's groups for one case.
+
+    If several cases follow each other, torch.distributed must have been started before.
+    """
     platform = platforms.select(platform_name())
     with Session(case.sizes, platform, seed=1, timeout=datetime.timedelta(seconds=timeout_seconds)) as session:
         yield session

@@ -1,4 +1,4 @@
-"""Ragged groups, the same on every machine, and what each layout makes of them."""
+"""Ragged groups, the same on every machine, and the results of each layout for them."""
 
 import dataclasses
 import shutil
@@ -108,7 +108,7 @@ def _with_gradients(folder: Path, batches: list[Groups], temperature: float, dty
     with everything_in(dtype):
         model = hf_models.load(folder, dtype)
         log_probs = [_of_responses(model, groups, temperature) for groups in batches]
-    # Outside, where the weights of tokens are those that our loss has.
+    # Outside, where tokens have the weights that our loss gives them.
     sum(shared_loss(log_probs_N) for log_probs_N in log_probs).backward()
     return Computed([log_probs_N.detach() for log_probs_N in log_probs], hf_models.gradients_of(model))
 
@@ -132,7 +132,7 @@ def of_responses(log_probs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def weights_of_tokens(num_targets: int) -> torch.Tensor:
-    """Uneven and of both signs, as advantages are."""
+    """Return weights that are uneven and of both signs, as advantages are."""
     return torch.sin(torch.arange(num_targets, dtype=torch.float32) * 1.7 + 0.3)
 
 

@@ -1,4 +1,4 @@
-"""Updates over given demonstrations, as --stage sft makes them, on the ranks of a test."""
+"""Run updates over given demonstrations, as --stage sft makes them, on the ranks of a test."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -134,7 +134,7 @@ def try_changes(folder: Path) -> dict[str, Any]:
 
 
 def refusable(settings: Settings) -> dict[str, torch.nn.Module]:
-    """Models of which something would be lost."""
+    """Build models of which something would be lost."""
     with_parameters, with_own, without, biased = (provide(settings) for _ in range(4))
     attention: Any = with_parameters.decoder.layers[1].self_attention
     attention.core_attention.register_parameter("offset", torch.nn.Parameter(torch.zeros(4)))

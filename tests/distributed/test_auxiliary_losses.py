@@ -19,7 +19,7 @@ from tests.truth import mean_over_bound, worst_of
 
 pytestmark = pytest.mark.each_change
 
-# What counting a micro-batch otherwise must change of some gradient.
+# The change that counting a micro-batch in another way must make to some gradient.
 LEAST_EFFECT = 1e-2
 COEFFICIENTS = Coefficients(balancing=0.4, z=0.05)
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -102,7 +102,7 @@ class Formulas:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The same in float32 and in float64."""
+    """The first update from the formulas in float32 and in float64."""
 
     theirs: Formulas
     truth: Formulas

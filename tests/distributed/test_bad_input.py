@@ -240,7 +240,7 @@ def test_a_tied_model_may_store_its_output_layer_too(tmp_path: Path) -> None:
 
 
 def convert_with_a_fault_on_one_rank(folders: list[tuple[str, str]], out: str) -> list[tuple[int, str]]:
-    """Rank 1 sees the second folder of each pair; the groups of ranks outlive the errors."""
+    """Convert while rank 1 sees the second folder of each pair; the groups of ranks outlive the errors."""
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo")
     results = []

@@ -19,7 +19,7 @@ from tests.truth import worst_of
 
 LAYOUT = Layout.of_groups([(5, [4, 1, 6]), (3, [5])])
 HEAD_DIM = 8
-# Heads of the queries, and of keys and values: as many; fewer; fewer than ranks; a number that two does not divide.
+# Heads of the queries, and of keys and values: equal; fewer; fewer than ranks; a number that two does not divide.
 HEADS = ((4, 4), (8, 2), (4, 1), (6, 3))
 
 Named = dict[str, torch.Tensor]
@@ -54,14 +54,14 @@ def uneven_batches() -> list[Groups]:
 
 @dataclasses.dataclass
 class OfRank:
-    """On one rank, twice each; of the model in each layout."""
+    """The results of one rank, twice each; of the model in each layout."""
 
     attention: dict[tuple[int, int], list[Named]]
     model: dict[str, list[Computed]]
 
 
 def compute(folder: Path) -> OfRank:
-    """Everything twice."""
+    """Compute everything twice."""
     dist.init_process_group("gloo")
     results = OfRank({}, {})
     for heads in HEADS:

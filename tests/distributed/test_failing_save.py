@@ -1,4 +1,4 @@
-"""A rank that fails while it saves ends by its own reason, whatever the other ranks wait in."""
+"""A rank that fails while it saves ends by its own reason, whatever call the other ranks wait in."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def fail_on_the_second(others_wait: bool) -> str:
 def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it() -> None:
     first, second = run_ranks(fail_on_the_second, 2, True, timeout=100)
     assert second == REASON
-    # Its process ended, which ended the collective.
+    # The other rank's process ended, which ended the collective.
     assert first not in ("nothing was raised", REASON)
 
 

@@ -1,6 +1,7 @@
 """Fields of megatron-core's configurations that used flags set are read by something when a model is trained.
 
-What is never read changes nothing, whatever its flag says. See tests/unit/test_every_flag.py for the flags themselves.
+A field that is never read changes nothing, whatever its flag says. See tests/unit/test_every_flag.py for the flags
+themselves.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ _ENGINE = "TransformerEngine's layers read it"
 _PRECISE = "--use-precision-aware-optimizer reads it, which needs TransformerEngine"
 _OFFLOADED = "--optimizer-cpu-offload reads it, which needs TransformerEngine"
 _BUILT = "it is read when the configuration is built"
-# Fields that nothing reads on a CPU, and who does, or what reads another field for it.
+# Fields that nothing reads on a CPU, with the code that does, or the code that reads another field in their place.
 ELSEWHERE = {
     "transformer.moe_layer_freq": _ALLOWS_ONE,
     "transformer.attention_dropout": _ALLOWS_ONE,

@@ -134,7 +134,8 @@ def test_a_rank_takes_what_is_counted(tmp_path: Path, model: str, cases: dict[st
             for part in ("gradients", "optimizer"):
                 # Buffers are padded, so that they can be divided.
                 assert one.device[part] == pytest.approx(real[part], rel=0.02), (name, part)
-            # What is recomputed is kept a layer at a time beside the rest. Routers do not give experts equal shares.
+            # Recomputed activations are kept a layer at a time beside the rest. Routers do not give experts equal
+            # shares.
             least, most = one.device["activations"], one.device["activations"]
             if "recomputed" in name:
                 most += one.device["workspace"]

@@ -33,7 +33,7 @@ SMALL = 1024
 LAYOUTS = {"DP2": ADAM, "PP2": "--pipeline-model-parallel-size 2 --lr 0.002"}
 # The policy alone, with a reference, with an old policy, with both: weight of the divergence, and updates.
 ROLES = {"none": (0.0, 1), "reference": (0.1, 1), "old": (0.0, 2), "both": (0.1, 2)}
-# Where it is measured, and what has one frozen model more than what.
+# The layouts that are measured, and the pairs of cases of which one has one frozen model more.
 PAIRS = [
     pytest.param(("PP2", "both", "old"), id="PP2"),
     pytest.param(("DP2", "reference", "none"), id="DP2", marks=pytest.mark.slow),
@@ -45,15 +45,15 @@ class Used:
     """Bytes on one rank."""
 
     held: int
-    """Before the first iteration."""
+    """Bytes held before the first iteration."""
     peak: int
-    """The most there were in the second one."""
+    """The most bytes held during the second one."""
     in_pass: int
-    """The most that the pass of a frozen chunk came to, above what there was when it began."""
+    """The most bytes that the pass of a frozen chunk added to those held when it began."""
     parameters: int
     """The bytes of one frozen model."""
     hidden: int
-    """The hidden states of the longest micro-batch."""
+    """Bytes of the hidden states of the longest micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Compared:
 
     fewer: Used
     more: Used
-    """With one frozen model more."""
+    """The bytes with one frozen model more."""
     offloaded: Used
     """The same, with frozen models in the host's memory."""
 
@@ -86,13 +86,13 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
     hidden, in_pass = [0], [0]
     with LiveMemory() as memory, watched(memory, hidden, in_pass):
         policy = build_policy(settings, session, sizes.plan.num_updates)
-        # Once computed it keeps what depends on shapes alone.
+        # Once computed, the platform keeps results that depend on shapes alone.
         policy.weights.fingerprint()
         reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
         roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
         held = memory.settled()
         learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
-        # The first iteration makes what the optimizer keeps.
+        # The first iteration makes the state that the optimizer keeps.
         for version in range(2):
             identity = Identity("run", version, "fingerprint")
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)

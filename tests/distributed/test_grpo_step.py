@@ -76,7 +76,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Of one update, from the formulas in float32 and in float64."""
+    """One update, from the formulas in float32 and in float64."""
 
     theirs: Update
     truth: Update
@@ -96,7 +96,7 @@ class Twins:
         self.stepped = [twin.step() for twin in self._twins]
 
     def update(self, number: int, weights: Tensors | None = None) -> Expected:
-        """At the present weights or at those that are given."""
+        """Compute an update at the present weights or at those that are given."""
         for twin in self._twins if weights is not None else ():
             twin.load(weights)
         return Expected(*(twin.update(number) for twin in self._twins))
@@ -116,7 +116,7 @@ def twins(problem: Problem) -> Callable[[Trial], Twins]:
 
 
 def run(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Seen]]:
-    """Trials by the number of their ranks, one start for each number."""
+    """Run trials grouped by the number of their ranks, one start for each number."""
     results: dict[Trial, list[Seen]] = {}
     for size in sorted({WORLD_SIZES[trial.layout] for trial in trials}):
         of_size = [trial for trial in trials if WORLD_SIZES[trial.layout] == size]
@@ -136,7 +136,7 @@ def computed(problem: Problem) -> dict[Trial, list[Seen]]:
 
 
 def check(trial: Trial, seen: list[Seen], twins: Twins) -> None:
-    """Each update is the twin's at the weights it was made at, and so is the step between them."""
+    """Check that each update, and the step between them, is the twin's at the weights it was made at."""
     if trial.optimizer == SGD:
         error, tensor = worst_of(seen[1].weights, *twins.stepped)
         assert error <= 1, f"{trial}: the step of {tensor}"
@@ -169,7 +169,7 @@ def check_update(name: str, seen: Seen, expected: Expected) -> None:
 
 
 def errors(seen: Seen, expected: Expected) -> dict[str, float]:
-    """Over their bounds: of gradients and their norm, of the loss, and of means over tokens."""
+    """Return errors over their bounds: of gradients and their norm, of the loss, and of means over tokens."""
     theirs, truth = expected.theirs, expected.truth
     error, tensor = worst_of(seen.gradients, theirs.gradients, truth.gradients)
     found = {tensor: error, "norm": norm_over_bound(seen.outcome.gradient_norm, theirs, truth)}
@@ -184,7 +184,7 @@ def errors(seen: Seen, expected: Expected) -> dict[str, float]:
 
 
 def norm_over_bound(ours: float, theirs: Update, truth: Update) -> float:
-    """It is as far off as the gradients are at most."""
+    """Return the error of a norm over its bound: it is off by at most as much as the gradients."""
     whole = [torch.cat([value.flatten() for value in one.gradients.values()]) for one in (theirs, truth)]
     other = (whole[0] - whole[1]).norm()
     norms = torch.stack([whole[1].norm() + other, whole[1].norm()])
@@ -192,7 +192,7 @@ def norm_over_bound(ours: float, theirs: Update, truth: Update) -> float:
 
 
 def effects(seen: Seen, expected: Update) -> list[float]:
-    """Of a fault: relative differences of the loss and of every gradient."""
+    """Return a fault's effects: relative differences of the loss and of every gradient."""
     changed = [
         ((seen.gradients[name] - gradient).abs().max() / gradient.abs().max()).item()
         for name, gradient in expected.gradients.items()

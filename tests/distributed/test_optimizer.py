@@ -26,7 +26,7 @@ from tests.truth import Named, error_over_bound, worst_of
 pytestmark = pytest.mark.each_change
 
 RATE, DECAY, CLIP, EPSILON, SCALE = 0.125, 0.25, 1.5, 0.1, 0.01
-# So great an epsilon that Adam does not turn rounding into whole steps.
+# An epsilon so great that Adam does not turn rounding into whole steps.
 ADAM = f"--lr {RATE} --weight-decay {DECAY} --clip-grad {CLIP} --adam-eps {EPSILON} --lr-decay-style constant"
 OVERLAPPED = "DP2+overlap"
 
@@ -50,7 +50,7 @@ def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
 
 
 def _after(trained: Model, weights: list) -> tuple:
-    """Synchronizing after a pass must change nothing: the pass has gathered everything."""
+    """Return the weights after an update; synchronizing must change nothing, for the pass has gathered everything."""
     passed = trained.parameters()
     force_param_sync(trained.wrapped)
     weights.append(trained.parameters())
@@ -65,7 +65,7 @@ def differ_over_replicas(trained: Model) -> bool:
 
 
 def by_hand(weights: Named, gradients: Sequence[Named], dtype: torch.dtype) -> tuple[Named, list[torch.Tensor]]:
-    """AdamW with clipping over whole tensors, in that precision; norms do not decay. Weights, and gradients' norms."""
+    """Return weights and gradients' norms of AdamW in `dtype`, with clipping over whole tensors; norms do not decay."""
     weights = {name: value.to(dtype, copy=True) for name, value in weights.items()}
     groups = [
         {"params": [value for value in weights.values() if value.dim() > 1], "weight_decay": DECAY},

@@ -1,4 +1,4 @@
-"""The distributed optimizer's state, saved where it lies: what a save takes, and that Megatron's own form is read."""
+"""The distributed optimizer's state, saved where it lies: the memory of a save, and reading Megatron's own form."""
 
 import contextlib
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ SAVES = {
     "in the background": f"{DISTRIBUTED} --bf16 --async-save",
     "experts": EXPERTS,
 }
-# What a rank may hold during a save, in units of its own state: its weights and its part of the optimizer's state.
+# The memory that a rank may hold during a save, in units of its own state: its weights and its part of the optimizer's
+# state.
 PEAK = 1.3
 
 

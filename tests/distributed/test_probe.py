@@ -1,4 +1,4 @@
-"""The trainer's own log-probs of a probe: transformers' in every layout, and of what every replica holds."""
+"""The trainer's own log-probs of a probe equal transformers' in every layout, and show a replica that differs."""
 
 from pathlib import Path
 from typing import Any

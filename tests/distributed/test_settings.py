@@ -1,4 +1,4 @@
-"""Settings that change how a model is computed and not what: recomputation, uneven stages, overlap, half precision."""
+"""Settings change how a model is computed, not its results: recomputation, uneven stages, overlap, half precision."""
 
 import dataclasses
 from pathlib import Path
@@ -39,7 +39,7 @@ SETTINGS = {
 }
 HALF_LAYOUTS = ("TP2+SP", "PP2xVPP2", "DP2+distopt", "CP2")
 OVERLAPPED = ("DP2", "DP2+distopt", "PP2xVPP2")
-# Of a replica, in calls that follow each other.
+# Results of a replica, in calls that follow each other.
 NUM_MICRO_BATCHES = (2, 4, 2)
 
 Result = tuple[Computed, str]
@@ -61,7 +61,7 @@ def run_settings(names: list[str], folders: dict[str, Path], out: Path) -> dict[
 
 
 def run_half(folders: dict[str, Path], out: Path, precise: Path) -> dict[str, Any]:
-    """Two ranks in bfloat16; and overlapped reductions over calls with more and with fewer micro-batches."""
+    """Run two ranks in bfloat16; and overlapped reductions over calls with more and with fewer micro-batches."""
     torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {}
     for name in HALF_LAYOUTS:

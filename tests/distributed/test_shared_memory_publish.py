@@ -28,7 +28,7 @@ pytestmark = pytest.mark.each_change
 
 
 class Sidecar:
-    """Reads what it is told of, as an engine on rank 0's host does."""
+    """A sidecar that reads the tensors it is told of, as an engine on rank 0's host does."""
 
     def __init__(self) -> None:
         self.names: list[set[str]] = []
@@ -76,7 +76,7 @@ def test_a_host_that_holds_copies_of_the_weights_alone_needs_no_folder(tmp_path:
 def test_hosts_that_hold_parts_of_the_weights_end_the_run_at_the_start_with_a_remedy(tmp_path: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
     hosts = hosts_of(tmp_path, "first", "second")
-    # The other host may hold what an earlier run left there.
+    # The other host may hold files that an earlier run left there.
     (hosts[1] / "shared" / "run").mkdir(parents=True)
     for _, _, message in run_ranks(publish, 2, "TP2", model, hosts, 1):
         assert message.startswith("rank 1 on ")
@@ -88,9 +88,9 @@ def test_hosts_that_hold_parts_of_the_weights_end_the_run_at_the_start_with_a_re
 
 
 class EarlyReader:
-    """Reads the files as they come, in another order than they are written in, and holds them against what it is told.
+    """A reader that reads files as they come, in another order than they are written in, and checks them.
 
-    Beside this it keeps which files there were, and how many of the tensors it had to wait for.
+    Beside this it keeps the files that it saw, and the number of tensors that it had to wait for.
     """
 
     def __init__(self) -> None:

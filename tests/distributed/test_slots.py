@@ -96,7 +96,7 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 def take_slots(folder: Path, layouts: dict[str, str]) -> dict[str, Any]:
-    """Two iterations of each schedule: what the rank asked the sidecar for, and the batches that it got."""
+    """Take two iterations of each schedule: return the rank's requests to the sidecar, and the batches that it got."""
     torch.distributed.init_process_group("gloo")
     seen = {}
     for name, words in layouts.items():
@@ -141,7 +141,7 @@ def test_a_slot_is_fetched_once_for_each_of_several_replicas(tmp_path: Path) -> 
 
 
 class Broken(Exception):
-    """Planted."""
+    """A planted fault."""
 
 
 def meet_faults(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A publish that streams: what rank 0 sends, and what becomes of it when the engines do not take it.
+"""A publish that streams: the messages of rank 0, and the errors when the engines do not take them.
 
 Stand-ins have the places of the sidecar and of the group that devices would be in.
 """
@@ -31,7 +31,7 @@ EXPERT_LAYOUTS = {1: (), 2: ("EP2", "EP2xCP2"), 4: ("EP2xPP2",)}
 
 
 class Sidecar:
-    """Two workers that take what is sent to the end, as engines do."""
+    """Two workers that take all tensors that are sent, as engines do."""
 
     endpoint = "http://127.0.0.1:1"
 
@@ -54,7 +54,7 @@ class Sidecar:
 
 
 class Group:
-    """Takes the tensors instead of sending them."""
+    """A group that takes the tensors instead of sending them."""
 
     def __init__(self, sidecar: Sidecar, model: WholeModel, bites: bool = True):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -116,7 +116,7 @@ def test_a_stream_sends_the_announced_tensors_in_the_announced_order(world_size,
     for (layout, model, dtype), sent in run_ranks(streams, world_size, world_size, folders)[0].items():
         given = load_file(folders[model] / "model.safetensors")
         assert sent["fingerprint"] == sent["own"]
-        # The first time one worker was counted, and there are two.
+        # The first time one worker was counted, and two exist.
         assert [message.world_size for message in sent["told"]] == [2, 3]
         message = sent["told"][-1]
         assert (message.version, message.fingerprint, message.transport) == (7, sent["fingerprint"], "nccl")

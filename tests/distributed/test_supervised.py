@@ -31,9 +31,9 @@ LAYOUTS = {
 
 
 def draw_rows(count: int, seed: int, other_context: bool = False) -> list[Demonstration]:
-    """Chats of one, two and three answers, some in two sequences; or the same with other tokens in what is given.
+    """Draw chats of one, two and three answers, some in two sequences; or the same with other tokens in what is given.
 
-    Then only the last token before an answer is as it was: it predicts the answer's first.
+    Then only the last token before an answer stays the same: it predicts the answer's first.
     """
     draw, others = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     rows = []

@@ -113,7 +113,7 @@ def go_on(trained: Training) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path, words: dict[str, str]) -> dict[str, Any]:
-    """Three updates in each layout, a checkpoint, and what comes next."""
+    """Train three updates in each layout, write a checkpoint, and return the updates that follow."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for name, layout in words.items():
@@ -152,10 +152,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(name: str, written: dict[str, Any], resumed: tuple[Loaded, dict[str, Any]], expected: Expected) -> None:
-    """`expected` is at the weights that were written."""
+    """Compare; `expected` is at the weights that were written."""
     writer, reader = name.split(" to ")
     is_same = writer == reader
-    # Those of context-parallel ranks, and of replicas, are the same; gradients are summed in another order.
+    # Log-probs of context-parallel ranks, and of replicas, are the same; gradients are summed in another order.
     has_rng = is_same or {writer, reader} <= {"DP1+distopt", "DP2+distopt", "CP2+distopt"}
     loaded, continued = resumed
     assert (loaded.version, loaded.extra) == (3, EXTRA), name
@@ -226,7 +226,7 @@ def latest(out: Path) -> str | None:
 
 
 def save_beside_training(folder: Path, out: Path) -> dict[str, Any]:
-    """Weights change while they are written; then writing fails on one rank, then something else does."""
+    """Change weights while they are written; then fail to write on one rank, then to do something else."""
     torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {"seen": []}
     with training(folder, f"{ADAM} {LAYOUTS['DP2+overlap']} --async-save") as trained:
@@ -293,7 +293,7 @@ def test_a_checkpoint_written_while_training_continues_is_whole_and_its_failures
     out = tmp_path / "saved"
     results = run_ranks(save_beside_training, 2, folder, out, num_threads=2)
     for result in results:
-        # Nothing is the newest while it is written, and polling does not wait for it.
+        # No folder is the newest while it is written, and polling does not wait for it.
         assert result["seen"] == [None, None, None, "1", "1"]
         assert result["no space"].startswith(f"NoRoom: {out} cannot be written: No space left on device (")
         assert "a crash" in result["crash"]
@@ -341,7 +341,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         trained.update()
         saver.save(1, EXTRA)
         checkpointer(trained, save=out / "weights", no_save_optim=True, no_save_rng=True).save(1, EXTRA)
-        # As Megatron's own training script writes one: without what is ours.
+        # As Megatron's own training script writes one: without our additions.
         with mock.patch.object(checkpointing, "EXTRA", "args"):
             checkpointer(trained, save=out / "pretrained", save_interval=1).save(1, EXTRA)
         told["pretrained"] = error_of(checkpointer(trained, load=out / "pretrained").load)
@@ -362,7 +362,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
         loaded = checkpointer(trained, load=out / "whole", finetune=True).load()
         told["own folder"] = error_of(checkpointer(trained, load=out / "whole", save=out / "whole", finetune=True).load)
         told["finetune"] = f"{loaded.version} {loaded.extra} {trained.weights.fingerprint() == updated}"
-        # From megatron-core 0.19 on what is not tensors lies in a shard.
+        # From megatron-core 0.19 on, values that are not tensors lie in a shard.
         common = "common.pt" if (out / "whole" / "iter_0000001" / "common.pt").exists() else "__0_0.distcp"
         trained.session.barrier()
         for name, victim in (("shard", "__0_0.distcp"), ("common", common), ("metadata", ".metadata")):
@@ -386,7 +386,7 @@ def run_bad_input(folder: Path, other: Path, out: Path) -> dict[str, str]:
 
 
 class Killed(BaseException):
-    """Stands for a signal that no code sees."""
+    """A stand-in for a signal that no code sees."""
 
 
 def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
         trained.update()
         saver.save_if_due(1, False, RunState())
         if trained.session.rank == 0:
-            # What an earlier try left there is not of this checkpoint.
+            # Files that an earlier try left there do not belong to this checkpoint.
             shutil.copytree(out / "hf" / "iter_0000001", out / "hf" / "iter_0000002")
         trained.update()
         with pytest.MonkeyPatch.context() as patch:

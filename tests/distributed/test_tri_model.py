@@ -68,7 +68,7 @@ EXPERTS = {
 
 
 def both(layouts: dict[str, str], problem: Problem, **choices: Any) -> list[RoleTrial]:
-    """Fused and separate."""
+    """Return the trial with fused and with separate roles."""
     return [
         RoleTrial(name, problem, flags, roles, **choices)
         for name, flags in layouts.items()
@@ -85,15 +85,15 @@ class Ran:
     """The results of two iterations of two updates."""
 
     log_probs: list[list[list[RoleLogProbs]]]
-    """By update, rank and micro-batch."""
+    """Log-probs by update, rank and micro-batch."""
     gradients: list[Tensors]
-    """By update; on rank 0."""
+    """Gradients by update; on rank 0."""
     forward: list[int]
     """Bytes that ranks sent to the next stage, by update."""
     backward: list[int]
     """Bytes that ranks sent to the stage before, likewise."""
     passes: list[int]
-    """By update, how many times a rank ran a chunk of a frozen model; separate roles are not counted."""
+    """Runs of a chunk of a frozen model on a rank, by update; separate roles are not counted."""
 
 
 def run(cases: list[RoleTrial]) -> dict[tuple[str, str], Ran]:
@@ -269,7 +269,7 @@ def differences(one: Ran, other: Ran) -> dict[str, float]:
         for role in ("policy_N", "old_N", "reference_N"):
             if getattr(yours, role) is not None:
                 found[role].append((getattr(mine, role) - getattr(yours, role)).abs().max())
-    # Of tensors, whose maximum is not a number where one of them is not.
+    # The maximum of tensors is not a number if one of them is not.
     return {what: torch.stack(values).max().item() for what, values in found.items()}
 
 

@@ -35,7 +35,7 @@ LAYOUTS = {
 
 @dataclasses.dataclass
 class Training(Model):
-    """One rank's part of it."""
+    """One rank's part of the training."""
 
     settings: Settings
     optimizer: Any
@@ -46,7 +46,7 @@ class Training(Model):
         return Policy(self.chunks, self.wrapped, self.optimizer, self.scheduler, self.weights)
 
     def accumulate(self) -> None:
-        """Gradients of the parity test's packs."""
+        """Accumulate gradients of the parity test's packs."""
         forward_backward(self.wrapped, self.mine(shared_packs(divisor(self.session.sizes))), shared_loss)
         for chunk in self.wrapped:
             gather_reduced_shards(chunk)
@@ -62,7 +62,7 @@ def settings_of(folder: Path, words: str) -> Settings:
 
 @contextlib.contextmanager
 def training(folder: Path, words: str, num_updates: int = 10) -> Iterator[Training]:
-    """torch.distributed must have been started; several of these may follow each other."""
+    """Set up the training; torch.distributed must have been started; several of these may follow each other."""
     settings = settings_of(folder, words)
     with start_session(settings) as session:
         yield training_in(session, settings, num_updates)
