@@ -114,8 +114,7 @@ class Upstream:
     def update(
         self, groups: Sequence[Group], models: dict[str, Tensors], rules: Rules, row_length: int, dtype: torch.dtype
     ) -> Update:
-        """Return the gradients of one update of all groups, for a policy whose next token depends on the last one alone.
-        """
+        """Return the gradients of one update of all groups; the policy's next token depends on the last one alone."""
         with everything_in(dtype), mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor):
             policy = {name: value.to(dtype, copy=True).requires_grad_() for name, value in models["policy"].items()}
             frozen = [{name: value.to(dtype) for name, value in models[role].items()} for role in ("old", "reference")]

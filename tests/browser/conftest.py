@@ -14,12 +14,12 @@ _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
 )  # fmt: skip
-# Far away: how long a page takes is the machine's load.
+# Far away: a page's time depends on the machine's load.
 PATIENCE_SECONDS = 120
 
 
 class Browser:
-    """A window, and what it asked for and complained of."""
+    """A window, with its requests and complaints."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -55,7 +55,7 @@ class Browser:
         command("Emulation.setEmulatedMedia", {"features": features})
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for since the page was opened."""
+        """Return the addresses that were asked for since the page was opened."""
         messages = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
         return [
             message["params"]["request"]["url"]
@@ -64,7 +64,7 @@ class Browser:
         ]
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console: a breach of the page's policy is one."""
+        """Return errors and warnings of the console: a breach of the page's policy is one."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def breaches_of_accessibility(self) -> list[str]:

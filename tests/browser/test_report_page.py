@@ -42,7 +42,7 @@ def page_of(folders, path):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Two runs; the second is as hostile as a run can be."""
+    """Open the page of two runs; the second is as hostile as a run can be."""
     path = tmp_path_factory.mktemp("report")
     folders = {"calm": write_run(path / "calm", 40), "</script><b>hostile</b>": write_run(path / "hostile", 40)}
     write_configs(*folders.values())

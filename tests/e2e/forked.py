@@ -1,7 +1,7 @@
-"""A script that runs in a rank of tests/nursery.py, which has imported megatron: a start that takes no seconds.
+"""Run a script in a rank of tests/nursery.py, which has imported megatron, so that the start takes no seconds.
 
-It is the script with its words, in an environment of its own; but what that environment says to what was imported
-before is too late.
+The script gets its words and an environment of its own. Settings of that environment for modules that were imported
+before come too late.
 """
 
 import atexit
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.02
 
 
 class ForkedProcess:
-    """What a test needs of a `subprocess.Popen`."""
+    """The part of a `subprocess.Popen` that a test needs."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ def parity(prompts, completions, completion_ids, **columns):
 
 
 def draw_model(folder: Path, seed: int = 0, family: str = "qwen3", **changes: Any) -> Path:
-    """A model of two layers whose tokens are numbers."""
+    """Draw a model of two layers whose tokens are numbers."""
     hf_models.draw(family, folder, seed, **{"num_hidden_layers": 2, "max_position_embeddings": 1024, **changes})
     size = changes.get("vocab_size", hf_models.VOCAB_SIZE)
     vocabulary = {str(number): number for number in range(size)}
@@ -44,7 +44,7 @@ def draw_model(folder: Path, seed: int = 0, family: str = "qwen3", **changes: An
 
 
 def write_prompts(path: Path, count: int) -> Path:
-    """Ragged prompts of numbers, with an answer."""
+    """Write ragged prompts of numbers, with an answer."""
     rows = [
         {"prompt": " ".join(str((7 * row + 3 * place) % 120 + 2) for place in range(3 + row % 9)), "answer": str(row)}
         for row in range(count)
@@ -144,7 +144,7 @@ def _program(fault: str | None) -> list[str]:
     script = str(SCRIPT)
     if fault is None:
         return [script]
-    # What a run imports finds the script's folder first, as it would without the fault.
+    # A run's imports search the script's folder first, as they would without the fault.
     prologue = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n"
     return ["-c", f"{prologue}{textwrap.dedent(fault)}\nrunpy.run_path({script!r}, run_name='__main__')"]
 
@@ -159,7 +159,7 @@ def running(
     platform: str = "cpu",
     **environment: str,
 ) -> Iterator[Ranks]:
-    """The ranks, killed at the end if they still run."""
+    """Start the ranks; at the end, kill those that still run."""
     ranks = start(folder, world_size, words, faults, is_forked=is_forked, platform=platform, **environment)
     try:
         yield ranks
@@ -175,7 +175,7 @@ def run(
     is_forked: bool = True,
     **environment: str,
 ) -> Ranks:
-    """A run that must end well."""
+    """Run to the end, which must be a good one."""
     ranks = start(folder, world_size, words, is_forked=is_forked, **environment)
     codes = ranks.wait(seconds)
     assert codes == [0] * world_size, f"exit codes {codes}\n{ranks.text()}"
@@ -184,7 +184,7 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What runs of a test share."""
+    """The files that runs of a test share."""
 
     folder: Path
     model: Path
@@ -192,7 +192,10 @@ class World:
     reward: str
 
     def words(self, run: str, **changes: Any) -> list[str]:
-        """A small run over scripted engines; a change replaces a flag, None drops it, True makes it a switch."""
+        """Return the words of a small run over scripted engines.
+
+        A change replaces a flag, None drops it, True makes a switch.
+        """
         flags: dict[str, Any] = {
             "hf_model": self.model,
             "prompts": self.prompts,

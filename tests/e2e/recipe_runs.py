@@ -1,4 +1,4 @@
-"""Runs that a recipe's script starts, on a tiny model and scripted engines, and what they come to."""
+"""Run the scripts of recipes, on a tiny model and scripted engines, and read their results."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ EXPERTS = (
     f"{_SHAPE} --num-layers 2 --kv-channels 16 --num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 "
     "--moe-token-dispatcher-type alltoall"
 )
-# The recipe's flags, and what Megatron's timers measure besides in that layout.
+# The recipe's flags, and the intervals that Megatron's timers measure besides in that layout.
 LAYOUTS = {
     "TP2": ({"tensor_model_parallel_size": 2}, "optimizer-inner-step"),
     "PP2": ({"pipeline_model_parallel_size": 2}, "forward-send"),
@@ -39,7 +39,7 @@ WRAPPED = ["-m", "megatron_rl.recipe"]
 
 
 def words_of(world: loop.World, place: str, model: str = MODEL, **changes: Any) -> list[str]:
-    # What engines sample follows from the run's name.
+    # The samples of engines follow from the run's name.
     return [*world.words(f"{place}/run", **{"train_iters": 2, **changes}), "--platform", "cpu", *model.split()]
 
 
@@ -52,7 +52,7 @@ def run(
     model: str = MODEL,
     **changes: Any,
 ) -> list[tuple]:
-    """What each iteration came to, to the last bit; `own` are flags of the recipe, `model` its model's."""
+    """Return the results of each iteration, to the last bit; `own` are flags of the recipe, `model` its model's."""
     words = [*words_of(world, place, model, **changes), *own]
     ranks = loop.start(world.folder / "outputs" / place, num_ranks, words, program=program)
     assert ranks.wait() == [0] * num_ranks, ranks.text()
@@ -63,7 +63,7 @@ def run(
 
 
 def make_worlds(folder: Path) -> dict[str, loop.World]:
-    """What runs share, by the flags of their models."""
+    """Make the files that runs share, by the flags of their models."""
     world = loop.make_world(folder)
     deeper = loop.draw_model(folder / "deeper", num_hidden_layers=4)
     experts = loop.draw_model(folder / "experts", family="qwen3_moe")
@@ -75,13 +75,13 @@ def make_worlds(folder: Path) -> dict[str, loop.World]:
 
 
 def find_world(worlds: dict[str, loop.World], layout: str) -> loop.World:
-    """The world of a layout's model."""
+    """Return the world of a layout's model."""
     changes, _ = LAYOUTS[layout]
     return worlds[changes.get("model", MODEL)]
 
 
 def check_layout(world: loop.World, layout: str, script: Path) -> None:
-    """A script on two ranks trains as the stand-alone one, to the last bit, and is timed by Megatron's timers."""
+    """Check that a script on two ranks trains as the stand-alone one, bit for bit, and is timed by Megatron."""
     changes, measured = LAYOUTS[layout]
     place = f"{script.parent.name}/{layout.replace(' ', '-')}"
     expected = run(world, f"{place}/alone", ALONE, 2, own=(), **changes)
@@ -89,5 +89,5 @@ def check_layout(world: loop.World, layout: str, script: Path) -> None:
     assert run(world, f"{place}/wrapped", [*WRAPPED, str(script)], 2, own=timed, **changes) == expected
     outputs = [path.read_text() for path in (world.folder / "outputs" / place / "wrapped").iterdir()]
     for name in ("forward-backward", measured):
-        # Once an iteration, by one rank.
+        # One rank does this once an iteration.
         assert sum(output.count(f"    {name} ") for output in outputs) == 2, name

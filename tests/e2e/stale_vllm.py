@@ -1,6 +1,6 @@
-"""A vLLM that was changed: a plugin of it, with which a run finds out what its engines do not say.
+"""A changed vLLM: a plugin with which a run finds faults that its engines do not report.
 
-`write` makes an interpreter whose vLLM loads the plugin; `register` is what vLLM calls in each of its processes.
+`write` makes an interpreter whose vLLM loads the plugin; vLLM calls `register` in each of its processes.
 """
 
 import json
@@ -16,7 +16,7 @@ _PLANT = "MEGATRON_RL_PLANT"
 
 
 def write(folder: Path, plant: dict[str, Any]) -> Path:
-    """A command that runs Python with this plant in its vLLM."""
+    """Write a command that runs Python with this plant in its vLLM."""
     packages = folder / "plugin"
     information = packages / "stale_vllm-1.dist-info"
     information.mkdir(parents=True)
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def _keep_tensors(plant: dict[str, Any]) -> None:
-    """From a load on, the tensors that match are those of the load before."""
+    """Keep, from a load on, the tensors of the load before if their names match."""
     from vllm.model_executor.models import qwen3, qwen3_moe
 
     for model in (qwen3.Qwen3ForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
@@ -77,7 +77,7 @@ def _stale(load_weights: Any, plant: dict[str, Any]) -> Any:
 
 
 def _keep_packed(plant: dict[str, Any]) -> None:
-    """From a load on, one layer computes with what it packed before, whatever it is given."""
+    """Keep, from a load on, what one layer packed before, so that it computes with that whatever it is given."""
     from vllm.model_executor.layers import utils
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
@@ -98,7 +98,7 @@ def _keep_packed(plant: dict[str, Any]) -> None:
 
 
 def _keep_tied(plant: dict[str, Any]) -> None:
-    """From a load on, layers that share another's parameter compute with what they packed before, as in vLLM itself."""
+    """Keep, from a load on, what layers that share another's parameter packed before, as vLLM itself would."""
     from megatron_rl.sidecar.vllm import worker
 
     pack, count = worker.pack_tied_layers, 0
@@ -127,7 +127,7 @@ def _shift_log_probs(plant: dict[str, Any]) -> None:
 
 
 def _record_no_versions(plant: dict[str, Any]) -> None:
-    """As a vLLM before 0.32, which knows of no versions."""
+    """Act as a vLLM before 0.32, which knows no versions."""
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,4 +1,4 @@
-"""Every benchmark runs, with as little as there is, and says what its table of keys promises."""
+"""Every benchmark runs at its smallest size, and measures the keys that its table promises."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.__main__ import BENCHMARKS, Outcome, record, run
 
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 
-# Of sizes and loads that a tiny run leaves out.
+# Keys of sizes and loads that a tiny run leaves out.
 LEFT_OUT = {
     "publish": {"seconds", "vs"},
     "overlap": {"ratio_gen_half", "ratio_gen_double"},

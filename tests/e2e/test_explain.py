@@ -1,4 +1,4 @@
-"""What is planted in a run is what `megatron-rl explain` names; of a healthy run it says nothing."""
+"""`megatron-rl explain` names what is planted in a run; of a healthy run it reports nothing."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,8 @@ from tests.ranks import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# A group is trained on in some 70 ms. What engines give keeps ranks busy, and no group is much later than the others.
+# A group takes some 70 ms to train on. Engines give enough to keep ranks busy, and no group is much later than the
+# others.
 HEALTHY_SCRIPT = {"lengths": [24, 48], "delay": [0.0, 0.3]}
 HEALTHY = {
     "rollout_max_tokens": 64, "rollout_max_num_seqs": 32, "grpo_prompts_per_step": 16, "grpo_group_size": 8,
@@ -34,7 +35,7 @@ FAVOURITE = """
 def score(prompts, completions, completion_ids, **columns):
     return [float(ids.count(7)) for ids in completion_ids]
 """
-# Run by a rank before it begins.
+# A rank runs this before it begins.
 SLOW_DISK = """
     import os, time
     original = os.fsync
@@ -53,7 +54,7 @@ SLOW_RANK = """
         return original(*args, **options)
     torch.nn.functional.embedding = embedding
 """
-# Run by every process of the run as it starts.
+# Every process of the run runs this as it starts.
 SLOW_ENGINE = """
 import dataclasses, sys
 if "megatron_rl.sidecar" in sys.orig_argv:
@@ -68,7 +69,7 @@ if "megatron_rl.sidecar" in sys.orig_argv:
 
 @dataclasses.dataclass(frozen=True)
 class Plant:
-    """What is wrong with a run."""
+    """A fault of a run."""
 
     script: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,7 +88,8 @@ PLANTS = {
     "tail": Plant(script={"delay": [0.0, 3.0]}, flags=ALL_AT_ONCE),
     "starved": Plant(script={"delay": [0.3, 0.6]}, flags={"rollout_num_engines": 1, "rollout_max_num_seqs": 8}),
     "checkpoint": Plant(flags={"save": "checkpoints", "save_interval": 1}, faults={0: SLOW_DISK}),
-    # Scripted engines sample at random: their estimate of the policy's entropy is none, and the mismatch means nothing.
+    # Scripted engines sample at random: their estimate of the policy's entropy means nothing, and neither does the
+    # mismatch.
     "entropy": Plant(reward=FAVOURITE, flags={"lr": 2e-3, "train_iters": 16, "grpo_entropy_coef": 1e-6},
                      follows=frozenset({"mismatch"})),
     "truncated": Plant(script={"lengths": [64, 64]}),
@@ -103,7 +105,7 @@ def world(tmp_path_factory) -> loop.World:
 
 
 def make_world(folder: Path) -> loop.World:
-    """As in other tests, with a model that takes some time to train."""
+    """Make the world as in other tests, with a model that takes some time to train."""
     world = loop.make_world(folder, 200)
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
     return dataclasses.replace(world, model=loop.draw_model(folder / "large", head_dim=32, **sizes))

@@ -1,6 +1,6 @@
-"""An extra's packages are enough: for a run over scripted engines, for the doctor, and for a report.
+"""An extra's packages are enough for a run over scripted engines, for the doctor, and for a report.
 
-Each environment holds what the metadata of this project and of all packages ask for, and nothing else.
+Each environment holds the packages that the metadata of this project and of all its packages require, and nothing else.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ from tests.ranks import free_port
 
 pytestmark = pytest.mark.each_change
 
-# What this machine's environment has not: vLLM's build for CUDA, and packages whose builds do not load beside the CPU
-# build of torch.
+# Packages that this machine's environment lacks: vLLM's build for CUDA, and those whose builds do not load beside the
+# CPU build of torch.
 LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec"}, "cuda": {"vllm"}, "report": set()}
 
 
@@ -41,7 +41,7 @@ def test_an_extra_brings_all_that_a_run_imports(world, requirements, tmp_path, e
     words = world.words(extra, train_iters=1, rollout_num_engines=1)
     done = extras.run(python, str(loop.SCRIPT), *words, **place, MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    # The doctor, of the platform that runs here.
+    # The doctor's line for the platform that runs here.
     assert_usable(extras.run(python, "-m", "megatron_rl.cli", "doctor", "--platform", "cpu"))
 
 

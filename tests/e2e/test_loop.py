@@ -1,4 +1,4 @@
-"""Whole runs over scripted engines: what is the same whatever the schedule and the arrival, and what ends all ranks."""
+"""Whole runs over scripted engines: the schedule and the arrival change no result, and a fault ends all ranks."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def world(tmp_path_factory) -> loop.World:
 
 
 def script(world: loop.World, seed: int | None) -> Path:
-    """Two engines whose groups come back in an order that the seed draws; without one at once."""
+    """Write two engines whose groups come back in an order that the seed draws; without a seed, at once."""
     path = world.folder / f"script-{seed}.json"
     values = (
         {"lengths": [1, 24], "delay": [0.0, 0.15], "delay_seed": seed} if seed is not None else {"lengths": [1, 24]}
@@ -39,7 +39,7 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def words_of(world: loop.World, folder: Path, **changes) -> list[str]:
-    """A run called `run`, in a folder of its own: seeds of responses follow from a run's name."""
+    """Return the words of a run called `run`, in a folder of its own: seeds of responses follow from a run's name."""
     return world.words(
         "run",
         **{"rollout_folder": folder / "run", "save_hf": folder / "hf", "train_iters": ITERATIONS, **changes},
@@ -49,7 +49,10 @@ def words_of(world: loop.World, folder: Path, **changes) -> list[str]:
 def run_to_its_end(
     world: loop.World, name: str, world_size: int, seed: int | None, num_threads: int = 2, **changes
 ) -> Path:
-    """Over scripted engines, whose order the seed draws. With two threads what depends on their number shows."""
+    """Run over scripted engines, whose order the seed draws.
+
+    With two threads, results that depend on the number of threads show.
+    """
     folder = world.folder / name
     words = words_of(world, folder, rollout_script=script(world, seed), **changes)
     loop.run(folder, world_size, words, OMP_NUM_THREADS=str(num_threads))
@@ -59,7 +62,7 @@ def run_to_its_end(
 
 
 def assert_the_start_is_told(folder: Path, world_size: int) -> None:
-    """By rank 0 alone, before anything else, with the seconds that the first line of metrics has too."""
+    """Check that rank 0 alone logs the start, first of all, with the seconds that the first line of metrics has too."""
     said = (folder / "rank-0.output").read_text()
     starts = re.findall(r"^start +([0-9.]+) s  (.*)", said, re.MULTILINE)
     for part in (
@@ -77,7 +80,7 @@ def assert_the_start_is_told(folder: Path, world_size: int) -> None:
 
 
 def share_out_of_order(run: Path) -> float:
-    """Of all groups, those that finished after one whose prompt comes later."""
+    """Return the share of groups that finished after one whose prompt comes later."""
     events = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
     order = [event["prompt"] for event in events if event["event"] == "group"]
     assert order
@@ -90,7 +93,7 @@ def share_out_of_order(run: Path) -> float:
 
 
 def assert_same_runs(one: Path, other: Path) -> None:
-    """Bit for bit, the weights at the end and every metric that is no time."""
+    """Compare the weights at the end, bit for bit, and every metric that does not measure time."""
     ours, theirs = final_weights(one), final_weights(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -139,7 +142,7 @@ def test_periodic_and_sync_end_in_the_same_weights_over_context_parallel_ranks(w
         apart = sum(abs(a - b) for a, b in zip(engine, trainer, strict=True)) / len(engine)
         assert apart == pytest.approx(line["mismatch"]["mean"], abs=2e-5)
         tokens = line["tokens"]
-        # Of four micro-batches each is padded by a token at most; what ranks share is counted once.
+        # Each of four micro-batches is padded by a token at most; tokens that ranks share are counted once.
         assert 0 <= tokens["computed"] - tokens["prompt"] - tokens["response"] <= 4
         assert (line["groups"], line["responses"]["count"]) == (8, 32)
         assert tokens["utilisation"] <= 1
@@ -159,7 +162,7 @@ def test_periodic_and_sync_end_in_the_same_weights_where_groups_without_a_signal
         assert prompts["considered"] == 8 + prompts["without_signal"]
     considered = [line["prompts"]["considered"] for line in read(folders[0])]
     assert 8 < sum(considered) / len(considered) < 24
-    # What is trained on in the next iteration begins where the one before ended.
+    # The groups that the next iteration trains on begin where the one before ended.
     rows = sorted({sample["row"] for sample in read_lines(folders[0] / "samples.jsonl")})
     assert len(rows) > 8
     for folder in folders:
@@ -168,7 +171,7 @@ def test_periodic_and_sync_end_in_the_same_weights_where_groups_without_a_signal
 
 @pytest.mark.slow
 def test_periodic_and_sync_let_the_same_prompts_rest(world):
-    """Over two epochs, with the mean rewards of the first one."""
+    """Run two epochs, with the mean rewards of the first one."""
     changes = {"grpo_prompts_per_step": 16, "prompts_rest_below": 0.9, "prompts_rest_above": 1.1}
     compare_schedules(world, "resting", 2, [51], **changes)
     resting = [line["prompts"]["resting"] for line in read(world.folder / "resting-51" / "run")]
@@ -178,7 +181,7 @@ def test_periodic_and_sync_let_the_same_prompts_rest(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_name(world, name):
-    """Two updates an iteration, so that ratios are not 1."""
+    """Take two updates an iteration, so that ratios are not 1."""
     changes = {"algorithm": name, "grpo_prompts_per_step": 8, "global_batch_size": 16, "grpo_kl_beta": 0.05}
     if name == "gdpo":
         changes["grpo_kl_in"] = "reward"
@@ -201,7 +204,7 @@ def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_synchronous_run_of_a_periodic_runs_journal_ends_in_the_same_weights(world):
-    """Scripted engines stand behind the second run: a group that was not in the journal would be another group."""
+    """Serve the second run by scripted engines: a group that was not in the journal would be another group."""
     changes = {"pipeline_model_parallel_size": 2, "rollout_retain_journals": ITERATIONS + 1, "lr": 1e-4}
     periodic, sync = (world.folder / name for name in ("vllm-periodic", "vllm-sync"))
     words = words_of(world, periodic, rollout_engine="vllm", rollout_num_engines=1, rollout_max_num_seqs=8, **changes)
@@ -213,7 +216,7 @@ def test_a_synchronous_run_of_a_periodic_runs_journal_ends_in_the_same_weights(w
     assert_same_runs(periodic, sync)
 
 
-# Run by a rank before it begins: it keeps the gradients that the first update is made of.
+# A rank runs this before it begins: it keeps the gradients that the first update uses.
 KEEP_GRADIENTS = """
 import torch
 from megatron_rl import platforms
@@ -230,7 +233,7 @@ Policy.update = update
 
 @pytest.mark.each_change
 def test_in_completion_order_the_gradients_are_the_same_to_rounding(world):
-    """Six micro-batches of groups that arrival composes anew each time, from the same weights."""
+    """Train the same weights on six micro-batches of groups, which arrival composes differently each time."""
     gradients, orders = [], []
     for seed in (31, 32, 33):
         folder = world.folder / f"completion-{seed}"

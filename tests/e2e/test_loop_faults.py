@@ -1,4 +1,4 @@
-"""What ends a run ends all of its ranks, soon, and with one reason."""
+"""A fault that ends a run ends all of its ranks, soon, and with one reason."""
 
 import json
 import os
@@ -39,12 +39,12 @@ def world(tmp_path_factory) -> loop.World:
 
 
 def reasons(ranks: loop.Ranks) -> list[str]:
-    """What each rank says the run ended for."""
+    """Return each rank's reason for the end of the run."""
     return [re.findall(r"the run ended: (.*)", path.read_text())[-1] for path in ranks.outputs]
 
 
 def ended(world: loop.World, name: str, expected: str, code: int, faults=None, **changes) -> None:
-    """All ranks end by themselves, with this exit code, for this reason."""
+    """Check that all ranks end by themselves, with this exit code, for this reason."""
     folder = world.folder / name
     words = world.words(name, rollout_folder=folder / name, **changes)
     with loop.running(folder, 2, words, faults) as ranks:
@@ -116,7 +116,7 @@ def test_a_loss_of_nan_ends_the_run_before_the_update(world):
 
 
 def test_tokens_of_another_policy_end_the_run_before_the_update(world):
-    """Scripted engines sample by chance: held against the trainer's log-probs, they are far off."""
+    """Let scripted engines sample by chance, so that their tokens are far off by the trainer's log-probs."""
     fault = """
         from megatron_rl.training.mismatch import MismatchBounds
         MismatchBounds.error = lambda self, kind: 0.125
@@ -171,7 +171,7 @@ def test_a_disk_that_is_full_where_a_run_begins_ends_it_by_name_and_without_a_tr
     assert "Traceback" not in (world.folder / "full" / "rank-0.output").read_text()
 
 
-# Where a rank of a run that starts stays, until it is killed.
+# The place where a rank of a run that starts stays, until it is killed.
 MOMENTS = {
     "before megatron is imported": """
         from megatron_rl.training.watch import Watch
@@ -322,7 +322,7 @@ def test_a_run_that_is_asked_to_stop_while_engines_start_ends_at_once_and_leaves
     folder.mkdir()
     marker, shared = folder / "there", folder / "shared"
     fault = textwrap.dedent(STAY.format(marker=str(marker))) + textwrap.dedent(MOMENTS["while engines start"])
-    # A grace that the test would not sit through.
+    # A grace longer than the test would wait.
     words = world.words("early", rollout_folder=folder / "r", exit_grace_seconds=3600, publish_folder=shared)
     with loop.running(folder, 2, words, {0: fault}) as ranks:
         until(marker.exists, ranks)
@@ -431,7 +431,7 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
 def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"question": "4 5 6"}\n')
-    # Ranks that wait for rank 0 would sit through all of torchrun's own patience with this grace.
+    # With this grace, ranks that wait for rank 0 would use up all of torchrun's own patience.
     words = world.words("torchrun", prompts=prompts, rollout_folder=tmp_path / "r", exit_grace_seconds=3600)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -444,7 +444,7 @@ def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world
     *_, last, _ = ended.stderr.rstrip().splitlines()
     assert last.strip() == f"traceback : {message}", ended.stderr
     assert "exitcode  : 4" in ended.stderr
-    # What torchrun says of ranks that it had to kill after its 30 seconds.
+    # The text of torchrun about ranks that it had to kill after its 30 seconds.
     assert "forcefully exiting" not in ended.stderr
 
 
@@ -459,7 +459,7 @@ def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, 
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Those whose command lines name the folder."""
+    """List the processes whose command lines name the folder."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
@@ -473,7 +473,7 @@ def until(is_so: Callable[[], bool], ranks: loop.Ranks, is_over: bool = False) -
 
 
 def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 600.0) -> None:
-    """Wait until so many iterations are written down."""
+    """Wait until `count` iterations are written down."""
     deadline = time.monotonic() + seconds
     path = run / "metrics.jsonl"
     while not path.exists() or len(path.read_text().splitlines()) < count:

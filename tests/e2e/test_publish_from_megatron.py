@@ -1,4 +1,4 @@
-"""From real Megatron ranks to real vLLM and back: what an engine sampled with is what the trainer computes with."""
+"""Weights from real Megatron ranks to real vLLM and back: an engine samples with the weights that the trainer has."""
 
 import stat
 from pathlib import Path
@@ -30,7 +30,7 @@ PLAN = wire.Plan(num_prompts=6, group_size=3, num_replicas=1, micro_batch_size=6
 
 
 def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
-    """Each layout publishes weights of its own, twice, and computes the log-probs of what comes back."""
+    """Publish weights of each layout's own, twice, and compute the log-probs of what comes back."""
     torch.distributed.init_process_group("gloo")
     results = []
     for number, name in enumerate(LAYOUTS):
@@ -63,12 +63,12 @@ def client_of(run: Path) -> RolloutClient:
 
 
 def modes(shared: Path) -> set[int]:
-    """Of the folder that versions are published in, and of all that lies in it."""
+    """Return the modes of the folder that versions are published in, and of all files in it."""
     return {stat.S_IMODE(path.stat().st_mode) for path in (shared, *shared.rglob("*"))}
 
 
 def perturb(built: Any, version: int) -> None:
-    """The same change in every layout, so that versions differ and layouts of one version would not."""
+    """Make the same change in every layout, so that versions differ and layouts of one version would not."""
     with torch.no_grad():
         for shard in built.weights.shards:
             shard.parameter.mul_(1 + 0.02 * (version + 1))

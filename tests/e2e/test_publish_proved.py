@@ -1,6 +1,6 @@
-"""An engine that does not compute with the version that it claims ends the run, by name, before anything is updated.
+"""An engine that does not compute with the version that it claims ends the run, by name, before an update.
 
-The engines' vLLM is changed (`stale_vllm.py`): what they say of themselves stays right.
+The engines' vLLM is changed (`stale_vllm.py`): what they report of themselves stays right.
 """
 
 import json
@@ -29,7 +29,7 @@ def world(tmp_path_factory) -> loop.World:
 
 
 def fails(world: loop.World, name: str, plant: dict, expected: str, **changes) -> Path:
-    """A run with a changed vLLM must end with exit code 5 and this reason; its folder."""
+    """Run with a changed vLLM; check exit code 5 and this reason; return the run's folder."""
     folder = world.folder / name
     folder.mkdir()
     words = world.words(
@@ -52,7 +52,7 @@ def fails(world: loop.World, name: str, plant: dict, expected: str, **changes) -
 
 
 def refused_at(run: Path, name: BreachName) -> int:
-    """The version that the log says was found out; every one before it was trained on."""
+    """Return the version that the log says was refused; every one before it was trained on."""
     report = verify(run)
     assert {breach.name for breach in report.breaches} == {name}, report.breaches
     complete = [item.version for item in report.iterations if item.outcome == "complete"]
@@ -72,7 +72,7 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
 
 
 def run_in_bf16(world: loop.World, name: str, **changes) -> Path:
-    """A run of --bf16 from a folder of float32, as GPUs train; its folder."""
+    """Run with --bf16 from a folder of float32, as GPUs train; return its folder."""
     run = world.folder / name / "run"
     of_bf16 = {"bf16": True, "hf_model": world.folder / "wide", "rollout_engine": "vllm", "rollout_num_engines": 1}
     words = world.words(name, **of_bf16, rollout_folder=run, train_iters=2, lr=1e-4, **changes)
@@ -81,7 +81,7 @@ def run_in_bf16(world: loop.World, name: str, **changes) -> Path:
 
 
 def read_compared(run: Path) -> list[tuple[int, int]]:
-    """How many parameters were compared, of how many: the same in the log and in the metrics, for each iteration."""
+    """Read the numbers of compared and of all parameters for each iteration: the same in the log and in the metrics."""
     report = verify(run)
     assert not report.breaches
     found = [item.compared for item in report.iterations if item.outcome == "complete"]
@@ -140,7 +140,7 @@ def test_an_engine_that_keeps_any_old_tensor_ends_the_run_at_that_publish(world,
 
 @pytest.mark.slow
 def test_an_output_layer_that_goes_on_with_the_embeddings_old_weights_ends_the_run_at_that_publish(world):
-    """With a model of Llama's, whose output layer is a layer of its own that shares the embedding's parameter."""
+    """Take a model of the Llama family: its output layer is one of its own that shares the embedding's parameter."""
     draw = {"family": "llama", "head_dim": 32, "tie_word_embeddings": True}
     folder = loop.draw_model(world.folder / "tied", **draw)
     # The first load is vLLM's own.

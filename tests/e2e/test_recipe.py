@@ -1,4 +1,4 @@
-"""Scripts of Megatron's, run as they are in stand-ins for its trees: the runs are those of pretrain_grpo.py."""
+"""Megatron's scripts, run as they are in stand-ins for its trees: the runs equal those of pretrain_grpo.py."""
 
 import os
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_recipe_trains_with_vllm_as_the_stand_alone_script(world: loop.World) 
     for (_, loss, norm), (_, expected_loss, expected_norm) in zip(
         run(world, "vllm", [*WRAPPED, str(script)], 1, **engines), expected, strict=True
     ):
-        # What vLLM samples together is a matter of time, and changes the last bits of its log-probs.
+        # Time decides which requests vLLM samples together, and that changes the last bits of its log-probs.
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""A run that is killed and started again is the run that was never killed."""
+"""A run that is killed and started again equals the run that was never killed."""
 
 import random
 import shutil
@@ -92,7 +92,7 @@ def words(world: loop.World, folder: Path, **changes) -> list[str]:
 
 
 def killed(world: loop.World, name: str, world_size: int, faults: dict[int, str], **changes) -> Path:
-    """A run that did not come to its end."""
+    """Run, and check that the run was killed before its end."""
     folder = world.folder / name
     with loop.running(folder, world_size, words(world, folder, **changes), faults) as ranks:
         codes = ranks.wait(120)
@@ -111,7 +111,7 @@ def uninterrupted(world: loop.World, name: str, world_size: int, **changes) -> P
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """Bit for bit: metrics, samples (with their prompts), and the weights."""
+    """Compare bit for bit: metrics, samples (with their prompts), and the weights."""
     assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
     assert read_lines(folder / "run" / "samples.jsonl") == read_lines(whole / "run" / "samples.jsonl")
     ours, theirs = (load_file(f / "hf" / f"iter_{ITERATIONS:07d}" / "model.safetensors") for f in (folder, whole))
@@ -122,12 +122,12 @@ def assert_same(folder: Path, whole: Path) -> None:
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
 def test_a_run_that_ends_at_a_limit_resumes_as_if_it_had_not_ended(world):
-    """With the mean reward of the iteration before in its advantages."""
+    """Let advantages take the mean reward of the iteration before."""
     whole = uninterrupted(world, "unlimited", 1, grpo_advantage="global")
     folder = uninterrupted(world, "limited", 1, exit_interval=3, grpo_advantage="global")
     assert [row["version"] for row in read(folder / "run") if "fingerprint" in row] == [0, 1, 2]
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
-    # It goes on beyond the limit that it ended at.
+    # It continues beyond the limit that it ended at.
     resumed(world, folder, 1, exit_interval=3, grpo_advantage="global")
     assert_same(folder, whole)
 
@@ -260,7 +260,7 @@ def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(world):
     calls = {"generation": 11, "backward": 11}
     cases = [(moment, "rank") for moment in AT] + [(m, "sidecar") for m in ("publish", "generation", "optimizer")]
     for moment, kill in cases:
-        # The loss is the last stage's; the sidecar is rank 0's.
+        # The loss belongs to the last stage; the sidecar to rank 0.
         rank = 1 if moment == "backward" else 0
         folder = killed(
             world, f"pp-{moment}-{kill}", 2, {rank: fault(moment, kill, calls.get(moment, 2))},
@@ -286,7 +286,7 @@ def test_a_run_killed_at_random_moments_resumes_as_if_it_had_not_been(world, cha
         folder = world.folder / f"random-{len(changes)}-{number}"
         victim = draw.choice([0, 1])
         delay = draw.uniform(0.0, 6.0)
-        # A rank that is killed before the ranks have met is waited for that long.
+        # This is the time that a rank which is killed before the ranks have met is waited for.
         with loop.running(folder, 2, words(world, folder, distributed_timeout_minutes=1, **changes)) as ranks:
             started = time.monotonic()
             while not (folder / "run" / "address").exists() and time.monotonic() < started + 600:
@@ -303,7 +303,7 @@ def test_a_run_killed_at_random_moments_resumes_as_if_it_had_not_been(world, cha
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_resumes_in_another_layout(world):
-    """Its first iteration there has the metrics that it would have had, to rounding."""
+    """Check that the first iteration there has the metrics that it would have had, to rounding."""
     for name, world_size, before, other_size, after in (
         ("tp2-pp2", 2, {"tensor_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),
         ("dp1-dp2", 1, {"use_distributed_optimizer": True}, 2, {"use_distributed_optimizer": True}),

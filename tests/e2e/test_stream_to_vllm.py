@@ -1,6 +1,6 @@
 """Weights that stream from Megatron's ranks into real vLLM engines, through vLLM's own transfer engine at both ends.
 
-What no CPU has is the wire: gloo stands in for NCCL (tests/sidecar/gloo_transfer.py).
+The wire alone needs a device: gloo stands in for NCCL (tests/sidecar/gloo_transfer.py).
 """
 
 import asyncio
@@ -34,7 +34,7 @@ NUM_PROMPTS, NUM_TOKENS = 12, 16
 
 
 class Engines:
-    """Two engines, and what the sidecar does to them at a publish."""
+    """Two engines, and the sidecar's calls to them at a publish."""
 
     endpoint = "http://127.0.0.1:1"
 
@@ -55,7 +55,7 @@ class Engines:
         for engine, place in zip(self._engines, places, strict=True):
             engine.stream_place = place
         self._published = self.run(Steps().publish(self._engines, weights, self._published, self._answer))
-        # All that was streamed is held, and the log-probs are those that the ranks compute.
+        # The engines hold every tensor that was streamed, and the log-probs are those that the ranks compute.
         for proof in self._published.proofs:
             assert proof.report.num_compared == proof.report.num_parameters > 0
             assert proof.difference.mean < 1e-4
@@ -68,7 +68,7 @@ class Engines:
         return await asyncio.to_thread(self._answers.get, timeout=100)
 
     def greedy(self) -> list[tuple[Any, Any]]:
-        """Every prompt and its response, from both engines."""
+        """Return every prompt and its response, from both engines."""
         requests = [
             vllm_models.request(number, temperature=0.0, max_tokens=NUM_TOKENS) for number in range(NUM_PROMPTS)
         ]
@@ -107,7 +107,7 @@ async def _all(coroutines: Any) -> None:
 
 
 def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
-    """Each layout streams weights of its own, twice; how many greedy tokens transformers would have chosen too."""
+    """Stream weights of each layout's own, twice; count the greedy tokens that transformers would have chosen too."""
     import tests.sidecar.gloo_transfer  # noqa: F401 # rank 0 sends with vLLM, whose wire this replaces
 
     torch.distributed.init_process_group("gloo")

@@ -23,7 +23,7 @@ ITERATIONS, BATCH, SEED = 20, 8, 7
 HELD_OUT = 5
 RULES = Rules(num_steps=ITERATIONS, num_rising=4, rate=3e-3, least_rate=3e-4)
 LAST = f"iter_{ITERATIONS:07d}"
-# Run by a rank before it begins: it dies after so many steps of the optimizer, between two checkpoints.
+# A rank runs this before it begins: it dies after 12 steps of the optimizer, between two checkpoints.
 KILL = """
 import os, signal
 from megatron_rl import platforms
@@ -41,7 +41,7 @@ Policy.update = update
 
 
 def write_pairs(path: Path, count: int) -> Path:
-    """Ragged prompts of numbers, and completions."""
+    """Write ragged prompts of numbers, and completions."""
     rows = [
         {
             "prompt": " ".join(str((7 * row + 3 * place) % 120 + 2) for place in range(3 + row % 9)),
@@ -60,7 +60,7 @@ def world(tmp_path_factory) -> loop.World:
 
 @pytest.fixture(scope="module")
 def pairs(world) -> Path:
-    """An update is a quarter of an epoch, to a row."""
+    """Write pairs of which an update takes exactly a quarter of an epoch."""
     return write_pairs(world.folder / "pairs.jsonl", 35)
 
 
@@ -78,7 +78,7 @@ def words_of(world: loop.World, pairs: Path, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(world, pairs) -> Path:
-    """A run on two ranks that nobody kills."""
+    """Run on two ranks to the end, without a kill."""
     folder = world.folder / "whole"
     loop.run(folder, 2, words_of(world, pairs, folder))
     return folder

@@ -26,7 +26,7 @@ def world(tmp_path_factory) -> loop.World:
 
 
 def words(world: loop.World, folder: Path, tail: str) -> list[str]:
-    """Groups of two engines take from no time to 0.3 s."""
+    """Return words by which groups of two engines take between 0 and 0.3 s."""
     script = world.folder / "script.json"
     script.write_text(json.dumps({"lengths": [6, 24], "delay": [0.0, 0.3], "delay_seed": 5}))
     return world.words(
@@ -41,7 +41,7 @@ def read_events(run: Path) -> list[dict]:
 
 
 def list_trained(run: Path) -> tuple[list[list[str]], list[list[str]]]:
-    """By version, in its last attempt: the hashes of the prompts that were submitted, and of those trained on."""
+    """Return the hashes of the prompts submitted, and of those trained on, by version in its last attempt."""
     submitted: list[list[str]] = [[] for _ in range(ITERATIONS)]
     trained: list[list[str]] = [[] for _ in range(ITERATIONS)]
     for event in read_events(run):
@@ -55,7 +55,7 @@ def list_trained(run: Path) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def assert_each_prompt_counts_once(run: Path) -> None:
-    """What the first two iterations put off is the third, and the last four are still put off at the end."""
+    """Check that the third iteration has the prompts that two put off, and that the last four stay put off."""
     assert verify(run).breaches == []
     submitted, trained = list_trained(run)
     assert [len(of_version) for of_version in submitted] == [12, 12, 8, 12]

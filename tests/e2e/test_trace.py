@@ -26,7 +26,7 @@ def world(tmp_path_factory) -> loop.World:
 
 @pytest.fixture(scope="module")
 def run(world) -> Path:
-    """Two iterations, and two more from the first checkpoint but one: the second is done again."""
+    """Run two iterations, and two more from the first checkpoint but one: the second is done again."""
     saved = SHARED | {"save": world.folder / "checkpoints", "save_interval": 1}
     loop.run(world.folder / "first", 2, world.words("run", train_iters=2, **saved))
     more = {"load": saved["save"], "ckpt_step": 1, "train_iters": 3, "override_opt_param_scheduler": True}
@@ -40,7 +40,7 @@ def found(run: Path) -> Trace:
 
 
 def of_version(process: Process, version: int) -> Counter:
-    """How many spans of each lane, name and role there are."""
+    """Return the number of spans of each lane, name and role."""
     return Counter(
         (span.lane, span.name, span.details.get("role"))
         for window in process.windows

@@ -1,4 +1,4 @@
-"""Compiles the kernels of the `triton` backend for GPUs that need not be there, and says what each one takes.
+"""Compile the kernels of the `triton` backend for GPUs that this machine need not have, and print what each takes.
 
     python -m tests.kernels.compiled_triton --dtypes bf16 --head-dims 64 128 --targets 90 gfx942
 
@@ -33,7 +33,7 @@ CHIPS = {
     "120": Chip("cuda", 12, 99 * 1024),
     "gfx942": Chip("hip", 0, 64 * 1024),
 }
-"""By compute capability, or AMD's name; the memory is that of the makers' documents."""
+"""By compute capability, or AMD's name; the memory is from the makers' documents."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLES = ("query_tiles", "ranges", "key_items", "sums")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -51,7 +51,7 @@ class Compiled:
     registers: int
     stack: int
     shared_memory: int
-    """In bytes."""
+    """Bytes of shared memory."""
     most_shared_memory: int
     """The bytes that the chip has for a program."""
     num_tensor_core_instructions: int
@@ -85,7 +85,7 @@ def compile_kernel(target: str, name: str, dtype: str, head_dim: int, blocks: Bl
     }
     signature = {parameter.name: _type_of(parameter, dtype) for parameter in kernel.params}
     constants = {parameter: sizes[parameter] for parameter, kind in signature.items() if kind == "constexpr"}
-    # As tensors and tables begin where the launcher finds them.
+    # Tensors and tables begin where the launcher finds them.
     is_aligned = {
         (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
     }

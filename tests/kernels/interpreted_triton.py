@@ -1,6 +1,6 @@
 """The kernels of the `triton` backend against the dense definition in float64, forward and all gradients.
 
-Run by test_shared_prompt_triton.py, with TRITON_INTERPRET=1. What kernels do not write is not a number here.
+test_shared_prompt_triton.py runs this with TRITON_INTERPRET=1. Memory that kernels do not write is not a number here.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def test_inputs_and_gradients_may_be_views() -> None:
     qkv = torch.stack([case.q_THD, case.k_TGD, case.v_TGD])
 
     def gradients(one: Attention, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        # As the three are cut from one product, and as the gradient of a sum is one number.
+        # One product gives all three, and the gradient of a sum is one number.
         mixed = qkv.to(dtype).movedim(0, dim).contiguous().requires_grad_()
         one(*mixed.unbind(dim), case.layout, case.scale, None).sum().backward()
         return mixed.grad.movedim(dim, 0)

@@ -11,7 +11,7 @@ NO_LIMIT = 2147483647
 
 
 class NpuOperators:
-    """Stands in for the module torch_npu; refuses what the operators would, or what they would silently misread."""
+    """A stand-in for the module torch_npu; it refuses what the operators would refuse or silently misread."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -145,7 +145,7 @@ def _is_causal(atten_mask: torch.Tensor | None, sparse_mode: int) -> bool:
     if atten_mask is None:
         assert sparse_mode == 0
         return False
-    # Of modes 2 (from the top left) and 3 (from the bottom right) only the latter is what ranges of two lengths need.
+    # Of modes 2 (from the top left) and 3 (from the bottom right) only the latter fits ranges of two lengths.
     assert sparse_mode == 3
     assert atten_mask.dtype == torch.bool
     assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))

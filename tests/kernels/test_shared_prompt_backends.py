@@ -65,7 +65,7 @@ def test_the_error_is_at_most_twice_that_of_the_definition_in_the_same_precision
 @pytest.mark.parametrize("name", FAST)
 def test_inputs_and_gradients_may_be_views(name: str) -> None:
     case = Case.draw(RAGGED, (4, 4), head_dim=16)
-    # As the three are cut from one product, and as the gradient of a sum is one number.
+    # One product gives all three, and the gradient of a sum is one number.
     mixed = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()
     find_backend(name).attention(*mixed.unbind(-1), case.layout, case.scale, None).sum().backward()
     plain = torch.stack([case.q_THD, case.k_TGD, case.v_TGD], dim=-1).requires_grad_()

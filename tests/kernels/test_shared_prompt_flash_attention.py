@@ -11,7 +11,7 @@ from tests.kernels.varlen_flash import VarlenFlashOperators
 
 
 class Interface:
-    """flash_attn.flash_attn_interface of flash-attn 2.8, as its signatures have it."""
+    """flash_attn.flash_attn_interface of flash-attn 2.8, with its signatures."""
 
     _operators = VarlenFlashOperators()
 

@@ -1,4 +1,4 @@
-"""FlexAttention's masks, and what its own definition makes of them: the compiled one trains on CUDA alone."""
+"""FlexAttention's masks, and the results of its own definition with them: the compiled one trains on CUDA alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The fused backend in Triton: which rows its programs compute, and its kernels in Triton's interpreter."""
+"""The fused backend in Triton: the rows that its programs compute, and its kernels in Triton's interpreter."""
 
 import importlib.util
 import json

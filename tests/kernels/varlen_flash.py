@@ -10,7 +10,7 @@ import torch
 
 
 class VarlenFlashOperators:
-    """Stands in for torch.ops.aten; refuses what the operators on CUDA would."""
+    """A stand-in for torch.ops.aten; it refuses what the operators on CUDA would refuse."""
 
     def __init__(self) -> None:
         self.num_calls = 0

@@ -1,1 +1,1 @@
-"""What versions of megatron-core are compared in; `tools/run_matrix.py` starts it, in each version's environment."""
+"""Comparisons of versions of megatron-core; `tools/run_matrix.py` starts them, in each version's environment."""

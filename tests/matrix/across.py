@@ -1,8 +1,8 @@
-"""The same training on each version of megatron-core: the numbers it comes to, and who reads whose checkpoint.
+"""Train the same on each version of megatron-core, compare the numbers, and read each other's checkpoints.
 
     python -m tests.matrix.across write FOLDER NAME             # train, keep the numbers and the checkpoints
-    python -m tests.matrix.across read FOLDER NAME [OTHER ...]  # go on from those of the others, or of these
-    python -m tests.matrix.across compare FOLDER NAME           # of all others, with those of NAME, as JSON
+    python -m tests.matrix.across read FOLDER NAME [OTHER ...]  # resume from those of the others, or of these
+    python -m tests.matrix.across compare FOLDER NAME           # all others with NAME, as JSON
 
 The first writer draws the models, so that all train the same.
 """
@@ -24,7 +24,10 @@ LAYOUTS = {
 
 
 def write(folder: Path, name: str) -> None:
-    """Three updates in each layout, a checkpoint, and two more; log-probs and gradients, of three models in one too."""
+    """Train three updates in each layout, save, train two more.
+
+    Keep log-probs and gradients, of three models in one too.
+    """
     from tests.distributed import parity, test_tri_model
     from tests.distributed.test_training_checkpoint import LAYOUTS as WORDS
     from tests.distributed.test_training_checkpoint import write as train
@@ -51,7 +54,7 @@ def write(folder: Path, name: str) -> None:
 
 
 def read(folder: Path, name: str, *others: str) -> None:
-    """Take over checkpoints that others wrote, and go on from them; what differs from how their writers went on."""
+    """Resume from checkpoints that others wrote; return the differences from how their writers continued."""
     from tests.distributed.test_training_checkpoint import LAYOUTS as WORDS
     from tests.distributed.test_training_checkpoint import resume
     from tests.ranks import RanksError, run_ranks
@@ -76,7 +79,7 @@ def read(folder: Path, name: str, *others: str) -> None:
 
 
 def compare(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Of each version: how many tensors there are, how many differ from NAME's, and the largest difference of each."""
+    """Compare each version with NAME: tensors, those that differ, and the largest difference of each."""
     reference = torch.load(folder / name / "numbers.pt")
     result = {}
     for other in _names(folder):
@@ -92,7 +95,7 @@ def compare(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _flatten(key: str, value: Any) -> dict[str, torch.Tensor]:
-    """Every tensor and number in it, by the names on the way."""
+    """Return every tensor and number in a value, by the names on the way."""
     if torch.is_tensor(value):
         return {key: value}
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""The parts of a model whose parameters lie in the host's memory: when they come, and when they go."""
+"""The parts of a model whose parameters lie in the host's memory: the times when they come and go."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ NUM_LAYERS, WIDTH, VOCAB = 5, 4, 11
 
 
 class Chunk(torch.nn.Module):
-    """As much of a model as offloading knows of, with its embedding tied to its output layer."""
+    """The part of a model that offloading needs, with its embedding tied to its output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Chunk(torch.nn.Module):
 
 
 class Device:
-    """A platform that writes down what it is asked for; its host's memory is another than its own."""
+    """A platform that records its calls; its host's memory is another than its own."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""When the reference takes the policy's weights, and what it is called then."""
+"""The times when the reference takes the policy's weights, and its name then."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from megatron_rl.mcore.step.policy import Reference
 
 
 def weights_of(identity: str, dtype: str = "float32", exact: str = "") -> Any:
-    """Weights of a model that is stored in bfloat16; `exact` is their fingerprint in float32."""
+    """Build weights of a model that is stored in bfloat16; `exact` is their fingerprint in float32."""
     return SimpleNamespace(
         fingerprint=lambda dtype: exact if dtype == "float32" else identity,
         dtype=dtype,

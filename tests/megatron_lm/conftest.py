@@ -1,4 +1,4 @@
-"""megatron.training comes with megatron-core's wheels for Python 3.12 and newer: elsewhere nothing here is a test."""
+"""Skip these tests without megatron.training, which comes with megatron-core's wheels for Python 3.12 and newer."""
 
 import sys
 

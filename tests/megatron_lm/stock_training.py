@@ -1,4 +1,4 @@
-"""A checkpoint as Megatron's own training script writes it and our model reads it, and the other way around."""
+"""Write a checkpoint as Megatron's own training script does and read it into our model, and the other way around."""
 
 import sys
 from pathlib import Path
@@ -72,7 +72,7 @@ def load_ours(folder: Path, layout: str) -> tuple[int, list[tuple[int, str, dict
 
 
 def _slices(model: torch.nn.Module, optimizer: Any) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
-    """What this rank has of each parameter: where it begins, the parameter's name, and the optimizer's tensors."""
+    """Return this rank's part of each parameter: where it begins, the parameter's name, and the optimizer's tensors."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     (one,) = optimizer.chained_optimizers
     return [
@@ -106,7 +106,7 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
 
 
 def _build_stock(words: str) -> tuple[Any, Any, Any]:
-    """Model, optimizer and scheduler as Megatron's training builds them."""
+    """Build model, optimizer and scheduler as Megatron's training does."""
     sys.argv = ["pretrain_gpt.py", *words.split()]
     from megatron.core.datasets import utils
 
@@ -121,7 +121,7 @@ def _build_stock(words: str) -> tuple[Any, Any, Any]:
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
-    # Asked with tensor parallelism, of a CUDA device.
+    # With tensor parallelism, Megatron asks a CUDA device for this.
     megatron_arguments.get_device_arch_version = lambda: 10
     parse_and_validate_args()
     initialize_megatron(allow_no_cuda=True)

@@ -17,7 +17,8 @@ from megatron_rl.config.settings import Settings
 from tests import recipes
 from tests.launch_scripts import read_blocks
 
-# Fields in which we differ on purpose. A difference that is not here, and one of these that is none, fails the test.
+# Fields in which we differ on purpose. A difference that is missing here fails the test, and so does a field here that
+# does not differ.
 DIFFERENCES = {
     "transformer": {
         "variable_seq_lengths": "packed groups differ in length, so pipeline stages tell each other the shape",
@@ -39,13 +40,13 @@ DIFFERENCES = {
         "use_cpu_initialization": "their parser leaves None where the field's default, False, means the same",
     },
     "optimizer": {
-        "fp8_recipe": "it is of training in fp8, which is refused",
-        "muon_momentum": "it is of an optimizer that is refused",
-        "barrier_with_L1_time": "it is of Megatron's timers, which do not run here",
+        "fp8_recipe": "it belongs to training in fp8, which is refused",
+        "muon_momentum": "it belongs to an optimizer that is refused",
+        "barrier_with_L1_time": "it belongs to Megatron's timers, which do not run here",
     },
     "ddp": {
         "check_for_nan_in_grad": "the norm of the reduced gradients is checked instead",
-        "data_parallel_sharding_strategy": "it is of FSDP, which is refused",
+        "data_parallel_sharding_strategy": "it belongs to FSDP, which is refused",
     },
 }
 
@@ -61,7 +62,7 @@ class Configs:
 
 @pytest.fixture
 def their_parser(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Configs]:
-    """megatron.training's own parser, and what follows from it."""
+    """Return megatron.training's own parser, with the values that it derives."""
     from megatron.training import arguments as theirs
     from megatron.training import training
 
@@ -88,7 +89,7 @@ def their_parser(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Confi
 def their_configs(
     monkeypatch: pytest.MonkeyPatch, their_parser: Callable[[list[str]], Configs]
 ) -> Callable[[str], Configs]:
-    """What it makes of a recipe."""
+    """Return a function that configures a recipe by Megatron's parser."""
 
     def configs(name: str) -> Configs:
         monkeypatch.setenv("WORLD_SIZE", str(recipes.WORLD_SIZES[name]))
@@ -99,7 +100,7 @@ def their_configs(
 
 @pytest.fixture
 def our_configs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Configs]:
-    """What our parser makes of a recipe, on a platform that can do everything."""
+    """Return a function that configures a recipe by our parser, on a platform that can do everything."""
     monkeypatch.setattr(config, "_settle_limits", lambda *_: {})
 
     def configs(name: str) -> Configs:
@@ -118,7 +119,7 @@ def differences(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal; initial distributions, made anew for each config, are equal if they draw the same numbers."""
+    """Compare for equality; initial distributions, new in each config, are equal if they draw the same numbers."""
     if callable(one) and callable(other) and not isinstance(one, type):
         return one is other or torch.equal(drawn(one), drawn(other))
     return bool(one == other) and type(one) is type(other)
@@ -148,7 +149,7 @@ def test_every_difference_that_is_allowed_occurs(
     assert found == set(DIFFERENCES[subject])
 
 
-# In what the configurations of real launch scripts differ besides: the flag that a note of ours names for it.
+# The fields in which configurations of real launch scripts differ besides, with the flag that our note names for each.
 SAID = {
     "hidden_dropout": "--hidden-dropout",
     "attention_dropout": "--attention-dropout",
@@ -167,7 +168,7 @@ SAID = {
     ),
 }
 OF_CONFIG_JSON = {"layernorm_epsilon", "window_size"}
-# Said by --print-config alone: context-parallel ranks exchange heads, with the same results.
+# Only --print-config says it: context-parallel ranks exchange heads, with the same results.
 SHOWN = {"cp_comm_type"}
 # Kernels of TransformerEngine, which flags name and this machine lacks.
 KERNELS = {
@@ -179,7 +180,7 @@ KERNELS = {
         "fused_sort_chunks_by_index_with_probs", "fused_unpermute",
     ),
 }  # fmt: skip
-# Values that forks have beside Megatron's; of tokenizers' nothing here depends on one.
+# Values that forks have beside Megatron's; nothing here depends on a tokenizer's.
 _TOKENIZERS = ("PretrainedFromHF", "LLama3Tokenizer", "MixtralTokenizer", "Qwen2Tokenizer", "Qwen3Tokenizer")
 OF_FORKS = {("--moe-token-dispatcher-type", "alltoall_seq"), ("--moe-layer-freq", "-1")} | {
     ("--tokenizer-type", name) for name in _TOKENIZERS
@@ -217,7 +218,7 @@ def test_launch_scripts_of_other_projects_come_to_megatrons_configurations_but_f
 
 
 def _complete_for_theirs(words: list[str], settings: Settings) -> list[str]:
-    """With what our parser takes from config.json, and without values that only forks know."""
+    """Add the values that our parser takes from config.json, and drop those that only forks know."""
     architecture, transformer = settings.architecture, settings.transformer
     described = {
         "--num-layers": transformer.num_layers,

@@ -1,6 +1,6 @@
-"""Stand-ins for CANN's libraries: all functions that torch_npu asks of them, and one device that computes nothing.
+"""Stand-ins for CANN's libraries: all functions that torch_npu looks up, and one device that computes nothing.
 
-Memory of the device is the host's. A kernel that is launched is an error of torch_npu's, which says that it misses it.
+Memory of the device is the host's. Launching a kernel is an error in which torch_npu says that the kernel is missing.
 """
 
 import json
@@ -21,7 +21,7 @@ LIBRARIES = (
     "libascendcl.so", "libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so",
 )  # fmt: skip
 DEVICE = "Ascend910B1"
-# Functions whose answer matters; {} is the function's name. All others do nothing and say that it went well.
+# Functions whose answer matters; {} is the function's name. All others do nothing and report success.
 _BODIES = {
     "aclrtGetSocName": f'const char *{{}}() {{ return "{DEVICE}"; }}',
     "aclGetRecentErrMsg": 'const char *{}() { return ""; }',
@@ -110,7 +110,7 @@ def run(environment: Mapping[str, str], *words: str) -> subprocess.CompletedProc
 
 
 def last_line(environment: Mapping[str, str], *words: str) -> Any:
-    """What a program prints at the end, as JSON; one that fails fails the test."""
+    """Run a program and parse its last line as JSON; one that fails fails the test."""
     done = run(environment, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -11,13 +11,13 @@ collect_ignore_glob = [] if cann.PYTHON else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In which torch_npu finds one device."""
+    """Return an environment in which torch_npu finds one device."""
     return cann.build(tmp_path_factory.mktemp("cann"))
 
 
 @pytest.fixture(scope="session")
 def with_mindspeed(environment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """And MindSpeed, whose sources the variable MINDSPEED names."""
+    """Return that environment with MindSpeed, whose sources the variable MINDSPEED names."""
     if "MINDSPEED" not in os.environ:
         pytest.skip("MINDSPEED=/path/to/a/clone is not given")
     return environment | cann.add_mindspeed(os.environ["MINDSPEED"], tmp_path_factory.mktemp("mindspeed"))

@@ -1,14 +1,14 @@
-"""What runs on npu:0 without an NPU: shapes, dtypes and devices of every operation, and no numbers.
+"""Run on npu:0 without an NPU: shapes, dtypes and devices of every operation, and no numbers.
 
     python -m tests.npu.passes attention            # our attention, each backend, forward and backward
     python -m tests.npu.passes log_probs
-    python -m tests.npu.passes faults               # what must be found: an operand on the host, a number that is read
+    python -m tests.npu.passes faults               # must be found: an operand on the host, a number read
     python -m tests.npu.passes models FOLDER        # the models there, with all kinds of layers; needs MindSpeed
 
-    python -m tests.npu.passes configuration FLAG...  # of pretrain_grpo.py: the fields of Megatron's configuration
+    python -m tests.npu.passes configuration FLAG...  # the fields of Megatron's configuration
 
 In torch's FakeTensorMode an operation on tensors of two devices is an error, and so is a host that reads a number of
-the device. The operators are torch_npu's own. Prints a line of JSON: what gave which outcome.
+the device. The operators are torch_npu's own. The script prints a line of JSON: the outcome of each case.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def models(folder: str) -> "Passes":
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
-    # The generator of a device that is not there has no state.
+    # The generator of a missing device has no state.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
 
     from megatron_rl.arguments.resolve import build_transformer_config
@@ -121,7 +121,7 @@ def configuration(*words: str) -> dict[str, str]:
 
 
 def describe(config: Any) -> dict[str, str]:
-    """The fields of a configuration, but for functions."""
+    """Return the fields of a configuration, except functions."""
     return {name: repr(value) for name, value in vars(config).items() if not callable(value)}
 
 

@@ -7,7 +7,7 @@ from tests.command_lines import CPU, DENSE, parse, without
 from tests.npu.cann import last_line
 from tests.npu.passes import ON_NPU, describe
 
-# What follows from MindSpeed's kernels.
+# Differences that follow from MindSpeed's kernels.
 OF_THE_PLATFORM = {"bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "transformer_impl"}
 LAYOUTS = ("", "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel")
 
@@ -25,13 +25,13 @@ def test_every_kind_of_layer_goes_forward_and_backward_on_the_device(models, wit
     assert len(found) == len(hf_models.CONFIGS) * 2 * len(ON_NPU) - 2
     of_experts = {title for title in found if title.split()[0] in hf_models.WITH_EXPERTS}
     assert {found[title] for title in found.keys() - of_experts} == {"npu:0"}, found
-    # As far as Megatron's dispatcher, which reads on the host how many tokens each expert has.
+    # It runs up to Megatron's dispatcher, which reads on the host how many tokens each expert has.
     assert {found[title] for title in of_experts} == {"DynamicOutputShapeException: aten.masked_select.default"}, found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_configuration_is_that_of_the_cpu_but_for_the_platforms_kernels(layout, with_mindspeed) -> None:
-    """The adaptor once put the words of the command line into every configuration, unconverted."""
+    """Check the adaptor, which once put the words of the command line into every configuration, unconverted."""
     words, world_size = [*without(DENSE, "--platform"), *layout.split()], 2 if layout else 1
     theirs = last_line(
         with_mindspeed | {"WORLD_SIZE": str(world_size)}, "-m", "tests.npu.passes", "configuration", *words

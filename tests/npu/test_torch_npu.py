@@ -70,7 +70,7 @@ def test_the_platform_uses_what_torch_npu_has(environment) -> None:
 
 @pytest.mark.parametrize("name", ["npu_fusion_attention", "npu_fusion_attention_grad"])
 def test_the_stand_in_for_an_operator_takes_what_the_operator_takes(name, environment) -> None:
-    """All tests of our attention on NPUs stand on that stand-in."""
+    """Check the stand-in that all tests of our attention on NPUs use."""
     program = f"""
         import json, torch, torch_npu
         schema = torch.ops.npu.{name}.default._schema

@@ -1,4 +1,4 @@
-"""What we call of vllm-ascend is there in its sources, where they are at hand: VLLM_ASCEND=/path/to/a/clone."""
+"""The names that we call exist in vllm-ascend's sources, if VLLM_ASCEND=/path/to/a/clone is given."""
 
 import ast
 import os
