@@ -49,7 +49,7 @@ class Writer(SummaryWriter):
 
 def set_global_variables(args, build_tokenizer=True):
     global _args, _timers, _writer
-    assert not build_tokenizer, "no tokenizer of the recipe's is there"
+    assert not build_tokenizer, "the recipe has no tokenizer"
     _args, _timers, _writer = args, Timers(args.timing_log_level, "minmax"), None
     if args.tensorboard_dir and args.rank == args.world_size - 1:
         _writer = Writer(args.tensorboard_dir)

@@ -1,6 +1,6 @@
-"""A device that is not there: tensors say that they lie on "npu:0", and their bytes lie on the host.
+"""An emulated device: tensors say that they lie on "npu:0", and their bytes lie on the host.
 
-Every operation on such a tensor comes through `run`. It refuses operands of two devices as a device does, tells the
+Every operation on such a tensor passes through `run`. It refuses operands of two devices as a device does, tells the
 streams which blocks are read and written, notes where the host waits, and computes on the bytes. So it holds for
 autograd, modules, collectives of gloo and every thread. `prepare` makes torch know the device, once a process.
 
@@ -25,7 +25,7 @@ generator = torch.Generator()
 
 ATEN = torch.ops.aten
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
-# Names of the operations on numbers with a point.
+# Names of the operations on floating-point numbers.
 operators: set[str] = set()
 _libraries: list[torch.library.Library] = []
 
@@ -236,7 +236,7 @@ def _is_view(function: Any) -> bool:
 
 
 def _refuse_mixed(function: Any, name: str, leaves: list[Any]) -> None:
-    """Operands of the host are refused, but for numbers of pointwise operations, and indices."""
+    """Refuse operands of the host, except numbers of pointwise operations, and indices."""
     takes_numbers = torch.Tag.pointwise in function.tags or name in ("aten::masked_fill", "aten::masked_fill_")
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or is_there(leaf) or name in _INDEXED:
@@ -250,7 +250,10 @@ def _refuse_mixed(function: Any, name: str, leaves: list[Any]) -> None:
 
 
 def _indices_are_read(args: tuple) -> bool:
-    """Masks are counted, and indices of the host are copied, before the operation can be queued; a fill needs none."""
+    """Return True if masks must be counted, or indices of the host copied, before the operation can be queued.
+
+    A fill needs neither.
+    """
     indices = [index for index in args[1] if index is not None]
     if not all(map(is_there, indices)):
         return True
@@ -347,7 +350,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "empty_strided": _empty_strided,
     "_copy_from": _copy_from,
     "_local_scalar_dense": _read_number,
-    # As torch_npu has it: without it torch refuses `x.data = y` between the host and a device that is not its own.
+    # As torch_npu has it: without it torch refuses `x.data = y` between the host and a device of another maker.
     "_has_compatible_shallow_copy_type": lambda one, other: isinstance(one, OnDevice),
 }
 

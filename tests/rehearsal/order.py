@@ -1,6 +1,6 @@
 """Operations on CUDA and NPU whose sums are taken in whatever order threads come in, after torch's own lists."""
 
-# Summed in a fixed order where torch is asked for it (`torch.use_deterministic_algorithms`).
+# torch sums these in a fixed order if asked (`torch.use_deterministic_algorithms`).
 ORDERED_IF_ASKED = {
     "aten::_flash_attention_backward",
     "aten::embedding_dense_backward",
@@ -13,7 +13,7 @@ ORDERED_IF_ASKED = {
     "aten::scatter_add",
     "aten::scatter_add_",
 }
-# With no such kernel: torch raises where it is asked.
+# These have no such kernel: torch raises if asked.
 NEVER_ORDERED = {
     "aten::bincount",
     "aten::cumsum",

@@ -1,4 +1,4 @@
-"""The emulated device as a platform: what `select("npu")` gives in a process of the rehearsal.
+"""The emulated device as a platform: `select("npu")` returns it in a process of the rehearsal.
 
 Megatron gets a view of torch in which "cuda" means this device, as torch_npu makes it do on an NPU.
 """
@@ -50,7 +50,7 @@ class RehearsedPlatform(Platform):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         host.share_gloo_device()
         device.prepare()
-        # What a group's backend is asked for goes by the device that tensors say they lie on.
+        # A group's backend follows from the device that tensors say they lie on.
         dist.Backend.backend_capability["gloo"].append("npu")
         flash_npu._import_operators = _operators
         _replace_methods()
@@ -135,7 +135,7 @@ def the_device() -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """Streams whose order is checked."""
+    """Return streams whose order is checked."""
     return {
         "Event": Event,
         "Stream": Stream,
@@ -183,7 +183,7 @@ def memory_statistics() -> dict[str, Any]:
 
 
 def device_literals() -> dict[str, Any]:
-    """Factories for which "cuda" is the device; the host's memory is never pinned."""
+    """Return factories for which "cuda" is the device; the host's memory is never pinned."""
     return {name: _with_device(getattr(torch, name)) for name in cpu_torch.FACTORIES}
 
 
@@ -199,7 +199,7 @@ REPLACEMENTS = (
 
 
 def _operators() -> Any:
-    """torch_npu's fused attention, which a run of the device's own would find in that module."""
+    """Return torch_npu's fused attention, which a run of the device's own would find in that module."""
     true = NpuOperators()
     names = ("npu_fusion_attention", "npu_fusion_attention_grad")
     return types.SimpleNamespace(**{name: device.as_operator(getattr(true, name)) for name in names})
@@ -218,7 +218,7 @@ def _with_device(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _replace_methods() -> None:
-    """Methods that megatron moves tensors with, and sorts them by."""
+    """Replace the methods by which megatron moves and sorts tensors."""
     original = torch.Tensor.type
 
     def type_name(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:

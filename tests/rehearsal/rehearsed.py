@@ -1,4 +1,4 @@
-"""Runs a test in a process whose device is the emulated one."""
+"""Run a test in a process whose device is the emulated one."""
 
 import functools
 from collections.abc import Callable
@@ -13,6 +13,6 @@ def rehearsed(function: Callable[[], None]) -> Callable[[], None]:
     def test() -> None:
         run_ranks(function, 1, platform="rehearsed")
 
-    # A rank finds its function by name, where it finds the test.
+    # A rank finds its function by name, in the module where it finds the test.
     function.__qualname__ += ".__wrapped__"
     return test

@@ -1,8 +1,9 @@
-"""The emulated device's streams and events, and the check that what is shared between streams is ordered by events.
+"""The emulated device's streams and events, and the check that uses of memory by several streams are ordered by events.
 
-Every operation runs at once, in the order of the host. What a device could do is derived from clocks: each stream
-counts its operations, and knows how far it has waited for each other stream. Two uses of the same memory, one of them
-a write, must be ordered by these clocks. So must a block's last uses and the first allocation that could reuse it.
+Every operation runs at once, in the order of the host. The orders that a device could choose are derived from clocks:
+each stream counts its operations, and knows how far it has waited for each other stream. Two uses of the same memory,
+one of them a write, must be ordered by these clocks. So must a block's last uses and the first allocation that could
+reuse it.
 
 Copies that do not block are the exception: they land as late as a device may let them, at the next use or wait.
 """
@@ -21,7 +22,7 @@ import torch
 
 Clock = dict[int, int]
 
-# Whose lines faults and host syncs are told by, the first that is found; and the modules that all of them go through.
+# Faults and host syncs name a line of the first of these packages that is found; all pass through these modules.
 _PACKAGES = ("megatron_rl", "megatron", "tests", "torch")
 _OWN = {"tests.rehearsal.streams", "tests.rehearsal.device", "tests.rehearsal.syncs"}
 
@@ -36,7 +37,7 @@ class Use:
 
     stream: int
     number: int
-    """Counted on its stream."""
+    """The operation's number on its stream."""
     what: str
     where: str
 
@@ -64,7 +65,7 @@ class Block:
     def __init__(self, num_bytes: int) -> None:
         self.late: LateCopy | None = None
         self.reads: dict[int, Use] = {}
-        """Since it was written, by stream."""
+        """Reads since the last write, by stream."""
         self.write = state.allocate(num_bytes)
         self.remains = Remains(self.write.stream, num_bytes)
         weakref.finalize(self, state.gone.append, self.remains).atexit = False
@@ -87,12 +88,12 @@ class State:
         self._thread = threading.local()
         self._waiting: list[LateCopy] = []
         self.gone: collections.deque[Remains] = collections.deque()
-        """Appended to by finalizers, which run at any time."""
+        """Records of freed blocks; finalizers, which run at any time, append to them."""
         self._freed: list[Remains] = []
         self.host: Clock = {}
         self.clocks: dict[int, Clock] = {0: {}}
         self.faults: list[str] = []
-        """All that were raised: a caller may have caught one."""
+        """All faults that were raised: a caller may have caught one."""
         self._allocated = self._peak = 0
 
     def current(self) -> "Stream":
@@ -173,7 +174,7 @@ class State:
 
     @property
     def peak(self) -> int:
-        """The most there were since `reset_peak`."""
+        """The most bytes allocated since `reset_peak`."""
         return self._peak
 
     def reset_peak(self) -> None:
@@ -221,7 +222,7 @@ def _advance(clock: Clock, other: Clock) -> None:
 
 
 class Stream:
-    """A queue of operations; takes what torch.cuda.Stream takes."""
+    """A queue of operations; it takes what torch.cuda.Stream takes."""
 
     def __init__(self, *arguments: Any, number: int | None = None, **keywords: Any) -> None:
         self.number = state.new_stream() if number is None else number
@@ -268,7 +269,7 @@ class Stream:
 
 
 class Event:
-    """A marker in a queue; takes what torch.cuda.Event takes."""
+    """A marker in a queue; it takes what torch.cuda.Event takes."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.clock: Clock | None = None

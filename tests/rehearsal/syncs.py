@@ -1,4 +1,4 @@
-"""Where the host waits for the device: each such place stalls the queue that a fast trainer keeps full."""
+"""The places where the host waits for the device: each stalls the queue that a fast trainer keeps full."""
 
 import collections
 import contextlib
@@ -34,7 +34,7 @@ class Sync:
 
 
 class Log:
-    """All of them, since the process began."""
+    """All waits since the process began."""
 
     def __init__(self) -> None:
         self.all: list[Sync] = []

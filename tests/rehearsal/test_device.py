@@ -1,4 +1,4 @@
-"""The emulated device itself: what it refuses, what it counts, and that each check turns red on a fault."""
+"""The emulated device itself: its refusals, its counts, and that each check turns red on a fault."""
 
 import pickle
 

@@ -42,7 +42,7 @@ def sparse_ranks(sparse_problem: Problem) -> list[Rehearsed]:
 
 
 def is_message_length(sync: Sync) -> bool:
-    """Megatron's stages read on the host how long the next message is."""
+    """Return True for Megatron's own wait: its stages read on the host how long the next message is."""
     return "megatron.core.pipeline_parallel.p2p_communication" in sync.where
 
 
@@ -67,7 +67,7 @@ def test_blocks_that_streams_share_are_ordered_on_every_rank(ranks) -> None:
 def test_gradients_through_experts_on_devices_equal_those_of_the_padded_twin(sparse_ranks, sparse_problem) -> None:
     expected = Twins(sparse_problem, EXPERTS).first
     gradients = sparse_ranks[0].seen[EXPERTS][0].gradients
-    # transformers holds a layer's experts in one tensor. What lies below them has gradients that came through them.
+    # transformers holds a layer's experts in one tensor. The layers below have gradients that came through them.
     names = gradients.keys() & expected.truth.gradients.keys()
     assert {name for name in gradients if ".experts." not in name} <= names
     of_twin = (expected.theirs.gradients, expected.truth.gradients)

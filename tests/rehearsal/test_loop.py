@@ -15,7 +15,7 @@ REHEARSED = """
     atexit.register(lambda: print("faults of streams:", streams.state.faults))
 """
 FAMILIES = {"EP2": "qwen3_moe"}
-# Each with what touches the device in another way than the others.
+# Each layout touches the device in another way than the others.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "grpo_kl_beta": 0.01, "frozen_offload": True},
     "PP2": {"pipeline_model_parallel_size": 2, "bf16": True, "grpo_kl_beta": 0.01},
@@ -36,7 +36,7 @@ def worlds(tmp_path_factory) -> dict[str, loop.World]:
 
 
 def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
-    """Four iterations, or those that are left after a checkpoint."""
+    """Run four iterations, or those that are left after a checkpoint."""
     words = world.words(
         "run", platform="npu", rollout_folder=folder / "run", train_iters=4, save=folder / "checkpoints",
         save_interval=2, save_hf=folder / "hf", **LAYOUTS[layout], **changes,

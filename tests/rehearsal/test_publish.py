@@ -1,4 +1,4 @@
-"""Publishes from emulated devices: what is streamed, and in which order streams hand it over."""
+"""Publishes from emulated devices: the streamed tensors, and the order in which streams hand them over."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Updates of the trainer on the emulated device, and where the host waited inside the schedule."""
+"""Run updates of the trainer on the emulated device, and note where the host waited inside the schedule."""
 
 import contextlib
 import dataclasses

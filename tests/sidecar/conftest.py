@@ -20,14 +20,14 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def _kernels() -> dict[str, str]:
-    """Which kernels the tests are run with, which an engine does not inherit from the sidecar."""
+    """Return the kernels that the tests are run with, which an engine does not inherit from the sidecar."""
     names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @pytest.fixture(scope="session")
 def run() -> Iterator[Run]:
-    """Runs a coroutine on the one event loop of the session, where the engine's connections live."""
+    """Yield a function that runs a coroutine on the session's one event loop, where the engine's connections live."""
     with asyncio.Runner() as runner:
         yield runner.run
 
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def sockets() -> Iterator[Path]:
-    """A private folder whose path is short enough for sockets."""
+    """Make a private folder whose path is short enough for sockets."""
     folder = run_folder()
     yield folder
     shutil.rmtree(folder)

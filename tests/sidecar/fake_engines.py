@@ -67,7 +67,7 @@ class FakeEngine(ScriptedEngine):
         report = await super().load(weights)
         if self.name in self._factory.found_out:
             raise WrongWeights(f"engine {self.name} holds other numbers than were given")
-        # Says what it was told, and samples with something else.
+        # An engine that reports the version it was told of, and samples with something else.
         self._sampled_with = self._factory.keeps.get(self.name, self._sampled_with)
         if self.name in self._factory.corrupt:
             return WeightReport(weights.version, "another fingerprint")
@@ -106,7 +106,7 @@ class FakeEngine(ScriptedEngine):
 
 
 class FakeFactory:
-    """Makes fake engines; what it knows of a name holds for every engine of that name."""
+    """A maker of fake engines; its plan for a name holds for every engine of that name."""
 
     def __init__(self) -> None:
         self.made: collections.defaultdict[str, list[FakeEngine]] = collections.defaultdict(list)
@@ -114,15 +114,15 @@ class FakeFactory:
             collections.deque
         )
         self.checkpoint = ""
-        """The fingerprint of what engines start with."""
+        """The fingerprint of the weights that engines start with."""
         self.keeps: dict[str, str] = {}
         self.found_out: set[str] = set()
-        """Engines that find, after a load, that they hold something else."""
+        """Names of engines that find, after a load, that they hold other weights."""
         self.corrupt: set[str] = set()
         self.compares: dict[str, tuple[int, int]] = {}
-        """How many parameters engines can compare with what was published, of how many."""
+        """The numbers of parameters that an engine can compare with the published ones, and of all, by engine."""
         self.says_of_tokens: dict[str, str] = {}
-        """The version by which engines say that they sampled what follows a probe."""
+        """The version by which an engine says that it sampled the tokens after a probe, by engine."""
         self.killed: collections.Counter[str] = collections.Counter()
         self.served: collections.defaultdict[str, list[str]] = collections.defaultdict(list)
         self.released: list[str] = []
@@ -145,7 +145,7 @@ class FakeFactory:
         self.faults[name, step].extend(faults)
 
     def engine(self, name: str) -> FakeEngine:
-        """The one that has the name now."""
+        """Return the engine that has the name now."""
         return self.made[name][-1]
 
 
@@ -163,7 +163,7 @@ def request(number: int, group_size: int = 2) -> GroupRequest:
 def answer(
     weights: Weights, sampled_with: str = "", bound: float | None = None, agreement: float | None = None
 ) -> ProbeAnswer:
-    """What the trainer says of these weights: what a fake engine with them says."""
+    """Return the trainer's answer for these weights: the answer of a fake engine with them."""
     of_weights = ScriptedEngine("trainer")
     of_weights._sampled_with = sampled_with or weights.fingerprint
     log_probs = asyncio.run(of_weights.probe(())).log_probs

@@ -1,4 +1,4 @@
-"""vLLM's `nccl` transfer engine on a CPU: all of it is vLLM's own but the wire, which is gloo, and CUDA's streams."""
+"""vLLM's `nccl` transfer engine on a CPU: all of it is vLLM's own except the wire (gloo) and CUDA's streams."""
 
 import contextlib
 import datetime
@@ -15,7 +15,7 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class Group:
-    """What vLLM asks of a communicator."""
+    """The part of a communicator that vLLM uses."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int):
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=_TIMEOUT)

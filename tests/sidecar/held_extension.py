@@ -1,4 +1,4 @@
-"""A worker extension for a vLLM that loads what it is given otherwise than it says, as a test has it."""
+"""A worker extension for a vLLM whose loads differ from what it reports, by a test's plan."""
 
 from collections.abc import Iterable, Iterator
 

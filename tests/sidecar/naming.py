@@ -1,4 +1,4 @@
-"""When the sidecar names what went wrong with an engine."""
+"""The moment at which the sidecar names a fault of an engine."""
 
 import asyncio
 import contextlib
@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 
 NAMED_SECONDS = 20.0
-"""The promise; also the deadline of the wait for it."""
+"""Seconds within which faults must be named; also the deadline of the wait for it."""
 _NAMES = ("its process", "its server", "got no answer", "was answered", "did not finish", "was not ready")
 _WHOSE: contextvars.ContextVar[object] = contextvars.ContextVar("whose")
 
 
 class Named(logging.Handler):
-    """Remembers the first message in which the sidecar names a fault of an engine."""
+    """A recorder of the first message in which the sidecar names a fault of an engine."""
 
     def __init__(self, engine: str) -> None:
         super().__init__(logging.WARNING)
@@ -25,7 +25,7 @@ class Named(logging.Handler):
         _WHOSE.set(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A task has the context of the one that made it.
+        # A task has the context of the task that made it.
         if _WHOSE.get(None) is self:
             self.take(record.getMessage())
 

@@ -1,4 +1,4 @@
-"""What the tests of the service are made of: scripted engines, a reward, a memory in place of a journal."""
+"""The parts of the service's tests: scripted engines, a reward, a memory in place of a journal."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=2, micro_batch_size=4
 
 
 class Engines:
-    """Scripted engines behind the interface of the pool and the supervisor: the next one in turn takes a group."""
+    """Scripted engines with the interface of the pool and the supervisor: the next one in turn takes a group."""
 
     max_in_flight = 4
 
@@ -53,7 +53,7 @@ class Engines:
         return address
 
     def remove(self, name: str) -> None:
-        raise InputError(f"there is no engine {name!r}")
+        raise InputError(f"no engine has the name {name!r}")
 
     def status(self) -> dict[str, Any]:
         return {"engines": {e.name: {"state": str(e.state), "in_flight": 0, "restarts": 0} for e in self.engines}}
@@ -67,7 +67,7 @@ class RewardLength:
 
 @dataclasses.dataclass
 class Memory:
-    """Remembers what a journal would, for as long as the test runs."""
+    """A memory of what a journal would keep, for as long as the test runs."""
 
     events: list[tuple] = dataclasses.field(default_factory=list)
     groups: list[wire.Group] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A sidecar as its own process, for tests: started, reached, killed."""
+"""Start, reach and kill a sidecar as its own process, for tests."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from tests.ranks import ROOT
 
 
 class SidecarProcess:
-    """One process, and what it prints."""
+    """One process, and its output."""
 
     def __init__(self, folder: Path, *words: str, module: str = "megatron_rl.sidecar"):
         self.folder = folder
@@ -46,12 +46,12 @@ class SidecarProcess:
         return RolloutClient(address, read_token(self.folder / "token"), patience)
 
     def tree(self) -> list[psutil.Process]:
-        """The sidecar and everything it has started."""
+        """Return the sidecar and every process that it has started."""
         sidecar = psutil.Process(self.process.pid)
         return [sidecar, *sidecar.children(recursive=True)]
 
     def kill(self) -> None:
-        """As a fault would: the sidecar alone."""
+        """Kill the sidecar alone, as a fault would."""
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
         (self.folder / "address").unlink(missing_ok=True)
@@ -65,14 +65,14 @@ class SidecarProcess:
 def sidecar(
     folder: Path, *words: str, seconds: float = 600.0, module: str = "megatron_rl.sidecar"
 ) -> Iterator[SidecarProcess]:
-    """One that serves; it is asked to end at last, and whatever is left of it then is killed."""
+    """Start a sidecar that serves; at the end, ask it to end, then kill any process that is left of it."""
     started = SidecarProcess(folder, *words, module=module)
     try:
         started.wait_until_it_serves(seconds)
         yield started
     finally:
         left = started.tree() if started.process.poll() is None else []
-        # What is killed cannot clear its shared memory away.
+        # A killed process cannot remove its shared memory.
         started.process.terminate()
         psutil.wait_procs(left, timeout=60)
         for process in left:
@@ -82,5 +82,5 @@ def sidecar(
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run."""
+    """Return the processes that still run."""
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

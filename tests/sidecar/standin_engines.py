@@ -25,13 +25,13 @@ from tests.sidecar.sidecar_process import alive
 SERVER = Path(__file__).with_name("standin_vllm.py")
 PROCESSES = ("server", "core", "worker")
 STEP_SECONDS = 0.5
-# Of a probe that the engine draws, from the second token on.
+# The tokens of a probe that the engine draws, from the second token on.
 NUM_PROBED = 63
 RECOVERED_SECONDS = 120.0
 
 
 class StandInLauncher(LocalLauncher):
-    """Starts stand-ins instead of vLLM; only the steps of the first one take time."""
+    """A launcher that starts stand-ins instead of vLLM; only the steps of the first one take time."""
 
     def __init__(self, slow: dict[str, float]) -> None:
         self._slow = slow
@@ -45,7 +45,7 @@ class StandInLauncher(LocalLauncher):
 
 
 class RecordingFactory(VllmFactory):
-    """Remembers its engines."""
+    """A factory that remembers its engines."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -66,7 +66,7 @@ class World:
     named: Named
 
     def find(self, kind: str) -> psutil.Process | None:
-        """The process of this kind of the newest engine; None if it is not there."""
+        """Return the process of this kind of the newest engine; None if it does not exist."""
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
             process = psutil.Process(self.engines[-1]._handle.pid)
             for _ in range(PROCESSES.index(kind)):
@@ -109,13 +109,13 @@ def request(**changes: Any) -> GroupRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Something that an engine does, which is broken in the middle."""
+    """An action of an engine, which is broken in the middle."""
 
     slow: dict[str, float]
     prepare: Act
-    """Brings the engine to where the step begins."""
+    """A function that brings the engine to where the step begins."""
     act: Act
-    """Takes the step, and returns when all is well again."""
+    """A function that takes the step, and returns when all is well again."""
     has_begun: Callable[[World], bool]
 
 
@@ -190,7 +190,7 @@ STEPS = {
 
 
 async def break_in(step: Step, kind: str, signal: int, delay: float, folder: Path) -> tuple[float, float, str]:
-    """Send the signal to a process, so many seconds after the step began.
+    """Send the signal to a process, `delay` seconds after the step began.
 
     Return the seconds until that was named, those until all was well again, and the message.
     """
@@ -209,7 +209,7 @@ async def break_in(step: Step, kind: str, signal: int, delay: float, folder: Pat
 
 
 async def break_start(kind: str, signal: int, delay: float, folder: Path) -> tuple[float, str]:
-    """Send the signal to a process that starts, so many seconds after it exists; return when and how that was named."""
+    """Send the signal to a starting process, `delay` seconds after it exists; return when and how that was named."""
     slow = {"start": STEP_SECONDS / 2, "prepare": STEP_SECONDS / 2, "learn_order": STEP_SECONDS / 2}
     async with standing_in(folder, slow) as world:
         starting = asyncio.create_task(world.supervisor.start(1))

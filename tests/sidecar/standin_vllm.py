@@ -1,9 +1,9 @@
 """A stand-in for a vLLM server that starts in a second: a server, its core and a worker, each tied to its parent.
 
-It does what a vLLM 0.32 does when one of them dies: a request to the core that is not for sampling waits for ever, the
-server takes no others once it has noticed, and it ends only when the last request is over.
+It does what a vLLM 0.32 does when one of them dies. A request to the core that is not for sampling waits for ever; the
+server takes no others once it has noticed; and it ends only when the last request is over.
 
-`python standin_vllm.py SOCKET STEP=SECONDS ...` makes steps last; those not named take no time.
+`python standin_vllm.py SOCKET STEP=SECONDS ...` makes steps last; all other steps take no time.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def send(channel: socket.socket, **message: Any) -> None:
 
 
 def work(channel: socket.socket, seconds: dict[str, float]) -> None:
-    """The worker: each message is a step, which takes its time."""
+    """Run as the worker: each message is a step, which takes its time."""
     setproctitle.setproctitle("VLLM::Worker_TP0")
     signal.signal(signal.SIGUSR1, lambda *_: spin())
     while (messages := receive(channel)) is not None:
@@ -73,7 +73,7 @@ def spin() -> None:
 
 
 def run_core(server: socket.socket, seconds: dict[str, float]) -> None:
-    """The core: hands everything on to its worker, and ends with it."""
+    """Run as the core: hand every message on to the worker, and end with it."""
     mine, workers = socket.socketpair()
     if os.fork() == 0:
         server.close()
@@ -99,7 +99,7 @@ class EngineDeadError(Exception):
 
 
 class Client:
-    """vLLM's client of its core, as far as our routes and the server below use it."""
+    """vLLM's client of its core, with the parts that our routes and the server below use."""
 
     def __init__(self, core: socket.socket) -> None:
         self.engine_core = self
@@ -152,7 +152,7 @@ class Client:
         print("ERROR EngineCore died: EngineDeadError", flush=True)
         self.is_dead = True
         for is_sampling, answer in self._answers.values():
-            # Of vLLM's client only those that sample are told; the others wait for ever.
+            # vLLM's client tells only the requests that sample; the others wait for ever.
             if is_sampling and not answer.done():
                 answer.set_exception(EngineDeadError("EngineCore encountered an issue"))
 
@@ -224,7 +224,7 @@ FACTS = {
 
 
 class Running(uvicorn.Server):
-    """uvicorn as vLLM runs it: asked to end, it ends the core first."""
+    """uvicorn as vLLM runs it: when asked to end, it ends the core first."""
 
     core = 0
 

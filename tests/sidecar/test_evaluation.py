@@ -113,13 +113,13 @@ def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
         while pool.num_waiting < 4:
             await asyncio.sleep(0)
         await service.submit(submission())
-        # All of training's groups, behind four of the evaluation's.
+        # All of training's groups, after four of the evaluation's.
         while pool.num_waiting < 12:
             await asyncio.sleep(0)
         has_asked.set()
         await service.evaluated(0, 10)
         await service.close()
-        # Two were in flight before training asked for anything.
+        # Two were in flight before training asked for any.
         assert order == [True, True, *[False] * 8, *[True] * 4]
 
     asyncio.run(asyncio.wait_for(check(), 600))

@@ -206,7 +206,7 @@ def test_a_thousand_malformed_requests_are_answered_and_change_nothing(tmp_path:
 
 
 def test_threads_share_a_client_and_one_that_waits_keeps_no_other_waiting(tmp_path: Path) -> None:
-    # The engine answers when all others have been answered, so whoever waits does so to the end.
+    # The engine answers after all others have been answered, so any request for its group waits to the end.
     let_go = threading.Event()
 
     class Held(ScriptedEngine):
@@ -258,7 +258,7 @@ def test_a_trainer_of_another_wire_version_takes_no_lease_and_is_told_both_versi
             assert answer.status_code == 400
             said = f"the wire version of the trainer is {query[-1:] or 1}, and this side speaks 2: {BOTH}"
             assert answer.json()["error"] == said
-        # The lease is still the first trainer's.
+        # The lease still belongs to the first trainer.
         client.submit(submission())
 
 

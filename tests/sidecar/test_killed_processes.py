@@ -1,4 +1,4 @@
-"""Whatever process of an engine is killed or stopped, and whenever: it is named soon, and the engine is restarted.
+"""An engine whose process is killed or stopped, at any moment, is named soon and restarted.
 
 The servers are stand-ins that behave as vLLM's, so that ten moments of each step can be tried.
 """

@@ -198,7 +198,7 @@ def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_s
     script.write_text('{"vocab_size": 50, "lengths": [3, 8], "delay": [0, 2], "delay_seed": 2489}')
     words = ("--rollout-engine", "scripted", "--rollout-num-engines", "2", "--reward", f"{reward}:one")
     orders: list[list[int]] = []
-    # Of this seed no two of the eight delays are less than 0.2 seconds apart.
+    # With this seed no two of the eight delays are less than 0.2 seconds apart.
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         with (

@@ -33,7 +33,7 @@ def test_groups_finished_before_a_kill_are_not_sampled_again_and_slots_stay_the_
         before[0, 0] = await service.slot(0, 0, 0, 10) or b""
         while service.counters.groups < 7:
             await asyncio.sleep(0.005)
-        # As a kill would: nothing is ended, the files are closed by the kernel.
+        # As a kill would: no part is ended, and the kernel closes the files.
         assert service._task is not None
         service._task.cancel()
         recorder.close()

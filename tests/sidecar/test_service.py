@@ -1,4 +1,4 @@
-"""The rollout service over scripted engines: what every rank of a trainer is promised."""
+"""The rollout service over scripted engines: its promises to every rank of a trainer."""
 
 import asyncio
 import errno
@@ -44,7 +44,7 @@ def serve(
 
 
 async def all_slots(service: RolloutService, version: int = 0, num_ranks: int = 3) -> dict[tuple[int, int], wire.Slot]:
-    """Every rank of every replica asks for every slot, in an order of its own."""
+    """Ask for every slot from every rank of every replica, in an order of its own."""
     places = [(replica, index) for replica in range(2) for index in range(2)]
     answers: dict[tuple[int, int], set[bytes]] = {place: set() for place in places}
 
@@ -60,7 +60,7 @@ async def all_slots(service: RolloutService, version: int = 0, num_ranks: int = 
 
 
 async def failure_of(service: RolloutService, version: int = 0) -> str:
-    """Why the iteration failed, as ranks are told that ask for all of it."""
+    """Return why the iteration failed, as ranks are told that ask for all of it."""
     with pytest.raises(IterationFailed) as caught:
         await all_slots(service, version)
     return str(caught.value).removeprefix(f"iteration {version} failed: ")
@@ -125,7 +125,7 @@ def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
 
 
 class RewardByPrompt:
-    """All responses of a group get the same reward, except those of some prompts."""
+    """A reward that is the same for all responses of a group, except those of some prompts."""
 
     def __init__(self, with_signal: set[int]) -> None:
         self.with_signal = with_signal
@@ -173,7 +173,7 @@ def test_what_was_sampled_ahead_is_called_off_once_it_is_not_needed() -> None:
     async def check(service: RolloutService) -> None:
         service._seen = (4, 8)
         await service.submit(submission(plan=plan))
-        # Prompts ahead hang, and nobody waits for them.
+        # Prompts ahead hang, and no rank waits for them.
         assert trained(await all_slots(service)) == list(range(8))
         assert service.complete(0).census.num_considered == 8
         await service.publish(weights(1))
@@ -294,7 +294,7 @@ def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refu
 
 @pytest.mark.parametrize("moment", ["within it", "after it", "in the next one"])
 def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: str) -> None:
-    """Whatever the sidecar still has of the trainer before; with prompts of their own here."""
+    """Leave the trainer before in each state that the sidecar may find it in; this one has prompts of its own."""
 
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
@@ -446,7 +446,7 @@ PROBED = msgspec.structs.replace(weights(1), probe=wire.encode_tokens([3, 4, 5])
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool) -> None:
     async def check(service: RolloutService) -> None:
-        # Another version's, and another attempt's, are not it.
+        # Answers to another version, and to another attempt, are not the awaited one.
         service.probed(msgspec.structs.replace(ANSWER, version=0))
         if is_early:
             service.probed(ANSWER)
@@ -476,7 +476,7 @@ def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> 
         with pytest.raises(Conflict, match=r"lease \d+ is over: another trainer has taken this sidecar"):
             await published
         await service.publish(weights(1))
-        # A lease that is taken while nobody waits calls nothing off.
+        # A lease that is taken while no rank waits calls nothing off.
         await service.take_lease("run")
         service.probed(msgspec.structs.replace(ANSWER, version=2, fingerprint="weights-2"))
         await service.publish(msgspec.structs.replace(weights(2), probe=PROBED.probe))
@@ -531,7 +531,7 @@ def test_the_last_groups_are_put_off_and_called_off() -> None:
         census = service.complete(0).census
         assert (census.num_considered, census.put_off) == (10, [2, 7])
         await service.publish(weights(1))
-        # An iteration of what was put off has nothing else, and waits for all of it.
+        # An iteration of prompts that were put off has nothing else, and waits for all of it.
         fresh = submission(1, plan=plan)
         await service.submit(msgspec.structs.replace(fresh, prompts=fresh.prompts[:8], num_carried=8))
         assert trained(await all_slots(service, 1)) == list(range(8))
@@ -556,7 +556,7 @@ def test_the_last_groups_end_where_they_are_and_no_others() -> None:
                 assert all(one.tokens and one.spans[0].end == len(one.tokens) // 4 for one in part.responses)
         assert {index for index, of_group in reasons.items() if "cut" in of_group} == {2, 6}
 
-    # Their time would be over long after the test's.
+    # Their time would end long after the test's.
     serve(check, engine("0", lengths=(8, 8), delay=lambda r: 3600.0 if r.request_id in ("run-0-2", "run-0-6") else 0.0))
 
 

@@ -1,4 +1,4 @@
-"""A step of a publish may take as long as its last ones say, and the trainer's part of it does not count."""
+"""A step of a publish may take as long as the last ones allow, and the trainer's part of it does not count."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ HOURS = StepDeadlines(*[3600.0] * 6)
 
 @contextlib.asynccontextmanager
 async def patient(factory: FakeFactory) -> AsyncIterator[Supervisor]:
-    """Two engines with hours for each step, until the step has been measured."""
+    """Start two engines with hours for each step, until the step has been measured."""
     config = SupervisorConfig(**{**vars(CONFIG), "deadlines": HOURS})
     async with supervised(factory, 2, config) as supervisor:
         supervisor._steps._pace = Pace(LEAST)

@@ -120,7 +120,7 @@ def test_a_step_that_always_fails_is_named_and_the_engines_sample_nothing(step, 
             assert supervisor.status()["version"] is None
             with pytest.raises(EngineLost, match="no engine is left"):
                 await asyncio.wait_for(supervisor.generate(request(0)), 60)
-            # The next one finds them, and all is well.
+            # The next publish finds them, and all is well.
             await supervisor.publish(weights(2))
             await until(lambda: states(factory) == {EngineState.READY})
 
@@ -175,7 +175,7 @@ def test_an_engine_that_does_not_hold_what_it_claims_ends_the_publish_and_is_nam
                 caught.value
             )
             assert EngineState.READY not in states(factory)
-            # It was found out once: nobody is tried again, or started again.
+            # It was found out once: no engine is tried or started again.
             assert all(len(made) == 1 for made in factory.made.values())
             assert all(engine.steps.count("load") <= 2 for made in factory.made.values() for engine in made)
 

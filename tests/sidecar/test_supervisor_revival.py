@@ -85,7 +85,7 @@ def test_an_engine_that_is_lost_in_a_publish_while_it_waits_to_catch_up_is_start
             await supervisor.publish(weights(1))
             factory.killed["engine-0"] = 1
             await until(lambda: factory.engine("engine-0").state is EngineState.DEAD)
-            # The new engine's task waits for this publish, which is what loses it.
+            # The new engine's task waits for this publish, which is the one that loses it.
             factory.fail("engine-0", "load", *["refused"] * 3)
             with pytest.raises(PublishFailed, match="engine-0 refuses load"):
                 await supervisor.publish(weights(2))
@@ -167,7 +167,7 @@ def test_an_engine_whose_process_cannot_be_made_is_tried_again(tmp_path):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_after_any_fault_an_engine_that_is_down_is_being_restarted_or_given_up(tmp_path, seed):
-    """Faults, deaths, groups, cancelled publishes and new engines by chance; then one publish brings all back."""
+    """Mix faults, deaths, groups, cancelled publishes and new engines by chance; then one publish brings all back."""
     factory, chance = FakeFactory(), random.Random(seed)
     config = SupervisorConfig(
         watch_seconds=0.01, first_pause=0.005, longest_pause=0.02, max_failures=6, deadlines=StepDeadlines(*[0.05] * 5)

@@ -1,4 +1,4 @@
-"""What the sidecar records: publishes by engine and step, groups from submission to reward, engines that were down."""
+"""Records of the sidecar: publishes by engine and step, groups from submission to reward, engines that were down."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ ENGINES = {"engine-0": 4, "engine-1": 4}
 
 
 class Factory(ScriptedFactory):
-    """The first engine that is made dies of one group."""
+    """A factory whose first engine dies of one group."""
 
     def __init__(self, fatal: str | None):
         super().__init__(Script())

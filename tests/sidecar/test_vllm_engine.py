@@ -1,4 +1,4 @@
-"""One real vLLM server: it samples from what was published, says so, and refuses what it cannot load."""
+"""One real vLLM server: it samples from the published weights, says so, and refuses weights that it cannot load."""
 
 import asyncio
 import contextlib
@@ -185,7 +185,7 @@ def test_a_group_that_is_cut_ends_where_it_is_and_others_go_on(run, engine, mode
         return await tasks[0], await tasks[1]
 
     num_cut = 0
-    # How far they come until they are cut depends on the machine: until some are in the middle.
+    # The machine decides how far they come until they are cut: wait until some are in the middle.
     for _ in range(20):
         group, other = run(cut())
         for response, of_whole in zip(group, expected, strict=True):
@@ -307,7 +307,7 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
 
 
 def edited(folder: Path, change) -> Path:
-    """A copy of a model's weights with a change to its tensors, in shared memory's place."""
+    """Copy a model's weights into a folder in shared memory's place, with a change to its tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     copy = Path(shutil.copytree(folder, folder.parent / "edited", dirs_exist_ok=True))
@@ -334,7 +334,7 @@ def test_weights_that_differ_from_the_announced_ones_are_not_loaded(run, engine,
     assert "engine-0, worker 0, load" in wrong
     assert announced.fingerprint in wrong
     with pytest.raises(EngineRefused, match="takes no groups"):
-        # Tagged as before, it holds what it held, but nobody is to believe it.
+        # The tag and the weights are as before, but no process may believe the tag.
         generate(run, engine, request())
     assert put(run, engine, models.first, 14) == before
 
@@ -363,7 +363,7 @@ def test_weights_that_others_could_have_written_are_refused(run, engine, models)
 
 
 def test_an_engine_that_keeps_any_one_tensor_says_so(run, engine, models):
-    """vLLM loads an old tensor in place of a new one, and believes that it has loaded what it was given."""
+    """Make vLLM load an old tensor in place of a new one, while it believes that it has loaded what it was given."""
     names = list(load_file(models.first / "model.safetensors"))
 
     def load(model: Path) -> WeightReport:

@@ -1,4 +1,4 @@
-"""Two real vLLM engines under a supervisor, killed and stopped in the middle of everything; and 200 publishes."""
+"""Two real vLLM engines under a supervisor, killed and stopped at every kind of moment; and 200 publishes."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 24, 8, 120
 CONFIG = SupervisorConfig(watch_seconds=0.2, first_pause=0.1, deadlines=StepDeadlines(load=8))
 FAULTS = ("api", "core", "hang")
-"""What is killed; or the engine stands still. An engine of one worker has it in its core."""
+"""The process that is killed; or the engine stands still. An engine of one worker has it in its core."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def supervisor(run, models: Models) -> Iterator[Supervisor]:
 
 @pytest.fixture(scope="module")
 def pairs(run, models: Models) -> Iterator[Supervisor]:
-    """Engines of two workers each."""
+    """Start engines of two workers each."""
     with supervised(run, models, tensor_parallel_size=2) as supervisor:
         yield supervisor
 
@@ -130,7 +130,7 @@ def test_groups_of_an_engine_that_is_killed_or_hangs_come_once_and_are_the_same(
         await until_ready(supervisor)
         expected = tokens(await all_groups(supervisor))
         victims = processes(supervisor, "engine-1")
-        # Nothing is shared with a worker that lives in the core.
+        # A worker that lives in the core shares nothing with it.
         theirs = shared_memory_of(victims["worker"]) if "worker" in victims else set()
         assert bool(theirs) == ("worker" in victims)
         task = asyncio.create_task(all_groups(supervisor))
@@ -247,7 +247,7 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
     print(f"{(time.monotonic() - started) / 210:.3f} s a publish to two engines")
     for name, (memory, handles) in late.items():
         print(f"{name}: {(memory - early[name][0]) / 1e6:+.1f} MB, {handles - early[name][1]:+d} handles")
-        # What 200 copies of these weights would take is 70 MB.
+        # 200 copies of these weights would take 70 MB.
         assert memory - early[name][0] < 20e6
         assert handles - early[name][1] <= 2
     for name in ("engine-0", "engine-1"):
@@ -296,7 +296,7 @@ async def greedy(supervisor: Supervisor, model: Path, version: int, asked):
 
 
 def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp_path):
-    """Experts whose layout fits, so that nothing else shows, without the patch that they need on a CPU."""
+    """Take experts whose layout fits, so that nothing else shows, without the patch that they need on a CPU."""
     (tmp_path / "unpatched.py").write_text(
         "from megatron_rl.sidecar.vllm import patches\n"
         "from megatron_rl.sidecar.vllm.worker import WorkerExtension as Patched\n"

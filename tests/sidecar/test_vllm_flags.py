@@ -1,4 +1,4 @@
-"""Flags of vLLM that a person adds, against the parser of the vLLM that is installed."""
+"""Flags of vLLM that a user adds, against the parser of the installed vLLM."""
 
 import json
 import shlex
@@ -41,7 +41,7 @@ def test_vllms_own_parser_finds_flags_that_are_not_free_however_they_are_written
     for words, *expected in (
         ("--hos 0.0.0.0", "--host is not free"),
         ("--load-for dummy", "--load-format is not free"),
-        # The value that it has without a flag replaces ours all the same.
+        # A flag's default value replaces ours all the same.
         ("--logprobs-mod raw_logprobs", "--logprobs-mode is not free"),
         ("--middlewar a.b", "--middleware is not free"),
         ("--no-skip-tokenizer-init -tp 2", "-tp is set", "--skip-tokenizer-init is not free"),
@@ -54,6 +54,6 @@ def test_vllms_own_parser_finds_flags_that_are_not_free_however_they_are_written
         found = list(_find_taken(parser, shlex.split(words)))
         assert len(found) == len(expected), (words, found)
         assert all(any(text in problem for problem in found) for text in expected), (words, found)
-    # None that is free is the beginning of one that is not: that would be refused as an abbreviation.
+    # No free flag is the beginning of one that is not free: that would be refused as an abbreviation.
     free = [name for name in parser._option_string_actions if name.startswith("--") and not list(find_problems(name))]
     assert len(free) > len(parser._option_string_actions) - 2 * len(_SET) - 4

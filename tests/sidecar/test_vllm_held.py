@@ -1,4 +1,4 @@
-"""Where tensors lie in a model is learned, and what it holds is compared with what it was given; without vLLM."""
+"""The places of tensors in a model are learned, and its weights are compared with those it was given; without vLLM."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 class Packs:
-    """As vLLM does on a CPU: a layout of its own, and nothing left of the parameter."""
+    """A layer that packs its weights as vLLM does on a CPU: a layout of its own, and nothing left of the parameter."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         layer.packed = layer.weight.detach().T.contiguous()
@@ -33,7 +33,7 @@ class Packs:
 
 
 class Shuffles:
-    """Its kernel wants another order, under the same name."""
+    """A layer whose kernel wants another order, under the same name."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         layer.weight.data = layer.weight.data.flip(-1).contiguous()
@@ -86,7 +86,7 @@ def drawn(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def loaded(worker: Worker, order: Any, tensors: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Held:
-    """What is proved after a worker has loaded tensors, and was given others."""
+    """Return the proof after a worker has loaded `tensors` and was given `given`."""
     name = str(next(iter(given.values())).dtype).removeprefix("torch.")
     specs = [TensorSpec(key, tuple(tensor.shape), name) for key, tensor in given.items()]
     with digesting(worker.model, order, dict.fromkeys(given, name)) as readings:
@@ -130,7 +130,7 @@ def test_workers_that_share_a_tensor_prove_it_together():
     assert list(find_wrongly_shared(answers(new, new))) == []
     for name in ("q", "down", *(name for name in SHAPES if "." in name)):
         assert set(find_wrongly_shared(answers(new, new | {name: old[name]}))) == {name}
-    # What each holds whole it finds itself.
+    # A worker finds by itself a wrong tensor that it holds whole.
     with pytest.raises(NotHeld, match=": k$"):
         answers(new, new | {"k": old["k"]})
 

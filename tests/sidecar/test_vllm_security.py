@@ -32,16 +32,19 @@ class Sidecar(NamedTuple):
     process: SidecarProcess
     address: tuple[str, int]
     sockets: list[str]
-    """Where its processes listen on this host."""
+    """The sockets that its processes listen on, on this host."""
     lease: int
     submission: wire.Submission
     files: list[Path]
-    """What must be nobody else's: token, journal, audit log, weights, and what its processes share memory through."""
+    """The files that no stranger may open: token, journal, audit log, weights, and the processes' shared memory."""
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """One in the middle of an iteration. Its folder lies where everyone may look: its own mode has to protect it."""
+    """Start a sidecar and leave it in the middle of an iteration.
+
+    Its folder lies where every user may look: its own mode has to protect it.
+    """
     model = draw_with_tokenizer(tmp_path_factory.mktemp("model"))
     words = ("--hf-model", str(model), "--seq-length", str(MAX_MODEL_LEN), "--reward", "length:8", "--platform", "cpu")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -76,7 +79,10 @@ def shared_memory(process: SidecarProcess) -> list[Path]:
 
 
 def unix_sockets(members: list[psutil.Process]) -> list[str]:
-    """The names of all sockets of these processes that have one; those of Linux's abstract names begin with @."""
+    """Return the names of all sockets of these processes that have one.
+
+    Those of Linux's abstract names begin with @.
+    """
     held = set()
     for member in members:
         for path in Path(f"/proc/{member.pid}/fd").iterdir():
@@ -91,7 +97,7 @@ def test_the_whole_process_tree_listens_at_the_services_address_and_in_private_f
     titles = [" ".join(member.cmdline()) for member in members]
     assert sum(title.startswith("VLLM::Worker") for title in titles) == 2
     open_sockets = [(member.pid, c) for member in members for c in member.net_connections("inet")]
-    # A datagram socket that is bound hears whoever sends to it.
+    # A datagram socket that is bound hears any sender.
     heard = [(pid, c.laddr, c.type) for pid, c in open_sockets if not c.raddr and c.laddr]
     print(f"{len(members)} processes, {len(heard)} listening on a network, {len(running.sockets)} unix sockets")
     assert heard == [(running.process.process.pid, running.address, socket.SOCK_STREAM)]
@@ -109,7 +115,7 @@ def test_no_process_carries_the_token_where_others_see_it(running: Sidecar) -> N
         assert token not in str(member.environ())
 
 
-# What is tried, as a program that has all it needs before it becomes a stranger.
+# A stranger's attempts, as a program that has all it needs before it becomes a stranger.
 ATTEMPTS = """
     import fcntl, json, os, socket, struct, sys
 
@@ -156,7 +162,7 @@ ATTEMPTS = """
 
 
 def attempts(*prefix: str, **asked: Any) -> dict[str, Any]:
-    """What a process of its own is able to do."""
+    """Return what a process of its own is able to do."""
     ended = subprocess.run(
         [*prefix, sys.executable, "-c", textwrap.dedent(ATTEMPTS)],
         input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False,
@@ -204,7 +210,7 @@ def test_another_user_can_neither_read_nor_write_nor_reach_a_sidecar(running: Si
 
 
 def test_a_sidecar_killed_in_mid_generation_leaves_no_process_and_no_shared_memory(running: Sidecar) -> None:
-    """The last one: it ends the sidecar of all of them."""
+    """Run last: this ends the sidecar of all tests here."""
     with running.process.client() as client:
         client.use_lease(running.lease)
         client.refuse(0, wire.Mismatch(mean=1.0, largest=1.0, bound=0.1))

@@ -1,4 +1,4 @@
-"""Small models for real engines, what a publish of them looks like, and what transformers says of their responses."""
+"""Small models for real engines, publishes of them, and transformers' log-probs of their responses."""
 
 import dataclasses
 import shutil
@@ -29,7 +29,7 @@ PROBE = tuple(range(3, 35))
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 1024,
 }  # fmt: skip
-# So few tokens a step that prompts of some hundreds are split.
+# Few enough tokens a step that prompts of some hundreds are split.
 CONFIG = ServerConfig(model="", max_model_len=MAX_MODEL_LEN, flags=("--max-num-batched-tokens", "128"))
 
 
@@ -47,7 +47,7 @@ def draw(family: str, folder: Path, **changes: Any) -> Models:
 
 
 def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
-    """One set of weights, with a word for each token: rewards see text."""
+    """Draw one set of weights, with a word for each token: rewards see text."""
     hf_models.draw("qwen3", folder, **SIZES, **changes)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -57,7 +57,7 @@ def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
 
 @contextmanager
 def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
-    """The model's weights as the trainer's publisher leaves them: a private folder in shared memory."""
+    """Write the model's weights as the trainer's publisher leaves them: a private folder in shared memory."""
     folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
     try:
         for path in model.glob("*.safetensors"):
@@ -83,7 +83,7 @@ def described(folder: Path, version: int) -> Weights:
 
 
 async def publish(engine: Engine, weights: Weights) -> list[float]:
-    """What the supervisor does to one engine; the probe's log-probs."""
+    """Publish to one engine as the supervisor does; return the probe's log-probs."""
     await engine.pause()
     report = await engine.load(weights)
     assert (report.version, report.fingerprint) == (weights.version, weights.fingerprint)
@@ -95,7 +95,7 @@ async def publish(engine: Engine, weights: Weights) -> list[float]:
 
 
 def request(number: int = 0, group_size: int = 1, length: int = 9, **sampling: Any) -> GroupRequest:
-    """A group for a prompt of random tokens that its number decides."""
+    """Return a group's request for a prompt of random tokens, which its number decides."""
     generator = torch.Generator().manual_seed(number)
     prompt = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
     return GroupRequest(
@@ -117,12 +117,12 @@ class Reference:
                 self._models[dtype] = hf_models.load(folder, dtype)
 
     def num_greedy(self, request: GroupRequest, response: Response) -> int:
-        """How many of the response's tokens transformers would have chosen in their place."""
+        """Count the response's tokens that transformers would have chosen in their place."""
         tokens = torch.from_numpy(decode_tokens(response.tokens).copy())
         return int((self._logits(request, response, torch.float64).argmax(-1) == tokens).sum())
 
     def error_over_bound(self, pairs: Iterable[tuple[GroupRequest, Response]]) -> float:
-        """Of the engine's log-probs, which are those of logits/T."""
+        """Return the error over its bound of the engine's log-probs, which are those of logits/T."""
         pairs = list(pairs)
         ours = [torch.from_numpy(decode_log_probs(response.log_probs).copy()) for _, response in pairs]
         theirs, truth = (torch.cat([self._log_probs(*pair, dtype) for pair in pairs]) for dtype in self._models)

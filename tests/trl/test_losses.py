@@ -1,6 +1,6 @@
 """Losses and their gradients beside those of TRL's GRPOTrainer, on the same log-probs. `make test-trl` runs it.
 
-TRL computes advantages and the engine's weights where it generates, which cannot be called by itself: these are
+TRL computes advantages and the engine's weights where it generates, and that code cannot be called by itself: these are
 compared with formulas (tests/unit/test_losses.py).
 
 Letters: B responses, L tokens of the longest.
@@ -23,7 +23,7 @@ from tests.unit.test_losses import MAX_TOKENS, Batch, compute, draw_batch
 
 trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL has an environment of its own: make test-trl")
 
-# Ours, and what the same is called there.
+# Our names, and TRL's names for the same.
 PAIRS: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
     "grpo": (AlgorithmConfig(**PRESETS["grpo"].settings), {"loss_type": "grpo"}),
     "grpo with a reference": (
@@ -65,7 +65,7 @@ DEFAULTS = {
 
 @dataclasses.dataclass
 class Accelerator:
-    """Of one process."""
+    """The accelerator of one process."""
 
     num_processes: int = 1
 
@@ -81,7 +81,7 @@ def pad(batch: Batch, name: str, lengths: list[int]) -> torch.Tensor:
 
 
 def theirs(batch: Batch, options: dict[str, Any], truncation: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """TRL's loss, and its gradient by the policy's log-probs."""
+    """Return TRL's loss, and its gradient by the policy's log-probs."""
     lengths = batch["lengths"].tolist()
     mask_BL = torch.arange(max(lengths)) < batch["lengths"][:, None]
     policy_BL = pad(batch, "policy", lengths).requires_grad_()

@@ -1,4 +1,4 @@
-"""Advantages, losses and denominators: what a reader of the GRPO papers expects of them."""
+"""Advantages, losses and denominators, as a reader of the GRPO papers expects them."""
 
 import math
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def loss_of(config: AlgorithmConfig, batch: dict[str, torch.Tensor], with_refere
 
 
 def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor], number: type) -> float:
-    """Token by token, in numpy's numbers of that precision."""
+    """Compute token by token, in numpy's numbers of that precision."""
     totals = [number(0.0)] * len(batch["lengths"])
     names = ("policy", "old", "reference", "engine", "advantages")
     values = zip(*(map(number, batch[name].tolist()) for name in names), batch["sequences"].tolist(), strict=True)

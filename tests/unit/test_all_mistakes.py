@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command line is said at once: one error a line, and none that only follows from another."""
+"""All mistakes of a command line are reported at once: one error a line, and none that only follows from another."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ MODEL = Architecture(
     family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
     kv_channels=32, vocab_size=200, max_position_embeddings=256, qk_layernorm=True,
 )  # fmt: skip
-# Words that are wrong for themselves, and what is said of them. Those of one row are not to be combined.
+# Words that are wrong by themselves, with their errors. Those of one row are not to be combined.
 MISTAKES = (
     {"--nonsense-of-mine": "unknown flag --nonsense-of-mine"},
     {"--micro-batch-sizes 4": "unknown flag --micro-batch-sizes (the nearest is --micro-batch-size)"},
@@ -56,7 +56,7 @@ MISTAKES = (
     {"--eval-interval 2": "--eval-interval 2 has no prompts to evaluate on"},
     {"--save-hf /dev/null/here": "--save-hf /dev/null/here cannot be made or written: /dev/null is not a folder"},
 )  # fmt: skip
-# What a run cannot do without, and what is said where it is not there.
+# Flags that a run cannot do without, with the error if one is missing.
 MISSING = {
     "--hf-model": "--hf-model is missing",
     "--lr": "--lr is missing",
@@ -81,7 +81,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def check(words: list[str], said: list[str]) -> None:
-    """That these are the errors, and no others. The number of ranks is not known: it would be one more."""
+    """Check that these are the errors, and no others.
+
+    The number of ranks is not known: it would be one more.
+    """
     problems = run_problems(*words, "--print-config")
     for text in said:
         assert sum(text in problem for problem in problems) == 1, f"{text} in {problems}"
@@ -117,7 +120,7 @@ def test_many_mistakes_and_missing_flags_are_as_many_errors(base: list[str]) -> 
     for _ in range(60):
         rows = draw.sample(MISTAKES, draw.randint(3, len(MISTAKES)))
         mistakes = [draw.choice([*row.items()]) for row in rows]
-        # Lengths that are missing are not compared either.
+        # Missing lengths are not compared either.
         missing = draw.sample(["--lr", "--train-iters", "--rollout-folder"], draw.randint(1, 3))
         words = base
         for flag in missing:
@@ -128,7 +131,7 @@ def test_many_mistakes_and_missing_flags_are_as_many_errors(base: list[str]) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        # What is unknown was meant for what would be missing.
+        # The unknown flags were meant for the missing ones.
         ("--train-iter 3", "unknown flag --train-iter (the nearest is --train-iters)"),
         ("--train-iters many", "--train-iters many: not a valid value"),
         ("--train-iters 2 --train-iters 0", "--train-iters 0 must be at least 1"),

@@ -1,4 +1,4 @@
-"""From the command line to settings: what is accepted, what it comes to, and what the errors say."""
+"""Settings from the command line: accepted words, the values they give, and the errors."""
 
 import dataclasses
 import math
@@ -534,7 +534,7 @@ def test_each_model_gets_a_copy_of_the_checked_configuration() -> None:
         gpt.build_model(settings)
     copies = [call.args[0] for call in made.call_args_list]
     assert all(copy == config for copy in copies)
-    # Megatron writes into what a model has.
+    # Megatron writes into the fields of a model.
     assert len({id(one) for one in (config, *copies)}) == 3
 
 

@@ -1,4 +1,4 @@
-"""The example of arithmetic: its problems, its tokenizer, its rewards, and what its warm-up teaches."""
+"""The example of arithmetic: its problems, its tokenizer, its rewards, and the results of its warm-up."""
 
 import json
 import random
@@ -108,7 +108,7 @@ def test_warm_up_lowers_the_loss_and_is_the_same_for_the_same_seed(sets: task.Sp
 
 @pytest.mark.each_change
 def test_accuracy_is_that_of_the_most_likely_responses(sets: task.Split) -> None:
-    """Of a model that is right about some problems and wrong about others, checked against generation."""
+    """Check against generation, with a model that is right about some problems and wrong about others."""
     model = tiny.draw(0)
     problems = sets.validation[:8]
     recipe = warm_up.Recipe(num_steps=400, batch_size=8, num_ramp_steps=10, steps_between_checks=5)
@@ -138,7 +138,7 @@ def test_runs_beside_each_other_come_to_a_table_and_a_picture(tmp_path: Path, ca
         records.append({"version": 2, "groups": 4, **more, "evaluation": {"pass": 0.5 + number / 4}})
         (run / metrics.FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
         (run.parent / "result.json").write_text(json.dumps({"after": 0.5 + number / 4}))
-    # Their results are there, so nothing is run.
+    # Their results exist, so no run is needed.
     assert curves.compare({"one": [], "the other": []}, [3], tmp_path) == {"one": [0.5], "the other": [0.75]}
     printed = capsys.readouterr().out
     assert "50.0% (8)" in printed

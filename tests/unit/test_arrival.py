@@ -111,7 +111,7 @@ def test_a_folder_is_in_memory_by_the_kind_of_its_mount(tmp_path: Path, kind: st
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS.format(f"{os.major(device)}:{os.minor(device)}", kind))
     assert is_in_memory(tmp_path, mounts) is expected
-    # A system that does not tell has its folders read when they are complete.
+    # On a system that cannot tell, folders are read when they are complete.
     assert not is_in_memory(tmp_path, tmp_path / "none")
 
 

@@ -1,4 +1,4 @@
-"""Which backend of shared-prompt attention a run gets, and what is said when it cannot have the one it asked for."""
+"""The backend of shared-prompt attention that a run gets, and the error if it cannot have the requested one."""
 
 import dataclasses
 from typing import get_args, get_type_hints

@@ -25,7 +25,7 @@ from tests import hf_models
 GROUP_SIZE = 2
 ENGINES = ("engine-0", "engine-1")
 TEMPERATURE = 0.7
-# Relative, of every weight: log-probs change by some ten-thousandths.
+# The relative change of every weight: log-probs change by some ten-thousandths.
 STEP = 3e-5
 
 
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def sampled(
     checkpoint: Path, submission: wire.Submission, prompts: list[wire.Prompt], engine: str, noise: float = 0.0
 ) -> list[wire.Group]:
-    """Groups whose log-probs are those of this checkpoint, whatever the submission says."""
+    """Sample groups whose log-probs are those of this checkpoint, whatever the submission says."""
     seeds = [derive_group_seed(submission.run, submission.version, prompt.index) for prompt in prompts]
     tokens = [
         hf_models.sequences([3 + prompt.index % 4 + number for number in range(GROUP_SIZE)], seed=seed % 2**31)

@@ -1,4 +1,7 @@
-"""A save that is killed at any step leaves the checkpoint before it; old ones go, but for those that are kept."""
+"""A save that is killed at any step leaves the checkpoint before it.
+
+Old ones are removed, except those that are kept.
+"""
 
 import os
 import shutil
@@ -11,7 +14,7 @@ from megatron_rl.mcore.checkpoint import folders
 
 
 class Killed(BaseException):
-    """Stands for a signal that no code sees."""
+    """A stand-in for a signal that no code sees."""
 
 
 def save(

@@ -1,4 +1,4 @@
-"""The command megatron-rl: its exit codes, and what the doctor says."""
+"""The command megatron-rl: its exit codes, and the lines of the doctor."""
 
 import os
 import re

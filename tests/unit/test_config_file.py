@@ -1,4 +1,4 @@
-"""The configuration that a run leaves in its folder, and how runs are compared by it."""
+"""The configuration that a run leaves in its folder, and the comparison of runs by it."""
 
 import dataclasses
 import stat

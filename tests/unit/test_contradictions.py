@@ -1,4 +1,4 @@
-"""What flags must not say together, and what the errors say."""
+"""Flags that contradict each other, and their errors."""
 
 import pytest
 

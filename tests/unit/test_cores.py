@@ -43,7 +43,7 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, text: str | None, m
 
 
 def test_threads_that_torchrun_has_set_by_itself_are_nobodys_wish() -> None:
-    # The child of a process is what a rank is to torchrun: what it is given, and what its parent began with.
+    # The child of this process is like a rank of torchrun: it sees its own variables, and those its parent began with.
     child = "from megatron_rl.config.cores import find_asked_threads; print(find_asked_threads())"
     launcher = (
         "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "

@@ -1,4 +1,4 @@
-"""Demonstrations: which tokens of a row are trained on, which rows are refused, and the order that they come in."""
+"""Demonstrations: the tokens of a row that are trained on, the rows that are refused, and the order of rows."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ TEMPLATE = (
     "<|{{ m['role'] }}|>{{ CONTENT }}<|end|> # {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WHOLE = TEMPLATE.replace("CONTENT", "m['content']")
-# What was thought before an answer is left out once more follows.
+# The thoughts before an answer are left out once more messages follow.
 FORGETFUL = TEMPLATE.replace("CONTENT", "m['content'] if loop.last else m['content'].split('so')[-1]")
 OPENED = WHOLE.replace("<|assistant|>{% endif %}", "<|assistant|> n99 {% endif %}")
 
@@ -59,7 +59,7 @@ def n(*numbers: int) -> list[int]:
 
 
 def write(path: Path, *rows: Any) -> Path:
-    """JSONL; a row of bytes is written as it is."""
+    """Write JSONL; a row of bytes is written as it is."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
@@ -71,7 +71,7 @@ def load(model: Path, *paths: Path, longest: int = 90, seed: int = 3, **values: 
 
 
 def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
-    """User and assistant in turn."""
+    """Build messages of user and assistant in turn."""
     roles = ("user", "assistant") if first == "user" else ("assistant", "user")
     return [{"role": roles[number % 2], "content": f" {content} "} for number, content in enumerate(contents)]
 
@@ -109,7 +109,7 @@ def test_an_answer_whose_beginning_the_template_writes_otherwise_has_a_sequence_
 
 
 def test_a_completion_follows_its_prompts_tokens_and_ends(model, tmp_path):
-    """Neither reaches into the other's words."""
+    """Check that neither reaches into the other's words."""
     assert turns_of(model, tmp_path, {"prompt": "n1 n2", "completion": "n3"}) == [[[BOS, *n(1, 2)], [*n(3), END]]]
     ended = {"prompt": "n1", "completion": "n3 <|end|>"}
     assert turns_of(model, tmp_path, ended) == [[[BOS, *n(1)], [*n(3), END]]]

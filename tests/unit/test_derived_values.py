@@ -1,4 +1,4 @@
-"""What follows from flags that were given: sizes, counts, flags of other projects, defaults that are relied on."""
+"""Values that follow from given flags: sizes, counts, flags of other projects, defaults that are relied on."""
 
 import re
 from pathlib import Path
@@ -256,7 +256,7 @@ def test_defaults_that_are_not_megatrons_are_counted_and_listed_with_verbose() -
     assert "--hidden-dropout" in names
     assert f"scripts: {len(names)} (--verbose lists them)" in counted
     assert not any(name in counted for name in names)
-    # What a flag says is no default.
+    # A value that a flag gives is not a default.
     (fewer,) = [note for note in parse(*DENSE, "--grpo-kl-beta 0").notes if "Megatron's scripts" in note]
     assert f"scripts: {len(names) - 1} " in fewer
 

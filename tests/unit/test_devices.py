@@ -1,4 +1,4 @@
-"""Which accelerators engines get where none are named."""
+"""The accelerators that engines get if none are named."""
 
 import dataclasses
 from pathlib import Path

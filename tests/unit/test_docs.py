@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, names exist, and every command is run by a test as it stands there."""
+"""The documents: links lead somewhere, names exist, and a test runs every command as it is written."""
 
 import ast
 import dataclasses
@@ -36,33 +36,33 @@ LANGUAGES = {"bash", "text", "python", "json"}
 EXAMPLES = sorted(
     path.relative_to(ROOT).as_posix() for kind in ("sh", "py") for path in (ROOT / "examples").rglob(f"*.{kind}")
 )
-# Beside a scripted engine: seconds. test_the_smallest_documented_run_trains_with_vllm runs it as it stands.
+# Takes seconds beside a scripted engine. test_the_smallest_documented_run_trains_with_vllm runs it as it is written.
 REHEARSED = "--rollout-engine scripted"
 
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """This file runs it, in a folder with the names that the documents use."""
+    """A command that this file runs, in a folder with the names that the documents use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """It takes devices, or does not end: this file has its flags parsed and the sizes that follow from them checked."""
+    """A command that needs devices, or does not end: this file parses its flags and checks the sizes that follow."""
 
     world_size: int | None
-    """The trainer's ranks; None for a sidecar."""
+    """The number of the trainer's ranks; None for a sidecar."""
 
 
 @dataclasses.dataclass(frozen=True)
 class By:
-    """Another test runs it, or what it starts."""
+    """A command that another test runs, or whose program another test runs."""
 
     test: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target of the Makefile, and why no test calls make for it."""
+    """A target of the Makefile, and the reason that no test calls make for it."""
 
     reason: str
 
@@ -145,13 +145,13 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
 
 
 def _commands(kind: type) -> list[tuple[str, str]]:
-    """Every command that is run in such a way, after its page."""
+    """Return every command that is run in this way, after its page."""
     found = [(page, command) for page in pages() for command in commands_of(page)]
     return [(page, command) for page, command in found if isinstance(COMMANDS[page].get(_entry(page, command)), kind)]
 
 
 def _entry(page: str, command: str) -> str:
-    """The key of a command in the table; the command itself if it has none."""
+    """Return the key of a command in the table; the command itself if it has none."""
     keys = [key for key in COMMANDS.get(page, {}) if f"{command} ".startswith(f"{key} ")]
     return max(keys, key=len, default=command)
 
@@ -327,7 +327,7 @@ def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypa
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with all that the commands name, after the smallest run."""
+    """Make a folder with all that the commands name, after the smallest run."""
     folder = make_folder(tmp_path_factory.mktemp("documents"))
     commands = [command for page, command in _commands(Here) if command.startswith("torchrun")]
     (command,) = [command for command in commands if "--stage sft" not in command]
@@ -383,7 +383,7 @@ def test_the_smallest_documented_run_trains_with_vllm(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path):
-    """What make demo runs, in another folder."""
+    """Run the commands of make demo, in another folder."""
     command = "-m examples.arithmetic.demo"
     assert f"$(VENV)/bin/python {command}\n" in (ROOT / "Makefile").read_text()
     run(f"{sys.executable} {command} --out {tmp_path / 'demo'}", ROOT, seconds=3000)
@@ -407,7 +407,7 @@ def test_the_site_builds():
 
 
 def make_folder(folder: Path) -> Path:
-    """What the commands of the documents name, but for a run."""
+    """Make a folder with the files that the commands of the documents name, except a run."""
     draw_model(folder / "MODEL", head_dim=32)
     for block in blocks("docs/training.md"):
         if block.title:
@@ -422,7 +422,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def run(command: str, folder: Path, seconds: float = 1000, **environment: str) -> None:
-    """The command as a shell runs it there, with the programs of this environment."""
+    """Run the command as a shell does there, with the programs of this environment."""
     programs = Path(sys.executable).parent
     ended = subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,

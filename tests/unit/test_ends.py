@@ -1,4 +1,4 @@
-"""Where a response ends: with the chat template's end of a turn, whichever token ends a text."""
+"""A response ends with the chat template's end of a turn, whichever token ends a text."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_an_answer_is_trained_on_up_to_the_templates_end_of_a_turn_and_not_what_
     (one,) = demonstrate(model, tmp_path, {"messages": CHAT}).take(1)
     trained = [response for turns in one.sequences for response in turns[1::2]]
     assert [tokenizer.decode(response) for response in trained] == [f"4{end}", f"It is 7.{end}"]
-    # Before each stands what a prompt of the same messages would have.
+    # Before each stands the text that a prompt of the same messages would have.
     given = [np.concatenate(turns[:place]) for turns in one.sequences for place in range(1, len(turns), 2)]
     assert [tokenizer.decode(tokens) for tokens in given] == [
         tokenizer.apply_chat_template(CHAT[:count], tokenize=False, add_generation_prompt=True) for count in (1, 3)

@@ -1,4 +1,4 @@
-"""How long a run must be before `megatron-rl explain` judges it."""
+"""The length that a run must have before `megatron-rl explain` judges it."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ from tests.synthetic_run import write_trace
         ([0.3] * 100, 14),
         # Quartiles 6 and 14 around 10: the spread is 0.593, and 0.593 / 0.15 is 3.95.
         ([2.0, 6.0, 10.0, 14.0, 18.0], 16),
-        # A checkpoint in every fifth iteration is no spread.
+        # A checkpoint in every fifth iteration does not count as a spread.
         ([10.0, 10.0, 10.0, 10.0, 50.0] * 2, 8),
     ],
 )
@@ -48,7 +48,7 @@ def test_as_many_iterations_as_are_wanted_are_long_enough_and_tell_their_mean(se
 
 
 def explain(folder, num_iterations, capsys):
-    """What is said of a run that waits without a reason, of equal rewards and truncated responses."""
+    """Explain a run that waits without a reason, of equal rewards and truncated responses; return the output."""
     folder.mkdir()
     write_metrics(folder / "metrics.jsonl", range(num_iterations))
     metrics = (folder / "metrics.jsonl").read_text()

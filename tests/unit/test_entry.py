@@ -10,7 +10,7 @@ from megatron_rl.training.entry import Entry
 
 
 class Holder:
-    """Holds itself, as models and their groups do."""
+    """An object that holds itself, as models and their groups do."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -26,7 +26,7 @@ def collected_by_hand() -> Iterator[None]:
 @pytest.mark.usefixtures("collected_by_hand")
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_process_that_ends_well_lets_go_of_what_only_cycles_hold(code: int) -> None:
-    # After a failure a peer may be gone, and a group that is let go of would wait for it.
+    # After a failure a peer may be gone, and destroying the group would wait for it.
     held: list[weakref.ref[Holder]] = []
 
     def act(entry: Entry) -> int:

@@ -1,7 +1,8 @@
-"""Every flag of Megatron that is listed as used does something: another value changes what is made, or is an error.
+"""Every flag of Megatron that is listed as used has an effect: another value changes the result, or is an error.
 
-A flag without a row fails, and so does one whose row shows no change: it belongs to those without effect. That the
-fields of megatron-core's configurations are read when a model is trained is seen in tests/distributed/test_fields.py.
+A flag without a row fails. So does a flag whose row shows no change: it belongs to those without effect.
+tests/distributed/test_fields.py checks that the fields of megatron-core's configurations are read when a model is
+trained.
 """
 
 import dataclasses
@@ -60,20 +61,23 @@ DESCRIBED = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How one sees that a flag does something."""
+    """The words that show a flag's effect."""
 
     words: str
     """The flag with another value than the one that holds without it."""
     sees: str
-    """What differs from the same command line without these words; "error" if they are an error that names the flag."""
+    """The value that differs from the same command line without these words.
+
+    "error" if they are an error that names the flag.
+    """
     on: str = "run"
-    """A run of a model, or a model that flags describe."""
+    """The command line: a run of a model, or a model that flags describe."""
     beside: str = ""
-    """What both command lines have, too."""
+    """Words that both command lines have, too."""
     drops: str = ""
-    """A flag of the description that is left out, because the row's says otherwise."""
+    """A flag of the description that is left out, because the row's contradicts it."""
     elsewhere: bool = False
-    """Only other platforms have it: there a field differs, and here a note or an error names it."""
+    """A flag for effects on other platforms alone: there a field differs, and here a note or an error names it."""
 
 
 def _on_model(name: str, words: str, sees: str, **others: str) -> Row:
@@ -81,7 +85,7 @@ def _on_model(name: str, words: str, sees: str, **others: str) -> Row:
 
 
 def _instead(words: str, sees: str, on: str = "dense") -> Row:
-    """In place of what the description says with that flag."""
+    """Build a row that replaces a flag of the description."""
     return Row(words, sees, on=on, drops=words.split()[0])
 
 
@@ -406,7 +410,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Relative folders are the test's, and what a configuration sets for the process is set back."""
+    """Keep relative folders within the test's, and reset what a configuration sets for the process."""
     monkeypatch.chdir(tmp_path)
     matmul = torch.backends.cuda.matmul
     was, matmul.allow_bf16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction, True
@@ -416,7 +420,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 @pytest.fixture
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the same for every command line, and takes a while to make."""
+    """Build the parser once: it is the same for every command line, and takes a while to make."""
     listed = flags.list_flags()
     parser = command_line._make_parser(listed)
     monkeypatch.setattr(flags, "list_flags", lambda: listed)
@@ -424,7 +428,7 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command_lines(row: Row, folders: dict[str, Path]) -> tuple[list[str], list[str]]:
-    """Without the row's words, and with them."""
+    """Return the command lines without the row's words, and with them."""
     of_model = DESCRIBED.get(row.on) or [*CPU, "--hf-model", str(folders[row.on]), *RUN]
     base = [*of_model, *row.beside.split()]
     return base, [*(without(base, row.drops) if row.drops else base), *row.words.split()]
@@ -432,7 +436,7 @@ def command_lines(row: Row, folders: dict[str, Path]) -> tuple[list[str], list[s
 
 @functools.cache
 def seen(words: tuple[str, ...], name: str, is_described: bool, is_elsewhere: bool) -> object:
-    """What a row looks at, or the error that the words end in."""
+    """Return the value that a row looks at, or the error that the words end in."""
     try:
         if is_elsewhere:
             return fields_elsewhere(words)[name]
@@ -443,7 +447,7 @@ def seen(words: tuple[str, ...], name: str, is_described: bool, is_elsewhere: bo
 
 
 def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
-    """What megatron-core's configurations are built of on a platform that has everything."""
+    """Return the arguments of megatron-core's configurations on a platform that has everything."""
     able = SimpleNamespace(name="cuda", unsupported_fusions={})
     with patch.object(resolve, "has_transformer_engine", lambda: True):
         reading = command_line._read(words)
@@ -458,7 +462,7 @@ def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
 
 
 def fault(flag: Flag, row: Row, folders: dict[str, Path]) -> str | None:
-    """What is wrong with a flag that should do something; None if it does."""
+    """Return the fault of a flag that should have an effect; None if it has one."""
     before, after = (
         seen(tuple(words), row.sees, row.on in DESCRIBED, row.elsewhere) for words in command_lines(row, folders)
     )
@@ -466,7 +470,7 @@ def fault(flag: Flag, row: Row, folders: dict[str, Path]) -> str | None:
         return f"the row's own command line is an error: {before}"
     if row.sees == "error":
         is_named = isinstance(after, UsageError) and any(name in str(after) for name in flag.names)
-        return None if is_named else f"{row.words or 'to leave it out'} is no error that names it, but {after}"
+        return None if is_named else f"{row.words or 'to leave it out'} must be an error that names it, and is {after}"
     if isinstance(after, UsageError):
         return f"{row.words} is an error: {after}"
     return None if before != after else f"{row.words} does not change {row.sees}"
@@ -503,7 +507,7 @@ def test_flags_that_need_another_platform_are_said_here(folders: dict[str, Path]
         words = tuple(command_lines(row, folders)[1])
         here = seen(words, row.sees, row.on in DESCRIBED, False)
         if isinstance(here, UsageError):
-            # Of the flag itself, or of one that it needs.
+            # Names the flag itself, or one that it needs.
             assert any(needed in str(here) for needed in (name, *row.beside.split())), name
         elif here != fields_elsewhere(words)[row.sees]:
             assert any(name in note for note in parse_run(*words, world_size=NUM_RANKS).notes), name

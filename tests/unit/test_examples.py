@@ -23,7 +23,7 @@ QWEN3_4B = Architecture(
     kv_channels=128, vocab_size=151936, max_position_embeddings=40960, rope=Rope(base=1e6), qk_layernorm=True,
     tied_embeddings=True, dtype="bfloat16",
 )  # fmt: skip
-# A recipe, what it wants to know, and its ranks; None for the sidecar.
+# A recipe, the flags it needs, and its ranks; None for the sidecar.
 RECIPES = [
     ("one_gpu_node", {}, 4),
     ("one_npu_node", {"VLLM_PYTHON": "python"}, 4),
@@ -60,7 +60,7 @@ def test_a_recipe_says_what_this_package_understands(name, environment, world_si
     assert sizes.plan.num_prompts * sizes.plan.group_size == 1024
 
 
-# What a patched recipe of Mixtral does with its arguments, as far as it is its end.
+# The end of a patched recipe of Mixtral, which reads the arguments.
 MIXTRAL = """
 CHECKPOINT_PATH=$1
 MODEL_ARGS=(--num-layers 36)
@@ -116,7 +116,7 @@ def test_flags_of_other_projects_train_beside_those_of_grpo(name, tmp_path):
     arguments = [str(model), "train.jsonl", str(tmp_path / "run")]
     arguments = [str(source), *arguments] if name == "slime_model" else arguments
     words = said_by(name, arguments, {"VLLM_PYTHON": "python"}, tmp_path, "recipes")
-    # The words win that come last.
+    # The last words win.
     settings = parse(*words[words.index("pretrain_grpo.py") + 1 :], "--platform", "cpu", world_size=4)
     plan = compute_sizes(settings, 2).plan
     assert (plan.num_updates, plan.num_prompts * plan.group_size) == (1, 1024)
@@ -125,7 +125,7 @@ def test_flags_of_other_projects_train_beside_those_of_grpo(name, tmp_path):
 def said_by(
     name: str, arguments: list[str], environment: dict[str, str], folder: Path, subject: str = "gsm8k"
 ) -> list[str]:
-    """The words that a recipe starts torchrun, or Python, with."""
+    """Return the words that a recipe starts torchrun, or Python, with."""
     programs = folder / "programs"
     programs.mkdir()
     for program in ("torchrun", "python"):

@@ -1,7 +1,7 @@
 """The expected gradient of every combination of estimator, place, advantage and aggregation that flags accept.
 
-Nothing is sampled: `tests/exact.py` enumerates what can be drawn, and differentiates the expectation for the truth.
-What is not the truth is refused by the flags, or its bias is in a table of docs/algorithms.md with this figure.
+Nothing is sampled: `tests/exact.py` enumerates every draw, and differentiates the expectation for the truth. A gradient
+that differs from the truth is refused by the flags, or its bias is in a table of docs/algorithms.md with this figure.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def make_config(advantage: str = "rloo", divergence: Part = None, aggregation: s
 
 
 def is_accepted(advantage: str = "rloo", divergence: Part = None, more: str = "") -> bool:
-    """Whether the flags may be written; nothing else is wrong with the command line."""
+    """Check that the flags may be written; nothing else is wrong with the command line."""
     words = f"--grpo-advantage {advantage} {more}"
     if divergence is not None:
         words += f" --grpo-kl-beta {BETA} --grpo-kl-estimator {divergence[0]} --grpo-kl-in {divergence[1]}"
@@ -55,21 +55,21 @@ def is_accepted(advantage: str = "rloo", divergence: Part = None, more: str = ""
 
 
 def find_rest(advantage: str, divergence: Part, aggregation: str) -> float:
-    """What is left of the expected gradient beside the true one; in a loss, of the divergence at given tokens."""
+    """Return the rest of the expected gradient beside the true one; in a loss, of the divergence at given tokens."""
     is_fixed = divergence is not None and divergence[1] == "loss"
     truth = find_truth(PROMPTS, 0.0 if divergence is None else BETA, is_fixed)
     return find_bias(expect_gradient(make_config(advantage, divergence, aggregation)), truth).rest
 
 
 def find_share(divergence: tuple[str, str], is_fixed: bool) -> tuple[float, float]:
-    """Of the divergence alone: rewards are all equal."""
+    """Return the share and rest of the divergence alone: rewards are all equal."""
     found = expect_gradient(make_config("rloo", divergence), group_size=2, is_constant=True)
     bias = find_bias(found, find_truth(PROMPTS, BETA, is_fixed, reward=0.0))
     return bias.share, bias.rest
 
 
 def read_table(head: str) -> dict[str, list[str]]:
-    """The figures of a table's rows on the page, by their first cells."""
+    """Read the figures of a table's rows on the page, by their first cells."""
     lines = DOCS.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(head))
     rows = [
@@ -169,7 +169,7 @@ def test_whatever_flags_can_combine_is_the_true_gradient_or_has_a_part_whose_bia
         for aggregation in AGGREGATIONS:
             said = [of_advantages[advantage][divergence is not None], *of_aggregations[aggregation]]
             if divergence is not None:
-                # Of whole responses in the reward, at given tokens in the loss.
+                # Whole responses in the reward, given tokens in the loss.
                 row = of_estimators[f"{divergence[0]} in the {divergence[1]}"]
                 said.append(row[1] if divergence[1] == "reward" else row[3])
             is_exact = find_rest(advantage, divergence, aggregation) < EXACT
@@ -189,7 +189,10 @@ def test_what_is_divided_by_a_deviation_has_the_expected_gradient_of_its_paper(a
 
 
 def expect_by_the_paper(advantage: str, beta: float, group_size: int) -> torch.Tensor:
-    """Every pair of groups: REINFORCE++'s advantages of tokens, normalized over tokens; GDPO's, over responses."""
+    """Return the expectation over every pair of groups.
+
+    REINFORCE++'s advantages of tokens are normalized over tokens, GDPO's over responses.
+    """
     tables = [list_table(prompt) for prompt in PROMPTS]
     total = torch.zeros(sum(prompt.logits.numel() for prompt in PROMPTS), dtype=torch.float64)
     numbers = [range(len(prompt.responses)) for prompt in PROMPTS]
@@ -225,7 +228,7 @@ def normalize_group(prompt: Prompt, group: tuple[int, ...], advantage: str) -> l
 
 
 def list_table(prompt: Prompt) -> list[tuple[float, list[float], list[torch.Tensor]]]:
-    """Of each response its log-prob; of each of its tokens the divergence, and the gradient of its log-prob."""
+    """List the log-prob of each response, and the divergence and the gradient of the log-prob of each of its tokens."""
     logits = prompt.logits.clone().requires_grad_()
     rows = []
     for live, frozen in zip(prompt.log_probs(logits), prompt.log_probs(prompt.reference), strict=True):
@@ -235,7 +238,7 @@ def list_table(prompt: Prompt) -> list[tuple[float, list[float], list[torch.Tens
 
 
 def test_dropping_groups_of_equal_rewards_weighs_prompts_and_with_global_it_points_elsewhere_and_is_refused() -> None:
-    """Of one prompt by itself, a group without a signal has no gradient of `rloo`, and one of `global`."""
+    """Take one prompt by itself: a group without a signal has no gradient of `rloo`, and one of `global`."""
     truth = find_truth(PROMPTS, 0.0)
     size = len(truth) // 2
     for advantage in ("rloo", "global"):

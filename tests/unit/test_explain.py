@@ -1,4 +1,4 @@
-"""What is said of a run: nothing of a healthy one, and of a sick one what is wrong. All runs are made by hand."""
+"""The findings of a run: none of a healthy one, and the fault of a sick one. All runs are made by hand."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ HEALTHY = {"publish": 3.0, "first": 5.0, "starved": 2.0, "tail": 3.0, "bubble": 
 
 
 def rank(name: str = "rank-0", replica: int = 0, **seconds: float) -> Process:
-    """One iteration; what is left of 100 s it computes."""
+    """Build one iteration of a rank; it computes for the rest of 100 s."""
     spans, now = [], 0.0
 
     def pass_time(length: float, lane: str, name: str, number: int | None = None, **details: Any) -> None:
@@ -42,7 +42,7 @@ def rank(name: str = "rank-0", replica: int = 0, **seconds: float) -> Process:
 
 
 def sidecar(first: float = 5.0, starved: float = 2.0, reward: float = 0.01, sampling: float = 40.0) -> Process:
-    """Two engines with room for one group: full until ranks have starved, and then one of them."""
+    """Build two engines with room for one group: full until ranks have starved, and then one of them."""
     begin = HEALTHY["publish"]
     full = begin + first + starved
     spans = (
@@ -69,7 +69,7 @@ def names(trace: Trace | None = HEALTHY_TRACE, records: Any = HEALTHY_RECORDS) -
 
 
 def grown(field: str, first: Mapping[str, float] | float, last: Mapping[str, float] | float) -> list[dict[str, Any]]:
-    """A run whose second half has another value."""
+    """Build metrics of a run whose second half has another value."""
     return [healthy_record(version) | {field: first if version < 8 else last} for version in range(16)]
 
 
@@ -83,7 +83,7 @@ def test_of_a_healthy_run_nothing_is_said() -> None:
 )
 def test_a_cause_that_takes_more_than_its_bound_is_the_one_that_is_said(cause, seconds) -> None:
     of_engines = sidecar(first=seconds) if cause == "first" else sidecar()
-    # A publish, or an evaluation, puts off what follows.
+    # A publish, or an evaluation, delays what follows.
     shift = {"publish": seconds - HEALTHY["publish"], "evaluation": seconds}.get(cause, 0.0)
     trace = Trace((rank(**{cause: seconds}), sidecar(first=5.0 + shift) if shift else of_engines))
     (finding,) = list_findings(trace, HEALTHY_RECORDS)
@@ -99,7 +99,7 @@ def test_a_cause_that_takes_more_than_its_bound_is_the_one_that_is_said(cause, s
         (None, {}, "--rollout-transport nccl or hccl"),
         ("cuda", {"transport": "shm", "engine": "vllm"}, "--rollout-transport nccl)"),
         ("npu", {"transport": "shm", "engine": "vllm"}, "--rollout-transport hccl)"),
-        # There is none on a CPU, it is taken already, or the engines have no device.
+        # A CPU has no such transport, the run uses it already, or the engines have no device.
         ("cpu", {"transport": "shm", "engine": "vllm"}, None),
         ("cuda", {"transport": "nccl", "engine": "vllm"}, None),
         ("cuda", {"transport": "shm", "engine": "scripted"}, None),
@@ -138,7 +138,7 @@ def test_replicas_that_compute_for_other_times_are_uneven() -> None:
 
 
 def of_engines(num_groups: int, slower: float) -> Trace:
-    """So many groups on each of two engines, one of which takes so many times as long."""
+    """Build a trace of `num_groups` on each of two engines, one of which takes `slower` times as long."""
     process = sidecar()
     spans = tuple(
         Span(GROUPS, "generate", 10.0, 10.0 + seconds, number, 800, {"engine": engine, "size": 8})

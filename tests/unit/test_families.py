@@ -110,7 +110,7 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        # What transformers computes and this package does not.
+        # Settings that transformers computes and this package does not.
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' in config.json is not supported for llama"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2"),
         ("llama", {"attention_bias": True}, "all of these biases or none"),

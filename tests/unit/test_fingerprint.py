@@ -1,4 +1,4 @@
-"""The digest of a tensor: of its bits alone, however it is sliced."""
+"""The digest of a tensor depends on its bits alone, however it is sliced."""
 
 from unittest import mock
 

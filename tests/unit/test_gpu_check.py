@@ -1,4 +1,4 @@
-"""What `make gpu-check` does, on the CPU."""
+"""`make gpu-check`, on the CPU."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.each_change
 
-# What makes one of four heads wrong by 2 %.
+# Factors that make one of four heads wrong by 2 %.
 ONE_HEAD_H1 = torch.tensor([[1.0], [1.02], [1.0], [1.0]])
 
 CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
@@ -49,7 +49,7 @@ def test_the_check_needs_torch_and_numpy_only() -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], None]:
-    """Puts something else in the place of what merge computes."""
+    """Return a function that replaces what merge computes."""
     merge = BACKENDS["merge"]
 
     def put(attention: Callable[..., torch.Tensor]) -> None:
@@ -66,7 +66,10 @@ def test_a_wrong_backend_fails(broken: Callable) -> None:
 
 
 class _SummedInHalf(torch.autograd.Function):
-    """Takes rows, and adds their gradients up strand by strand in their own precision, as CUDA does for `gather`."""
+    """A function that takes rows, and adds their gradients up strand by strand in their own precision.
+
+    CUDA does so for `gather`.
+    """
 
     @staticmethod
     def forward(ctx, tensor_TGD, gathered):
@@ -97,7 +100,7 @@ def test_gradients_that_are_summed_in_half_precision_pass_though_one_draw_has_mo
         if question.name == "branched" and question.dtype_name == "bf16" and question.head_dim <= 128
     ]
     assert all(max(gpu_check.compare(question, _gather_as_on_cuda, "cpu").values()) <= 1 for question in asked)
-    # One draw in two has such an error; which one depends on the CPU, but some of so many has.
+    # One draw in two has such an error; which one depends on the CPU, but some of this many has.
     narrow = gpu_check.Question("branched", BRANCHED, (4, 4), 64, "bf16")
     assert any(_is_twice_the_largest(narrow, draw) for draw in range(64))
 
@@ -111,7 +114,7 @@ def _is_twice_the_largest(question: gpu_check.Question, draw: int) -> bool:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Makes the gradient of one token wrong by 5 %."""
+    """A function that makes the gradient of one token wrong by 5 %."""
 
     @staticmethod
     def forward(ctx, tensor_TGD):
@@ -123,7 +126,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def _hide_a_key(q_THD, k_TGD, v_TGD, *rest):
-    """One token sees another key in the place of the first."""
+    """Show one token another key in the place of the first."""
     right, wrong = (
         _gather_as_on_cuda(q_THD, keys, v_TGD, *rest) for keys in (k_TGD, torch.cat([0 * k_TGD[:1], k_TGD[1:]]))
     )

@@ -1,4 +1,4 @@
-"""One iteration: what is claimed by whom, in which order, exactly once."""
+"""One iteration: each group is claimed by the right unit, in the right order, exactly once."""
 
 import collections
 import contextlib
@@ -27,15 +27,15 @@ from megatron_rl.sidecar.iteration import (
 )
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
 
-# How fast an example is says how busy the machine is, and nothing of the code.
+# An example's speed shows how busy the machine is, and nothing of the code.
 at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# What happens in an iteration: a group finishes, or a slot is asked for.
+# An event of an iteration: a group finishes, or a slot is asked for.
 Event = tuple[str, int | Place]
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[Plan, list[Event]]:
-    """A plan and its events in some order, each request at least once and some of them again."""
+    """Draw a plan and its events in some order, each request at least once and some of them again."""
     plan = draw(plans())
     requests: list[Event] = [("ask", place) for place in all_places(plan)]
     finishes: list[Event] = [("finish", prompt) for prompt in range(plan.num_prompts)]
@@ -67,7 +67,7 @@ def prompts_of(answer: bytes) -> list[int]:
 
 
 def expected_claims(plan: Plan, events: list[Event]) -> dict[Place, list[int]]:
-    """The naive twin: after each event, look through everything for the first who can be served."""
+    """Return the claims of the naive twin: after each event, it searches all units for the first that can be served."""
     division = divide(plan)
     asked: list[Place] = []
     finished: list[int] = []
@@ -88,7 +88,7 @@ def expected_claims(plan: Plan, events: list[Event]) -> dict[Place, list[int]]:
 
 
 def fitting_groups(division: Division, unit: Place, finished: list[int]) -> list[int]:
-    """Of the groups that finished and are not claimed, those that a unit may take."""
+    """Return the groups that a unit may take, of those that finished and are not claimed."""
     if division.plan.order == "prompt":
         return [prompt for prompt in division.bound_numbers(unit) if prompt in finished]
     update = unit.slot // division.slots_per_update
@@ -371,7 +371,7 @@ GROUP = make_group(SUBMISSION, 2)
 
 
 def moved(index: int) -> Group:
-    """The group, said to be of another prompt."""
+    """Return the group with another prompt's index."""
     return msgspec.structs.replace(GROUP, prompt=msgspec.structs.replace(GROUP.prompt, index=index))
 
 
@@ -456,7 +456,7 @@ def test_a_group_or_claim_that_cannot_be_recorded_does_not_count_and_fails_the_i
 
 
 def test_a_group_costs_as_many_calls_among_many_as_among_few() -> None:
-    """A search through all groups or places for each of them would show."""
+    """Count calls: a search through all groups or places for each of them would show."""
 
     def calls_a_group(num_prompts: int) -> float:
         plan = Plan(num_prompts=num_prompts, group_size=16, num_replicas=num_prompts // 8, micro_batch_size=4)
@@ -478,7 +478,7 @@ def test_a_group_costs_as_many_calls_among_many_as_among_few() -> None:
 
 @contextlib.contextmanager
 def counted_calls() -> Iterator[collections.Counter]:
-    """Calls and lines of Python: what a loop or a comprehension does is counted, however fast the machine is."""
+    """Count calls and lines of Python: a loop or a comprehension is counted, however fast the machine is."""
     counted: collections.Counter = collections.Counter()
 
     def trace(frame: types.FrameType, event: str, _: object) -> Callable:

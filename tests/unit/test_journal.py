@@ -1,4 +1,4 @@
-"""The journal: what was written comes back, a torn tail is cut off, damage is named, room is bounded."""
+"""The journal: every record comes back, a torn tail is cut off, damage is named, room is bounded."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, groups: list[int], claims: list[Claim] | None = None) -> list[int]:
-    """Journal these groups, then these claims; the size of the file after each."""
+    """Journal these groups, then these claims; return the size of the file after each."""
     sizes = []
     with Journal(path, SUBMISSION) as journal:
         sizes.append(path.stat().st_size)
@@ -208,7 +208,7 @@ def test_kill_9_in_the_middle_of_appending_loses_nothing_that_append_returned_fr
         )
         with Journal(file, submission) as journal:
             prompts = prompts_in(journal)
-            # One record may be whole and not told of: the kill came between the two.
+            # One record may be whole without being reported: the kill came between the two.
             assert prompts in (list(range(told)), list(range(told + 1)))
             assert all(found.responses == group.responses for found in journal.recovered.groups)
             journal.append_group(make_group(submission, 4095))

@@ -1,4 +1,4 @@
-"""Launch scripts of Megatron-LM, slime, Pai-Megatron-Patch and MindSpeed-LLM start as they are, or for a reason not."""
+"""Launch scripts of Megatron-LM, slime, Pai-Megatron-Patch and MindSpeed-LLM start as they are, or give a reason."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_there_are_blocks_of_each_project_and_family_and_most_parse() -> None:
 
 
 def test_what_a_block_does_not_get_is_said(tmp_path: Path) -> None:
-    """Every flag of a block is honoured, or named in a note."""
+    """Check that every flag of a block is honoured, or named in a note."""
     block = next(block for block in BLOCKS if block.path == "scripts/run-qwen3-4B.sh")
     settings = parse_run(*CPU, *block.complete(tmp_path), world_size=block.ranks)
     said = "\n".join(settings.notes)

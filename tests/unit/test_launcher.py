@@ -1,4 +1,4 @@
-"""Engines' processes: tied to whoever started them, logged within bounds, started in private folders. Without vLLM."""
+"""Engines' processes: tied to their parent, logged within bounds, started in private folders. Without vLLM."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec, run
 
 CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
 
-# What vLLM does with processes: the API server forks or spawns a core, which forks or spawns a worker.
+# Like vLLM's processes: the API server forks or spawns a core, which forks or spawns a worker.
 FAKE_VLLM = """
     import multiprocessing, os, sys, time
 
@@ -43,7 +43,7 @@ FAKE_VLLM = """
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path) -> Path:
-    """A folder with a package that starts processes as vLLM does."""
+    """Write a folder with a package that starts processes as vLLM does."""
     package = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for folder in (package, *package.parents[:2]):
@@ -130,7 +130,7 @@ def test_an_engine_that_cannot_start_leaves_its_last_lines(tmp_path):
 
 
 def log_of(path: Path, text: bytes, **bounds: int) -> Log:
-    """The log of a process that printed this and ended."""
+    """Return the log of a process that printed this and ended."""
     reader, writer = os.pipe()
     log = Log(os.fdopen(reader, "rb", buffering=0), path, **bounds)
     with os.fdopen(writer, "wb") as file:
@@ -200,7 +200,7 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
     environment = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log")).environment
     assert {name: environment.get(name) for name in handed_on} == handed_on
     assert not withheld.keys() & environment.keys()
-    # What the engine needs to be is not up to them.
+    # The engine's own settings win over such variables.
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
     folder = run_folder()
     assert make_process_spec(CONFIG, "engine-0", folder, Path("log")).environment["VLLM_RPC_BASE_PATH"] == str(folder)

@@ -35,7 +35,7 @@ def sidecar(*spans: Span, end: float = 10.0, **capacities: int) -> Process:
 
 
 def seconds_of(name: str, *processes: Process) -> dict[str, float]:
-    """The causes of a rank or engine that have any time."""
+    """Return the causes of a rank or engine that have any time."""
     accounts = {account.name: account for account in compute_ledger(Trace(processes))}
     return {cause: seconds for cause, seconds in accounts[name].seconds.items() if seconds}
 
@@ -51,7 +51,7 @@ def test_each_part_of_an_iteration_is_its_cause() -> None:
     assert account.seconds == {
         "publish": 1, "evaluation": 1, "first": 0.75, "busy": 3, "bubble": 1.25, "optimizer": 0.75, "report": 0.5,
         "checkpoint": 0.75, "starved": 0, "tail": 0,
-        # Before the first wait, between optimizer and report, and behind the last span.
+        # Before the first wait, between optimizer and report, and after the last span.
         "other": 0.25 + 0.5 + 0.25,
     }  # fmt: skip
     assert account.details["busy: forward reference"] == 0.5
@@ -139,7 +139,7 @@ def test_time_between_two_starts_is_nobodys() -> None:
 
 @st.composite
 def nested(draw: st.DrawFn, begin: int = 0, end: int = 60, depth: int = 3) -> list[Span]:
-    """Spans that lie one within another or follow each other."""
+    """Draw spans that lie one within another or follow each other."""
     cuts = sorted(draw(st.lists(st.integers(begin, end), max_size=6)))
     spans = []
     for first, last in zip(cuts[::2], cuts[1::2], strict=False):
@@ -158,7 +158,7 @@ def intervals(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Span]:
-    """Groups of an iteration and of an evaluation on two engines, and when they waited."""
+    """Draw groups of an iteration and of an evaluation on two engines, and the times when they waited."""
     spans: list[Span] = []
     for _ in range(draw(st.integers(0, 8))):
         since, taken, end = sorted(draw(st.lists(st.integers(0, 60), min_size=3, max_size=3)))

@@ -1,4 +1,4 @@
-"""Where a sidecar listens, and the address that others are told."""
+"""The addresses that a sidecar listens on, and the one that others are told."""
 
 import socket
 import threading
@@ -63,7 +63,7 @@ def test_a_place_that_is_taken_is_said_as_it_is_written() -> None:
 
 @pytest.fixture
 def proxy() -> Iterator[tuple[str, list[bytes]]]:
-    """A proxy's address, and what it was handed."""
+    """Start a proxy; yield its address, and the requests it was handed."""
     handed: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -91,7 +91,7 @@ def test_a_proxy_of_the_environment_is_not_handed_the_token(
         monkeypatch.setenv(name, address)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    # Nobody listens there.
+    # No process listens there.
     with RolloutClient("http://127.0.0.2:9", "the-token", patience=0.1) as client, pytest.raises(RolloutError):
         client.take_lease("run")
     assert handed == []

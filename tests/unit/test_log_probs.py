@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.truth import error_over_bound
 
 REAL, PADDED, HIDDEN = 13, 16, 8
-# Which hidden state predicts each target: some predict several, as a prompt's last one does.
+# The hidden state that predicts each target: some predict several, as a prompt's last one does.
 ROWS = torch.tensor([0, 1, 2, 2, 2, 3, 4, 4, 0])
 TARGETS = torch.tensor([0, 12, 5, 5, 7, 8, 9, 1, 6])
 
@@ -27,7 +27,7 @@ class Result:
     grad_weight: torch.Tensor
 
     def assert_near(self, theirs: "Result", truth: "Result") -> None:
-        """As near to the truth as the naive form is in the same precision."""
+        """Check that the result is as near to the truth as the naive form is in the same precision."""
         for field in dataclasses.fields(self):
             error = error_over_bound(*(getattr(result, field.name) for result in (self, theirs, truth)))
             assert error <= 1, f"{field.name}: {error:.2f}"
@@ -48,7 +48,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(values: torch.Tensor) -> None:
-    """Of a loss that weighs targets unevenly and with both signs; of entropies, where there are, otherwise."""
+    """Run backward from a loss with uneven weights of both signs for targets, and others for entropies, if given."""
     places = torch.arange(values.numel(), dtype=values.dtype).reshape(values.shape)
     (values * torch.sin(places + 1)).sum().backward()
 
@@ -71,7 +71,7 @@ def naive(
     compute_dtype: torch.dtype = torch.float64,
     with_entropies: bool = False,
 ) -> Result:
-    """Of the same inputs, computed in another dtype."""
+    """Compute the same inputs in another dtype."""
     hidden_TE, weight_VE = (tensor.detach().to(compute_dtype).requires_grad_() for tensor in inputs(dtype))
     hidden_NE = hidden_TE.index_select(0, ROWS)
     log_probs_N = naive_log_probs(hidden_NE, weight_VE, TARGETS, REAL, temperature)
@@ -83,7 +83,7 @@ def naive(
 
 
 def on_ranks(temperature: float, block_columns: int, with_entropies: bool = False) -> tuple[Result, int]:
-    """This rank's results with the hidden states' gradient summed over ranks, and how many reductions those took."""
+    """Return this rank's results with the hidden states' gradient summed over ranks, and the number of reductions."""
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     all_reduce, num_reductions = torch.distributed.all_reduce, 0

@@ -1,4 +1,4 @@
-"""Every loss, divergence and correction against its formula, written once more in numpy, response by response.
+"""Every loss, divergence and correction against its formula, written again in numpy, response by response.
 
 Letters: N targets.
 """
@@ -82,7 +82,7 @@ def draw_batch(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def compute(config: AlgorithmConfig, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
-    """The sum over an update's denominator, its gradient by the policy's log-probs, and the statistics."""
+    """Return the sum over an update's denominator, its gradient by the policy's log-probs, and the statistics."""
     policy = batch["policy"].clone().requires_grad_()
     objective = Objective(config, MAX_TOKENS)
     roles = RoleLogProbs(
@@ -100,7 +100,7 @@ def compute(config: AlgorithmConfig, batch: Batch) -> tuple[torch.Tensor, torch.
 
 
 def formula(config: AlgorithmConfig, batch: Batch) -> tuple[float, np.ndarray]:
-    """The loss and its gradient, response by response, in the precision of the batch."""
+    """Return the loss and its gradient, response by response, in the precision of the batch."""
     columns = [batch[name].numpy() for name in NAMES]
     lengths = batch["lengths"].tolist()
     total, gradients, first = 0.0, [], 0
@@ -120,7 +120,7 @@ def formula(config: AlgorithmConfig, batch: Batch) -> tuple[float, np.ndarray]:
 def _of_response(
     config: AlgorithmConfig, policy: Any, old: Any, reference: Any, engine: Any, advantage: Any, entropy: Any
 ) -> tuple[Any, Any]:
-    """The losses of a response's tokens, and the derivative of each by its log-prob."""
+    """Return the losses of a response's tokens, and the derivative of each by its log-prob."""
     ratio = np.exp(policy - old)
     kl, slope = _divergence(config.kl_estimator, (old if config.kl_in == "reward" else policy) - reference, ratio)
     if config.kl_in == "reward" and config.kl_beta:
@@ -156,7 +156,7 @@ def _of_response(
 
 
 def _divergence(name: str, away: Any, ratio: Any) -> tuple[Any, Any]:
-    """The estimate, and its derivative by the policy's log-prob."""
+    """Return the estimate, and its derivative by the policy's log-prob."""
     third = np.exp(-away) + away - 1
     return {
         "k1": (away, np.ones_like(away)),
@@ -334,7 +334,7 @@ def test_a_planted_fault_moves_the_loss_or_its_gradient(fault) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_bounds_keep_infinite_ratios_and_weights_out_where_there_are_bounds(config) -> None:
-    """A token that the old policy, or the engine, held for impossible."""
+    """Take a token that the old policy, or the engine, held for impossible."""
     batch = draw_batch([8, 8], seed=5)
     batch["advantages"] = batch["advantages"].abs()
     batch["engine"][3] = -math.inf
@@ -393,7 +393,7 @@ def test_the_deviation_is_of_the_advantages_less_the_divergence_however_response
 
 
 def _divide(batch: Batch, num_parts: int) -> Iterator[Batch]:
-    """The responses of a batch in several micro-batches."""
+    """Yield the responses of a batch in several micro-batches."""
     lengths = batch["lengths"].tolist()
     for numbers in filter(len, np.array_split(np.arange(len(lengths)), num_parts)):
         tokens = torch.isin(batch["sequences"], torch.from_numpy(numbers))
@@ -405,7 +405,7 @@ def _divide(batch: Batch, num_parts: int) -> Iterator[Batch]:
 
 @pytest.mark.parametrize("name", ["batch", "global", "gdpo"])
 def test_advantages_stay_small_where_all_rewards_of_an_update_are_equal(name) -> None:
-    """A deviation of rewards alone would be 1e-6 there, and multiply what the divergence takes off by a million."""
+    """Take equal rewards: their deviation alone would be 1e-6, and multiply the divergence's part by a million."""
     batch = draw_batch([3, 40, 7], seed=3)
     batch["policy"], batch["advantages"] = batch["old"], torch.zeros_like(batch["old"])
     config = AlgorithmConfig(advantage=name, loss="reinforce", kl_beta=1e-3, kl_in="reward", aggregation="constant")
@@ -465,7 +465,7 @@ def test_gdpo_with_other_functions_than_the_sidecars_is_an_error() -> None:
 
 
 def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:
-    """So that no group need wait for the others: each of these is as many times as large as its advantages."""
+    """Divide at the end, so that no group need wait for the others: a loss scales with its advantages."""
     batch = draw_batch([5, 9, 30], seed=7)
     divided = {**batch, "advantages": batch["advantages"] / 0.37}
     for name, config in CONFIGS.items():

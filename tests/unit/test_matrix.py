@@ -1,4 +1,4 @@
-"""The matrix of versions: what it runs on, and that what fails on one of them is not lost in it."""
+"""The matrix of versions: its parts, and that a failure on one version is not lost in it."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_every_test_that_the_matrix_runs_is_there():
 
 @pytest.fixture
 def matrix(tmp_path, monkeypatch):
-    """The matrix over parts that end as they are told to; those that are not told end well."""
+    """Make the matrix over parts that end as they are told to; all others end well."""
     monkeypatch.setattr(run_matrix, "OUT", tmp_path)
     well = {
         "loop": (0, "...\n3 passed, 1 deselected in 2 s"),

@@ -1,4 +1,4 @@
-"""The mends of megatron's distributed optimizer, by what they are for: a checkpoint that continues as if never made."""
+"""Fixes of megatron's distributed optimizer: a run that reloads a checkpoint equals one that never did."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ _NUM_STEPS = 3
 
 
 def interrupted_and_uninterrupted(folder, fresh):
-    """Weights and step counts after training on, in one process as if nothing had happened, in the other reloaded."""
+    """Return weights and step counts after further training: in one process without a stop, in the other reloaded."""
     from megatron.core import dist_checkpointing, parallel_state
 
     dist.init_process_group("gloo")

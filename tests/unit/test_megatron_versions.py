@@ -190,7 +190,7 @@ def test_a_checkpoint_of_a_newer_megatron_is_not_called_incomplete(keys, message
         try:
             return (tmp_path / "common.pt").read_bytes()
         except FileNotFoundError:
-            # 0.16.1 trips over its own message here, later ones raise what is meant.
+            # 0.16.1 trips over its own message here, later ones raise the intended one.
             raise error from None
 
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", load)

@@ -1,4 +1,4 @@
-"""What the difference of the trainer's and the engines' log-probs may be, and what it is over all replicas."""
+"""The allowed difference of the trainer's and the engines' log-probs, and its value over all replicas."""
 
 import math
 

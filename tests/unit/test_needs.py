@@ -1,4 +1,4 @@
-"""The packages that this one asks for are those that it imports, in the lock files' releases and in setup.py's."""
+"""The packages that this one requires are those that it imports, in the lock files' releases and in setup.py's."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from tests import extras
 from tests.ranks import ROOT
 
 GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "report", "tensorboard")
-# Imported if it is there, and named by an error if it is asked for.
+# Imported if installed, and named by an error if needed.
 FREE = {"flash_attn", "mindspeed", "transformer_engine", "triton", "wandb", "vllm_ascend"}
 
 

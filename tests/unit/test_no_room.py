@@ -27,7 +27,7 @@ FREE = r"\(\d+ bytes are free\)"
 
 @contextlib.contextmanager
 def size_limited(num_bytes: int) -> Iterator[None]:
-    """A write that makes a file larger fails, as on a full disk."""
+    """Make a write that enlarges a file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

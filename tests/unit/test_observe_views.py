@@ -1,4 +1,4 @@
-"""What a person sees of a run: its progress, where the time went, the summary, pictures."""
+"""The views of a run for people: its progress, the times of its parts, the summary, pictures."""
 
 import contextlib
 import dataclasses
@@ -181,7 +181,7 @@ def test_a_terminal_gets_a_live_display_that_its_own_thread_redraws(monkeypatch)
     text = b"".join(read).decode()
     for part in ("iteration 1 of 3", "19999 finished", "evaluating", "a [warning]", "iteration 1/3  reward   0.000"):
         assert part in text, part
-    # At most 4 a second, and those of start, of the two lines and of the end.
+    # At most 4 a second, and those of the start, of the two lines and of the end.
     assert text.count("groups trained") <= 4 * seconds + 8 < 20000
     # The cursor is shown again.
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

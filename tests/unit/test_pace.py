@@ -1,4 +1,4 @@
-"""Deadlines follow from what was measured."""
+"""Deadlines follow from measured times."""
 
 from hypothesis import given
 from hypothesis import strategies as st

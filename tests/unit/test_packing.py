@@ -1,4 +1,4 @@
-"""Packs: what lies where, and which row predicts what."""
+"""Packs: the place of each token, and the row that predicts it."""
 
 import pytest
 import torch

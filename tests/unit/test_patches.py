@@ -120,7 +120,7 @@ def test_lines_that_end_with_cr_are_refused(tree: Path) -> None:
 
 
 def test_a_read_only_tree_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Root may write everywhere, so the system is asked on its behalf.
+    # Root may write to every file, so the system's answer is replaced.
     stock = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("run.py") and stock(path, mode))
     refused(tree, "run.py is read-only: nothing was changed; make the tree writable")

@@ -1,4 +1,4 @@
-"""How flags divide an iteration, and which do not: each is one error, with the flag and what to write."""
+"""Flags that divide an iteration, and those that cannot: each is one error, with the flag and a remedy."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ DIVIDED = {
 
 
 def settings(transformer: dict[str, Any] | None = None, lr: float | None = 1e-6, **changes: Any) -> Settings:
-    """A run that can be; a change names subject and field, as algorithm__group_size."""
+    """Build settings of a valid run; a change names subject and field, as algorithm__group_size."""
     made = Subjects(
         model=ModelConfig(hf_model=Path("model")),
         training=TrainingConfig(train_iters=1, seq_length=128, micro_batch_size=8),

@@ -1,4 +1,4 @@
-"""The simulator of `megatron-rl plan`: time and work are conserved, and simple runs take what they must."""
+"""The simulator of `megatron-rl plan`: time and work are conserved, and simple runs take their known times."""
 
 import dataclasses
 import itertools
@@ -151,9 +151,9 @@ def test_groups_that_nobody_waits_for_may_be_older_and_the_run_is_faster():
 
 
 def test_a_balanced_run_is_nearly_twice_as_fast_periodically_and_others_less():
-    """As the paper's: the gain is the sum of both over the longer one, less what cannot overlap."""
+    """Compare with the paper: the gain is the sum of both over the longer one, less the time that cannot overlap."""
     costs = Costs(BatchingCosts(0.01, 1e-4, max_running=64, max_in_flight=64), TrainerCosts(per_token=1e-3))
-    # An engine samples 8 groups at a time, and 160 in all: what overlaps with nothing is a small part of it.
+    # An engine samples 8 groups at a time, and 160 in all: the time that overlaps with nothing is a small part of it.
     setting = Setting("sync", 640, 8, 8, Uniform(50, 50), Uniform(100, 300), num_engines=4)
     base = simulate(setting, costs, 2)
     sampling = sum(one.generation for one in base.iterations) / 2
@@ -182,7 +182,7 @@ class StepByStep:
         self.costs = costs
 
     def run(self, groups):
-        """When each group ends, if all are there at the start."""
+        """Return the end of each group, if all have arrived at the start."""
         waiting = [(group, place) for group in groups for place in range(len(group.lengths))]
         running, now, ends = [], 0.0, {}
         while waiting or running:
@@ -325,7 +325,7 @@ def test_a_stage_waits_for_slots_and_says_so():
     pipeline = drain(Pipeline(TrainerCosts(per_token=1.0), 1, 1, 3, 10.0), [12.0, 13.0, 30.0], 6.0)
     assert pipeline.end == 36.0
     (spent,) = pipeline.spent(dry=26.0)
-    # The second slot is there in time, the third at 30: until 26 groups queue for engines, then they run dry.
+    # The second slot arrives in time, the third at 30: until 26 groups queue for engines, then they run dry.
     assert (spent.busy, spent.first, spent.starved, spent.tail, spent.bubble) == (18.0, 2.0, 2.0, 4.0, 0.0)
 
 
@@ -366,7 +366,7 @@ def test_a_run_that_does_not_divide_is_refused(changes, message):
 
 
 def test_what_4096_devices_take_follows_from_responses_and_not_from_tokens():
-    """100 iterations take under a minute: a response is one event, a group one, a micro-batch one."""
+    """Simulate 100 iterations in under a minute: a response is one event, a group one, a micro-batch one."""
     setting, costs = large_run()
     assert setting.num_devices == 4096
     num_responses = setting.num_prompts * setting.group_size
@@ -383,7 +383,7 @@ def test_lognormal_lengths_have_the_mean_that_they_say_and_a_tail_up_to_the_boun
     assert drawn.mean() == pytest.approx(lengths.mean, rel=0.03)
     assert drawn.max() == 3000
     assert np.median(drawn) < 0.7 * drawn.mean()
-    # What a group's responses have in common shows in the spread of the groups' means.
+    # The common part of a group's responses shows in the spread of the groups' means.
     spread = np.log(drawn).mean(axis=1).var() / np.log(drawn).var()
     assert spread == pytest.approx(of_group + (1 - of_group) / 8, abs=0.05)
 

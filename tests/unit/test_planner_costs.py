@@ -1,4 +1,4 @@
-"""Where the planner's costs come from: runs, traces, data sheets. And what it says must not be believed."""
+"""The sources of the planner's costs: runs, traces, data sheets. And results of it that must not be believed."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ SETTING = Setting(
 
 
 class Recorded(_Run):
-    """Writes down a simulated run as a real one does."""
+    """A writer of a simulated run, in the form of a real one."""
 
     def __init__(self, setting, costs):
         super().__init__(setting, costs, 3)
@@ -111,7 +111,7 @@ def recorded(monkeypatch):
 
 
 def test_what_a_batching_engine_and_the_trainer_take_is_found_in_a_run(recorded):
-    # Engines that are ahead of the trainer: only a rank that need not wait shows what a micro-batch takes.
+    # Engines that are ahead of the trainer: only a rank that need not wait shows the time of a micro-batch.
     run = recorded(SETTING, Costs(BATCHING.faster(10), TRAINER, publish=2.0), max_running=12, max_in_flight=24)
     found = calibrate([run])
     assert found.engine.step == pytest.approx(0.002, rel=0.01)
@@ -172,7 +172,7 @@ def test_fitted_factors_are_not_negative_and_outliers_do_not_bend_them():
 def test_what_noise_does_not_tell_apart_goes_to_the_columns_that_come_first():
     draw = np.random.default_rng(1)
     first = draw.uniform(1, 10, 200)
-    # All grow together, as steps, responses, context and prompts of an engine do that is always full.
+    # All grow together, like steps, responses, context and prompts of an engine that is always full.
     rows = np.stack([first, *(first * draw.normal(1, 0.02, 200) for _ in range(3))], axis=1)
     found = fit(rows.tolist(), (rows @ [2.0, 1.0, 0.0, 0.0] + draw.normal(0, 1.0, 200)).tolist())
     assert found[2] == found[3] == 0

@@ -145,7 +145,7 @@ def test_the_command_finds_a_split_draws_it_and_says_that_nothing_was_measured(m
 
 @pytest.fixture
 def folder(recorded, tmp_path, monkeypatch):  # noqa: F811
-    """The files of a simulated run."""
+    """Write the files of a simulated run."""
     from tests.unit import test_planner_costs
 
     lines = {}

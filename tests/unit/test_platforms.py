@@ -1,4 +1,4 @@
-"""The platforms: which one is chosen, what installing one changes, and what it leaves alone."""
+"""The platforms: which one is chosen, the changes of installing one, and all that it leaves alone."""
 
 import importlib.machinery
 import mmap
@@ -182,7 +182,7 @@ def test_every_patch_of_the_cpu_has_a_name_and_a_reason():
 def test_memory_on_the_cpu_counts_the_bytes_of_a_tensor():
     platform = select("cpu")
     before = platform.memory().allocated
-    # Memory of its own: torch may find room in what this process has freed, and has still.
+    # Memory of its own: torch may find room in memory that this process has freed, and still has.
     memory = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
     after = platform.memory()

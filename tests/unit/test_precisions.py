@@ -1,4 +1,4 @@
-"""The precisions that a run takes without flags agree, and those that flags name must."""
+"""The precisions that a run takes without flags agree, and those that flags name must agree."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_engines_compute_in_what_is_trained_in_and_the_narrower_precision_is_pub
     assert (settings.rollout.dtype, settings.publish.dtype) == (rollout, publish)
     assert settings.sidecar is not None
     assert settings.sidecar.rollout.dtype == rollout
-    # What is rounded on the way to engines is no reason for a warning.
+    # Rounding on the way to engines must not cause a warning.
     coarse = "bfloat16" if "bfloat16" in (rollout, publish) else rollout
     assert find_warning_bound(settings) == {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}[coarse]
     assert publish in build_mismatch_bounds(settings, rollout).dtypes

@@ -55,7 +55,7 @@ def n(*numbers: int) -> list[int]:
 
 
 def write(path: Path, *rows: Any) -> Path:
-    """JSONL; a row of bytes is written as it is."""
+    """Write JSONL; a row of bytes is written as it is."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
@@ -78,7 +78,7 @@ def source(num_rows: int, seed: int = 0, shuffle: bool = True, first_token: int 
     return PromptSource(prompts, seed=seed, shuffle=shuffle)
 
 
-# What a row becomes.
+# The prompt that a row becomes.
 
 
 def test_text_gets_the_tokenizers_special_tokens_and_every_other_column_reaches_the_rewards(model, tmp_path):
@@ -302,7 +302,7 @@ def test_a_malformed_saved_place_is_refused(change):
         source(3).restore(state)
 
 
-# What cannot be used.
+# Files and rows that cannot be used.
 
 GOOD = {"prompt": "n1"}
 
@@ -502,7 +502,7 @@ def test_prompts_that_are_put_off_are_kept_until_they_are_asked_for_also_once_re
         assert (len(one.put_off), one.num_taken) == (1, 9)
     rest = one.peek(2, 1)
     assert rest[0].row == taken[3].row
-    # With what follows, each row has come once.
+    # With the rows that follow, each row has come once.
     assert len({prompt.row for prompt in [*first, *taken, *rest]}) == 10
 
 

@@ -1,4 +1,7 @@
-"""Probes that do not agree name the engine; what is not a number agrees with nothing; the bound follows the engines."""
+"""Probes that do not agree name the engine.
+
+A value that is not a number agrees with none; the bound follows the engines.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The helper that runs a function on several ranks: it returns, it shows why, and it never hangs."""
+"""The helper that runs a function on several ranks: it returns, shows the reason of a failure, and never hangs."""
 
 import os
 import subprocess
@@ -78,7 +78,7 @@ def test_no_process_is_left_when_a_rank_dies_of_a_signal(tmp_path):
 
 
 def _ends(process, seconds=5.0):
-    """Whether a process is gone, or a zombie that waits for its parent to ask, within the seconds."""
+    """Wait until a process is gone, or a zombie that waits for its parent; return False after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""Which parser gets which words of a recipe's command line, and what each says of them."""
+"""The parser that gets each word of a recipe's command line, and what each parser says of them."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ def test_no_word_is_lost_and_none_is_read_twice_by_one_parser() -> None:
 
 
 def make_module() -> argparse.Namespace:
-    """Megatron's module of arguments, as far as it is asked."""
+    """Build the part of Megatron's module of arguments that is used."""
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.add_argument("--lr", type=float)

@@ -1,4 +1,4 @@
-"""The page about runs: what is in it, and that what runs say stays text in it."""
+"""The page about runs: its contents, and that text of runs stays text in it."""
 
 import base64
 import gzip
@@ -33,7 +33,7 @@ def without_bokeh(monkeypatch):
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page, and what its script elements hold."""
+    """The elements of a page, and the contents of its script elements."""
 
     def __init__(self, text):
         super().__init__()

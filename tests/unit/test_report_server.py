@@ -1,4 +1,4 @@
-"""The server of a report that follows runs: who may read, and what changes when a run goes on."""
+"""The server of a report that follows runs: who may read, and the changes when a run continues."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""What a report shows of traces: the ledger, and the spans of some iterations."""
+"""The parts of a report about traces: the ledger, and the spans of some iterations."""
 
 import json
 
@@ -7,7 +7,7 @@ from megatron_rl.observe.trace import FOLDER, FORMAT, Process, Span, Trace, Wind
 
 
 def trace_of(seconds, num_groups=2):
-    """A rank and a sidecar, one iteration after the other, each of so many seconds."""
+    """Build a rank and a sidecar, one iteration after the other, iteration i of `seconds[i]`."""
     rank, sidecar, now = [], [], 100.0
     for version, length in enumerate(seconds):
         spans = (

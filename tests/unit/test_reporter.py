@@ -1,4 +1,4 @@
-"""What the loop tells people of an iteration: warnings, and samples of its groups."""
+"""The loop's messages to people about an iteration: warnings, and samples of its groups."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from megatron_rl.training.reporter import SamplesReporter, build_reporter
 
 
 class Said(Progress):
-    """What was said."""
+    """The messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -66,7 +66,7 @@ def packed(*ids: int) -> bytes:
 
 
 def part(prompt: int, first: int, count: int) -> SimpleNamespace:
-    """Some responses of a group, each with its place in the group as its token and its reward."""
+    """Build some responses of a group, each with its place in the group as its token and its reward."""
     responses = [
         SimpleNamespace(
             tokens=packed(place),
@@ -145,7 +145,7 @@ def test_a_streak_of_iterations_without_a_signal_is_said_when_it_begins_and_when
     assert [line.partition(":")[2].partition(" (said once")[0].strip() for line in said] == [
         "in all 2 groups every response got the same reward: the gradient is zero",
         "rewards within groups differ again, after 3 iterations in which none did",
-        # One iteration is no streak.
+        # A single iteration must not count as a streak.
         "in all 2 groups every response got the same reward: the gradient is zero",
         "in all 2 groups every response got the same reward: the gradient is zero",
         "in each of the last 2 iterations every response of a group got the same reward",

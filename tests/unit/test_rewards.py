@@ -1,4 +1,4 @@
-"""What stands after --reward, the ready-made rewards, verl's functions."""
+"""The values of --reward, the ready-made rewards, verl's functions."""
 
 import asyncio
 import json
@@ -185,13 +185,13 @@ def test_a_group_of_many_tokens_reaches_rewards_whole_and_its_numbers_not_one_by
     assert json.loads(line) == {
         "prompt": "p", "completions": texts, "completion_ids": ids, "columns": {"answer": float("inf")},
     }  # fmt: skip
-    # json makes an object of Python for every number, and the event loop waits for it.
+    # json makes a Python object for every number, and the event loop waits for it.
     assert sum(map(len, dumped)) < 1000
 
 
 @pytest.fixture
 def remote():
-    """A reward model that answers what stands in `answers`, one after the other, and keeps what it was asked."""
+    """Start a reward model that gives the `answers` one after the other, and keeps the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         answers, asked = [], []
@@ -236,7 +236,7 @@ def test_a_remote_reward_model_that_is_not_there_is_given_up_within_the_limit():
 
 
 def called(text, completions, columns, ids=None):
-    """What a ready-made reward gives these completions."""
+    """Return the values that a ready-made reward gives these completions."""
     spec = parse_spec(text)
     function = REWARDS[spec.source](spec.argument, spec.timeout)
     lists = {name: [value] * len(completions) for name, value in columns.items()}

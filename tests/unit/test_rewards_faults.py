@@ -259,7 +259,7 @@ def test_memory_beyond_the_limit_fails_the_group(tmp_path):
 
 @pytest.fixture
 def token(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A token as the sidecar keeps it: in the run's folder, beside the reward file; and in the environment."""
+    """Write a token as the sidecar keeps it: in the run's folder, beside the reward file; and in the environment."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     file = folder / "token"
@@ -294,8 +294,8 @@ ATTACKS = {
         "Error|SIGKILL|did not end",
     ),
     "kills all that it may": (
-        "import os; assert os.getpid() == 1, 'only in a namespace'; os.kill(-1, 9); raise OSError('nobody')",
-        "ProcessLookupError|nobody|only in a namespace",
+        "import os; assert os.getpid() == 1, 'only in a namespace'; os.kill(-1, 9); raise OSError('no victim')",
+        "ProcessLookupError|no victim|only in a namespace",
     ),
     "continues its parent": ("import os; os.kill({parent}, 18)", "PermissionError|ProcessLookupError"),
     "connects to an engine": (
@@ -340,7 +340,7 @@ def needs_landlock():
 
 @pytest.mark.parametrize("namespace", [True, False])
 def test_attacks_of_a_reward_function_are_refused(tmp_path, token, namespace):
-    """All attacks in one pool, one group each; each says of itself that it was refused."""
+    """Run all attacks in one pool, one group each; each reports that it was refused."""
     needs_landlock()
     with token.open() as held:
         os.set_inheritable(held.fileno(), True)

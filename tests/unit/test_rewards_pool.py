@@ -273,11 +273,11 @@ def test_a_spec_says_whether_it_is_a_file():
 
 
 TRIALS = {
-    "answer is no column": ("def f(completions, answer): return [0.0] * len(completions)", (
+    "answer is not a column": ("def f(completions, answer): return [0.0] * len(completions)", (
         r"it asks for answer, and the row has no such column \(it has gold\): add it, or write --answer-key COLUMN "
         r"for the column that holds the answer$"
     )),
-    "another is no column": ("def f(completions, target): ...", (
+    "another is not a column": ("def f(completions, target): ...", (
         r"it asks for target, .* \(it has gold\): add it, rename the parameter to a column, or to answer and "
     )),
     "text": ("def f(completions, **columns): return ['1'] * len(completions)", (

@@ -1,4 +1,4 @@
-"""A rank's side of an iteration: when it asks for slots."""
+"""A rank's side of an iteration: the times when it asks for slots."""
 
 import types
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Which folder a command reads, and what it says of one that holds another kind of run."""
+"""The folder that a command reads, and its error for a folder that holds another kind of run."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_rl.observe.run_folder import SavedConfig, Value
 
 
 def write_run(folder: Path, stage: str) -> Path:
-    """A run's metrics and configuration, without an audit log."""
+    """Write a run's metrics and configuration, without an audit log."""
     folder.mkdir(parents=True)
     config = SavedConfig(sections={"run": {"stage": Value(stage, f"--stage {stage}")}})
     run_folder.write_config(folder / run_folder.CONFIG_FILE, config)

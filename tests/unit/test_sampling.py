@@ -1,4 +1,4 @@
-"""What engines are asked for: where responses end."""
+"""The requests to engines: where responses end."""
 
 import types
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an interrupt says of a run's checkpoints."""
+"""The message of an interrupt about a run's checkpoints."""
 
 import types
 from pathlib import Path

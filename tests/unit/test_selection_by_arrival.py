@@ -1,4 +1,4 @@
-"""The last groups of an iteration put off: which are trained on, what the next iteration begins with."""
+"""The last groups of an iteration are put off: the groups that are trained on, and those that start the next one."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 
 @st.composite
 def tailed(draw: st.DrawFn) -> tuple[Plan, int]:
-    """A plan that puts groups off, and how many prompts of an iteration earlier ones have put off: none, or all."""
+    """Draw a plan that puts groups off, and the number of an iteration's prompts that were put off: none, or all."""
     plan = msgspec.structs.replace(draw(plans()), num_updates=1, order="completion", tail="carry")
     # Plans are drawn for several updates: one has all of their groups.
     plan = msgspec.structs.replace(plan, num_tail=draw(st.integers(1, plan.num_prompts)))
@@ -101,7 +101,7 @@ def test_the_audit_follows_prompts_that_are_put_off_and_finds_one_that_is_lost(t
     plan = make_plan(tail="carry", num_tail=4)
     first, second = (number_from(make_submission(plan, version=version), 100 * version) for version in (0, 1))
     first_off, second_off = write_log(tmp_path / "first.jsonl", [first, second])
-    # Two iterations have put off as many as one has.
+    # Two iterations have put off the number of prompts that one has.
     gathered = [first.prompts[i].tokens for i in first_off] + [second.prompts[i].tokens for i in second_off]
     fresh = number_from(make_submission(plan, version=2), 200)
     plain = make_submission(plan, version=2, num_carried=8)
@@ -171,7 +171,7 @@ def test_an_iteration_that_begins_again_puts_off_what_its_last_attempt_puts_off(
 
 
 def number_from(submission: Submission, first: int) -> Submission:
-    """The same with prompts of their own."""
+    """Return the same submission with prompts of its own."""
     return replace_tokens(submission, [encode_tokens([first + prompt.index]) for prompt in submission.prompts])
 
 

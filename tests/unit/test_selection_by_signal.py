@@ -1,4 +1,4 @@
-"""Groups without a signal: which groups are trained on then, where, and when that is known."""
+"""Groups without a signal: the groups that are trained on then, their places, and when those are known."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 
 @st.composite
 def filtered(draw: st.DrawFn, most_spare: int = 12) -> tuple[Plan, list[bool], list[int]]:
-    """A plan with spare prompts, which of its prompts have a signal, and an order in which they finish."""
+    """Draw a plan with spare prompts, the prompts that have a signal, and an order in which they finish."""
     plan = msgspec.structs.replace(draw(plans()), num_spare=draw(st.integers(1, most_spare)))
     count = plan.num_prompts + plan.num_spare
     share = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
@@ -32,7 +32,7 @@ def filtered(draw: st.DrawFn, most_spare: int = 12) -> tuple[Plan, list[bool], l
 
 
 def numbers_of(plan: Plan, signals: list[bool]) -> dict[int, int]:
-    """The naive twin: who gets which number, if all is known."""
+    """Return the naive twin's numbers of prompts, if all signals are known."""
     ordered = sorted(range(len(signals)), key=lambda prompt: (not signals[prompt], prompt))
     return {prompt: number for number, prompt in enumerate(ordered[: plan.num_prompts])}
 
@@ -53,7 +53,7 @@ def trained(iteration: Iteration) -> dict[Place, list[int]]:
 
 
 def play(iteration: Iteration, signals: list[bool], drawn: random.Random, at_once: int = 5) -> list[int]:
-    """Sample as an engine would that answers in any order; returns the prompts that were called off."""
+    """Sample as an engine would that answers in any order; return the prompts that were called off."""
     running: list[int] = []
     called_off: list[int] = []
     while True:
@@ -130,7 +130,7 @@ def test_what_is_trained_on_is_the_first_with_a_signal_however_they_finish(drawn
 
 
 def _with_one_response(plan: Plan, signals: list[bool]) -> list[bool]:
-    """A single response never differs from the others."""
+    """Return the signals, or none for groups of one response, which never differs from the others."""
     return signals if plan.group_size > 1 else [False] * len(signals)
 
 
@@ -185,7 +185,7 @@ def test_the_audit_finds_no_breach_in_it_and_finds_a_group_that_was_not_due(tmp_
 def write_log(
     path: Path, submission: Submission, signals: list[bool], seed: int, claims: list[Claim] | None = None
 ) -> tuple[list[Claim], list[int]]:
-    """What the service writes down; with `claims`, these in place of those that were made."""
+    """Write a log as the service does; with `claims`, these in place of those that were made."""
     version, plan, made, finished = submission.version, submission.plan, [], []
     with AuditLog(path, "run") as log:
         report = EngineReport(engine="engine-0", version=version, fingerprint=submission.fingerprint)
@@ -257,7 +257,7 @@ def test_a_function_decides_by_the_responses_that_it_applies_to() -> None:
 
 
 def test_groups_are_chosen_by_the_named_reward_in_the_iteration_and_in_its_audit(tmp_path) -> None:
-    """Every sum differs; of each third group what is right does not."""
+    """Make every sum differ; in each third group the named reward does not."""
     plan = make_plan(num_prompts=4, num_replicas=1, num_spare=4, deciding_rewards=["exact"])
     submission = make_submission(plan)
     log = AuditLog(tmp_path / FILE_NAME, submission.run)

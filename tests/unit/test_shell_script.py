@@ -1,4 +1,4 @@
-"""A shell script is read as a shell would run it, and nothing of it is run."""
+"""A shell script is read as a shell would run it, and none of it is run."""
 
 import pytest
 

@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def line() -> Iterator[list[int]]:
-    """A server, its core and its worker, a process group of their own."""
+    """Start a server, its core and its worker, in a process group of their own."""
     server = subprocess.Popen(
         [sys.executable, "-u", "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )

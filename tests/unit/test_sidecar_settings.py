@@ -1,4 +1,4 @@
-"""The sidecar's command line, and what of it the trainer checks before it starts one."""
+"""The sidecar's command line, and the part of it that the trainer checks before it starts one."""
 
 import ast
 import asyncio
@@ -25,7 +25,7 @@ VLLM = "--rollout-folder /nowhere/run --reward exact --platform cpu --seq-length
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Heads of 32 columns, 8 of queries and 4 of keys, an MLP of 96; 256 positions."""
+    """Write a model with heads of 32 columns, 8 of queries and 4 of keys, an MLP of 96; 256 positions."""
     return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
 
 

@@ -50,7 +50,7 @@ def slot(index: int = 0, **changes) -> wire.Slot:
 
 
 class Source:
-    """Gives slots when they are let go."""
+    """A source that gives slots when they are released."""
 
     def __init__(self):
         self.asked: list[int] = []
@@ -195,7 +195,7 @@ def test_a_layout_is_prepared_where_the_batch_is_made():
 
 
 class OnDevice:
-    """Counts the batches that were moved to the device and are alive, with all that their layouts keep there."""
+    """A count of the batches that were moved to the device and are alive, with all that their layouts keep there."""
 
     def __init__(self):
         self.num_alive, self.most, self.num_moved = 0, 0, 0
@@ -209,7 +209,7 @@ class OnDevice:
             self.num_moved += 1
             self.num_alive += 1
             self.most = max(self.most, self.num_alive)
-            # What the attention prepares lives as long as the layout.
+            # The attention's preparations live as long as the layout.
             weakref.finalize(result.pack.layout, self._end)
             return result
 

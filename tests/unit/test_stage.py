@@ -1,4 +1,4 @@
-"""--stage sft: which flags it has, and what follows from them."""
+"""--stage sft: its flags, and the values that follow from them."""
 
 import dataclasses
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.command_lines import (
     without,
 )
 
-# What --stage sft reads of the subjects that it does not read wholly.
+# The fields that --stage sft reads of the subjects that it does not read wholly.
 READ = {
     "rollout.folder", "publish.dtype", "attention.backend", "data.prompts", "data.eval_prompts", "data.held_out",
     "data.prompt_key", "data.completion_key", "data.messages_key", "data.chat", "data.system_message", "data.shuffle",
@@ -56,13 +56,13 @@ def base(tmp_path: Path) -> list[str]:
 
 
 def own_flags() -> dict[str, Flag]:
-    """By their fields."""
+    """Return the flags by their fields."""
     flags = [flag for subject, config in get_type_hints(Subjects).items() for flag in derive_flags(config, subject)]
     return {flag.targets[0]: flag for flag in flags}
 
 
 def words_of(flag: Flag) -> str:
-    """The flag with another value than its default."""
+    """Return the flag with another value than its default."""
     if flag.is_switch:
         return flag.name
     if flag.choices:

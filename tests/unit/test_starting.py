@@ -1,4 +1,4 @@
-"""What is said while a run starts: a line for each thing that is done, and none twice."""
+"""The lines that a run writes while it starts: one for each step, and none twice."""
 
 import io
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class _Clock:
 def test_a_line_of_the_start_says_how_long_the_run_has_been_starting():
     clock, stream = _Clock(), io.StringIO()
     startup = Startup(begun=90.0, clock=clock)
-    startup.say("this is for nobody")
+    startup.say("this has no reader")
     startup.show(stream)
     startup.say("prompts: 3")
     clock.now = 190.0

@@ -1,4 +1,4 @@
-"""What a start imports beyond megatron's own import: that is what it takes longer."""
+"""The imports of a start beyond megatron's own: they are the time that it takes longer."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ _MEGATRON = """
 import megatron.core.parallel_state, megatron.core.models.gpt, megatron.core.optimizer
 import megatron.core.pipeline_parallel, megatron.core.distributed, megatron.core.dist_checkpointing
 """
-# The CPU platform switches torch.compile off, which saves its import: what we add must not hide behind that.
+# The CPU platform switches torch.compile off, which saves its import: our own imports must not hide in that.
 _MEGATRON_ALONE = f"""
 import torch
 torch.compile = lambda function, **keywords: function
@@ -40,7 +40,7 @@ def test_a_start_imports_no_large_package_beyond_what_megatron_imports_itself():
 
 
 def _modules(code):
-    """What a process that runs the code has imported at its end."""
+    """Return the modules that a process that runs the code has imported at its end."""
     code = f"{code}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
     printed = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True, timeout=200, capture_output=True, text=True

@@ -27,7 +27,7 @@ BUFFER_BYTES = 4 * NUM_ELEMENTS * 9
 
 @dataclasses.dataclass(eq=False)
 class Stream:
-    """What was queued on it, and what of other streams comes before that."""
+    """The operations that were queued on a stream, and those of other streams that come before."""
 
     length: int = 0
     waited: dict["Stream", int] = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ class Event:
 
 
 class Device:
-    """Streams, which one is current, and what was written and read on them."""
+    """Streams, the current one, and the reads and writes on them."""
 
     def __init__(self) -> None:
         self.current = Stream()

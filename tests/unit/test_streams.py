@@ -1,4 +1,4 @@
-"""What vLLM's nccl backend is told, and what passes through a worker's ears: checked at the seams, with stand-ins."""
+"""The messages to vLLM's nccl backend, and the tensors that pass a worker: checked at the seams, with stand-ins."""
 
 import abc
 import asyncio
@@ -105,7 +105,7 @@ class SendSettings:
 
 
 class AscendEngine:
-    """What vllm-ascend has for a trainer: functions of its engine's class."""
+    """vllm-ascend's functions for a trainer, which belong to its engine's class."""
 
     opened: ClassVar[list[dict]] = []
     sent: ClassVar[list] = []
@@ -143,7 +143,7 @@ def test_vllm_ascends_functions_for_a_trainer_send_all_tensors_packed(monkeypatc
 
 
 class Sent:
-    """What a trainer sends."""
+    """The tensors that a trainer sends."""
 
     manifest = SPECS
 
@@ -164,7 +164,7 @@ class ParamMeta:
 
 
 class WeightSource(abc.ABC):
-    """What a source of weights is in vLLM 0.33, as far as its senders over NCCL use it."""
+    """A source of weights in vLLM 0.33, with the parts that its senders over NCCL use."""
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
@@ -233,7 +233,7 @@ class Model(torch.nn.Module):
 
 
 def worker(tmp_path, model=None, rank: int = 0, world_size: int = 1) -> WorkerExtension:
-    """A worker around a model, whose checkpoint lies in a folder, with the digests of a publish beside it."""
+    """Build a worker around a model, whose checkpoint lies in a folder, with the digests of a publish beside it."""
     save_file(TENSORS, tmp_path / "model.safetensors")
     write_digests(tmp_path, DIGESTS)
     for path in (tmp_path, *tmp_path.iterdir()):
@@ -303,7 +303,7 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
             extension.megatron_rl_learn = lambda specs: None
     answers = [load(extension, tmp_path) for extension in extensions]
     refused = [answer for answer in answers if "error" in answer]
-    # Where what is held proves nothing, each tensor is digested by one worker.
+    # If the held tensors prove nothing, each tensor is digested by one worker.
     assert len(refused) == (2 if is_compared else 1)
     for answer in refused:
         assert answer == {

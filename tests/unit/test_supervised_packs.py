@@ -1,4 +1,4 @@
-"""The packs of an update, over replicas, and what a loss that is not finite ends in."""
+"""The packs of an update, over replicas, and the end of a run whose loss is not finite."""
 
 import contextlib
 from collections.abc import Iterator

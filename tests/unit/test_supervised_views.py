@@ -1,4 +1,4 @@
-"""What people see of --stage sft: the line of an iteration, the live display, the summary."""
+"""The views of --stage sft for people: the line of an iteration, the live display, the summary."""
 
 import io
 import json

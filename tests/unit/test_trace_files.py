@@ -1,4 +1,4 @@
-"""The files of a trace: what is written is read, on one clock, also after a kill, a resume, and in a long run."""
+"""The files of a trace: they are read as written, on one clock, also after a kill, a resume, and in a long run."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_rl.observe.trace import Exchange, Recorder, Span, TraceFile, ask_c
 
 
 class Clock:
-    """Says what a test sets."""
+    """A clock that shows the time a test sets."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now
@@ -25,7 +25,7 @@ class Clock:
 
 
 def write(run: Path, process: str, versions: range, offset: float = 0.0, **facts: Any) -> None:
-    """Lines of 2 seconds each, of which the policy's forward pass takes half a second."""
+    """Write lines of 2 seconds each, of which the policy's forward pass takes half a second."""
     clock = Clock(100.0 + 2 * versions.start)
     recorder = Recorder(clock)
     forward = recorder.kind("compute", "forward", role="policy", chunk=0)
@@ -59,7 +59,7 @@ def test_what_rank_0_measured_of_another_clock_counts_more_than_what_its_lines_s
     write(tmp_path, "sidecar", range(3), offset=7.0)
     rank, sidecar = trace.read(tmp_path).processes
     assert rank.windows[0].begin == 1100
-    # Nobody measured it in iteration 2, and clocks go alike.
+    # No process measured it in iteration 2, and clocks run alike.
     assert [(window.begin, window.error) for window in sidecar.windows] == [(50, 0.001), (52, 0.001), (54, 0.001)]
 
 

@@ -1,4 +1,4 @@
-"""What people and programs are shown of a trace: the ledger as a table, the spans in Perfetto."""
+"""The views of a trace for people and programs: the ledger as a table, the spans in Perfetto."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.observed import write_metrics
 
 
 def write_rank(run: Path) -> None:
-    """Two iterations of 10 s: a publish of 1 s, a forward pass of 4 s."""
+    """Write two iterations of 10 s: a publish of 1 s, a forward pass of 4 s."""
     now = 0.0
     recorder = Recorder(lambda: now)
     file = TraceFile(run, "rank-0", {"offset": 0.0})
@@ -27,7 +27,7 @@ def write_rank(run: Path) -> None:
 
 
 def write_sidecar(run: Path) -> None:
-    """Two groups that overlap on one engine, and one after them."""
+    """Write two groups that overlap on one engine, and one after them."""
     now = 0.0
     recorder = Recorder(lambda: now)
     queue = recorder.kind("groups", "queue")

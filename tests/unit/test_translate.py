@@ -1,4 +1,4 @@
-"""What `megatron-rl translate` makes of other projects' scripts, and how it reads them."""
+"""The translation of other projects' scripts by `megatron-rl translate`, and its reading of them."""
 
 import dataclasses
 import re

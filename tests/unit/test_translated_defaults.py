@@ -21,7 +21,7 @@ FILE = Path(__file__).parents[1] / "golden" / "translated_defaults.toml"
 ROWS: Mapping[str, Any] = tomllib.loads(FILE.read_text())
 KINDS = ("carried", "same", "named", "refused", "meaningless")
 ADDED = f"--reward exact {shlex.join(PROMPTS)} --train-iters 10 --rollout-folder run"
-# What a script of each project says at least; {model} is the folder of a model.
+# The least that a script of each project says; {model} is the folder of a model.
 SCRIPTS = {
     "verl": (
         "run.sh",
@@ -39,7 +39,7 @@ SCRIPTS = {
 
 @dataclasses.dataclass
 class Translated:
-    """A translated script, and what our own parser says of it."""
+    """A translated script, and the output of our own parser for it."""
 
     translation: Translation
     problems: list[str]
@@ -104,7 +104,7 @@ def test_the_table_has_every_default_that_is_translated(project: str) -> None:
 
 
 def list_written(project: str) -> str:
-    """Every default of a project, as a script of it would write them."""
+    """Return every default of a project, as a script of it would write them."""
     rows = [(key, row[0]) for kind in ("carried", "same") for key, row in ROWS[project][kind].items() if len(row) == 3]
     if project == "verl":
         return " ".join(f"'{key}={value}'" for key, value in rows)

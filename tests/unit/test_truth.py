@@ -1,4 +1,4 @@
-"""What counts as near enough to the float64 truth."""
+"""The bound for results that are near enough to the float64 truth."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.truth import (
 )
 
 TRUTH = torch.tensor([3.0, -0.5], dtype=torch.float64)
-# Of float32 in the last place of 3.
+# The unit of float32 in the last place of 3.
 UNIT = 2.0**-22
 
 

@@ -30,7 +30,7 @@ from tests.upstream_rl import EOD, Rules, Tensors, Upstream
 
 TREES = [Path(tree) for tree in os.environ.get("MEGATRON_LM_TREES", "").split(os.pathsep) if tree]
 VOCAB, HIDDEN, ROW_LENGTH, GROUP_SIZE = 13, 5, 16, 4
-# What their advantages add to a group's deviation.
+# The number that their advantages add to a group's deviation.
 THEIR_EPSILON = 1e-4
 
 CORRECTIONS = {
@@ -38,7 +38,7 @@ CORRECTIONS = {
     "corrected": {"is_corrected": True},
     "truncated": {"is_corrected": True, "truncation": 1.02},
 }
-# What each of ours is called there. Their mean of micro-batches' means is ours of responses if each has one row.
+# Their name for each of ours. Their mean of micro-batches' means is ours of responses if each has one row.
 AGGREGATIONS = {
     "rows, per token": ("token", {"is_per_token": True}),
     "rows of four, per token": ("token", {"is_per_token": True, "micro_batch_size": 4}),
@@ -56,7 +56,7 @@ def upstream(request: pytest.FixtureRequest) -> Upstream:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Tensors]:
-    """An old policy, and a policy and a reference that are some updates away from it."""
+    """Build an old policy, and a policy and a reference that are some updates away from it."""
     chance = random.Random(3)
 
     def draw(size: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def models() -> dict[str, Tensors]:
 
 @pytest.fixture(scope="module")
 def groups(models: dict[str, Tensors]) -> list[Group]:
-    """One has equal rewards, one a response that was cut off at the end of the row."""
+    """Build groups, of which one has equal rewards, and one a response that was cut off at the end of the row."""
     chance = random.Random(5)
     made = []
     for number in range(6):
@@ -95,13 +95,13 @@ def engine(models: dict[str, Tensors], prompt: list[int], response: list[int], c
 
 
 def log_probs(model: Tensors, tokens_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """Of each target, which depends on the token before it alone."""
+    """Return the log-prob of each target, which depends on the token before it alone."""
     hidden_NE = model["embedding_VE"].index_select(0, tokens_N)
     return output_log_probs(hidden_NE, model["weight_VE"], targets_N, VocabularyShard(0, VOCAB))
 
 
 def slots(groups: list[Group], is_divided: bool) -> Iterator[wire.Slot]:
-    """Two groups a micro-batch, or a half of one."""
+    """Yield slots of two groups a micro-batch, or of a half of one."""
     size = GROUP_SIZE // 2 if is_divided else GROUP_SIZE
     parts = [
         wire.GroupPart(
@@ -127,7 +127,7 @@ def response(group: Group, number: int) -> wire.Response:
 def our_update(
     groups: list[Group], models: dict[str, Tensors], config: AlgorithmConfig, is_shared: bool, is_divided: bool
 ) -> tuple[float, Tensors]:
-    """The loss of an update and its gradients: slots, batches, the last stage's loss_func, one division."""
+    """Return the loss of an update and its gradients: slots, batches, the last stage's loss_func, one division."""
     objective = Objective(config, ROW_LENGTH)
     batcher = Batcher(advantages.GroupAdvantages(AlgorithmConfig()), is_shared=is_shared)
     policy = {name: value.clone().requires_grad_() for name, value in models["policy"].items()}
@@ -175,7 +175,7 @@ def test_every_token_has_the_loss_and_gradient_of_megatron_lm(upstream, correcti
     sums = {name: float(value) for name, value in statistics.sums.items()}
     assert sums["ratio"] == pytest.approx(ratios.sum().item(), rel=1e-14)
     assert sums["kl"] == pytest.approx(kl.sum().item(), rel=1e-14)
-    # They count each ratio beyond a bound, we those whose gradient ends there.
+    # They count each ratio beyond a bound, we those whose gradient is zero there.
     is_good = (advantages_S > 0)[:, None]
     assert (sums["clipped_high"], sums["clipped_low"]) == ((above & is_good).sum(), (below & ~is_good).sum())
     assert 0 < sums["clipped_high"] < above.sum()
@@ -248,7 +248,7 @@ def test_a_missing_log_prob_of_the_engine_weighs_one_in_rows_and_its_token_down_
 
 
 def test_megatron_lms_entropy_term_of_a_token_is_not_the_entropy(upstream):
-    """Of eight tokens as likely as each other the entropy is log 8; each token's term is an eighth of it."""
+    """Take eight tokens of equal probability: the entropy is log 8, and each token's term is an eighth of it."""
     log_probs_BL = torch.full((1, 8), -math.log(8), dtype=torch.float64)
     *_, entropy_BL, _, _ = upstream.functions.calculate_grpo_loss(
         log_probs_BL, log_probs_BL, log_probs_BL, torch.ones(1), 0.2, 0.2, 0.0, 0.01

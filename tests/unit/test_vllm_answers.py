@@ -1,4 +1,4 @@
-"""What vLLM would clamp, drop or cut off is found in its answer, or never asked of it."""
+"""A change that vLLM would make by clamping, dropping or cutting off is found in its answer, or never requested."""
 
 import asyncio
 import math

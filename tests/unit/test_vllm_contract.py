@@ -1,4 +1,4 @@
-"""What this package imports, subclasses and calls of vLLM, held against the facts of each version that is known.
+"""The names that this package imports, subclasses and calls of vLLM, against the facts of each known version.
 
 The facts were read from the versions' wheels (`tools/vllm_facts.py`), so no wheel is needed here.
 """
@@ -25,10 +25,10 @@ from tools import vllm_facts
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden" / "vllm"
 FACTS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
-# Under another name in the package that hands it on.
+# The package that hands it on has another name for it.
 ALIASES = {"vllm.platforms.current_platform": "vllm.platforms.interface.Platform"}
 NCCL = "vllm.distributed.weight_transfer.nccl_engine"
-# Of these, code takes what it finds.
+# The code takes whichever of these it finds.
 PARSERS = [f"{module}.make_arg_parser" for module in flags._PARSERS]
 UTILITIES = [f"{module}.FlexibleArgumentParser" for module in flags._UTILITIES]
 ALTERNATIVES = {"__iter__", "iter_full", "pause_generation_async"}
@@ -139,14 +139,14 @@ def test_methods_take_what_they_are_called_with(version, symbol, name, arguments
 
 
 def test_a_pause_takes_what_it_is_called_with(version):
-    """Both, of which our route takes the first that there is."""
+    """Check both calls, of which our route takes the first that exists."""
     members = describe(version, "vllm.v1.engine.core_client.AsyncMPClient")["members"]
     for text in filter(None, (members["pause_generation_async"], members["pause_scheduler_async"])):
         signature(text).bind("self", mode="wait", clear_cache=True)
 
 
 def test_a_source_of_weights_has_what_is_read(version):
-    """A property and whole tensors, or a method and an iterator: `streams` has both, and looks at `metadata`."""
+    """Check a property and whole tensors, or a method and an iterator: `streams` has both, and looks at `metadata`."""
     members = describe(version, "vllm.distributed.weight_transfer.base.WeightSource")["members"]
     if members["metadata"].startswith("property"):
         assert members["iter_full"] == "(self)"

@@ -1,4 +1,4 @@
-"""The cause of a vLLM's end is found in what real ones printed (`tests/sidecar/vllm_logs`)."""
+"""The cause of a vLLM's end is found in the output of real ones (`tests/sidecar/vllm_logs`)."""
 
 from pathlib import Path
 

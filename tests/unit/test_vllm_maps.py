@@ -1,4 +1,4 @@
-"""An engine's maps of what a trainer publishes."""
+"""An engine's maps of the weights that a trainer publishes."""
 
 import os
 import shutil

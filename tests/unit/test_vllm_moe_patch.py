@@ -1,4 +1,4 @@
-"""The patch for experts packs what is updated, once, and leaves alone what it does not know."""
+"""The patch for experts packs updated weights, once, and leaves alone those that it does not know."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ from megatron_rl.sidecar.vllm import patches as vllm_moe_patch
 
 
 class Experts:
-    """vLLM's method for experts, as far as the patch reads it."""
+    """vLLM's method for experts, with the parts that the patch reads."""
 
     def __init__(self) -> None:
         self.moe_kernel = None

@@ -1,4 +1,4 @@
-"""Our routes of a vLLM server, with a stand-in for vLLM behind them."""
+"""Our routes of a vLLM server, with a stand-in for vLLM."""
 
 import asyncio
 from http import HTTPStatus
@@ -28,7 +28,7 @@ async def nobody(scope, receive, send):
 def ask(
     path: str = routes.GENERATE, body: bytes = CALL, leaves: asyncio.Event | None = None, engine: Any = "the engine"
 ) -> list[dict]:
-    """What the route sends; a client that `leaves` is gone once this is set."""
+    """Return what the route sends; a client that `leaves` is gone once this is set."""
     sent: list[dict] = []
     messages = [
         {"type": "http.request", "body": body[:3], "more_body": True},
@@ -117,7 +117,7 @@ def test_an_engine_that_fails_is_an_error_of_the_server(monkeypatch):
 
 
 class RetryableRequestError(Exception):
-    """As vLLM 0.33 raises it while it is paused."""
+    """An error as vLLM 0.33 raises it while it is paused."""
 
     status_code = HTTPStatus.SERVICE_UNAVAILABLE
 
@@ -132,7 +132,7 @@ def test_a_group_that_a_paused_engine_refuses_may_be_sent_again(monkeypatch):
 
 
 def paused_engine(num_refusals: int, on_refusal=lambda engine: None) -> tuple[VllmEngine, list[int]]:
-    """An engine whose server answers 503 to a number of groups, and then samples; and the statuses it answered."""
+    """Return an engine whose server answers 503 to `num_refusals` groups, and then samples; and its statuses."""
     answered: list[int] = []
     tokens, log_probs = np.asarray([4], dtype="<i4").tobytes(), np.asarray([-1], dtype="<f4").tobytes()
     choice = GroupChoice(0, "length", tokens, tokens, log_probs, [routes.GroupSpan("3:abc", 0, 1)])
@@ -198,7 +198,7 @@ def test_a_probe_that_is_not_finite_proves_the_weights_wrong():
 
 
 class Server:
-    """A server before a vLLM that records no versions: what it loads is asked for, a group ends when it is told to."""
+    """A server before a vLLM that records no versions: its loads are requested, and a group ends when it is told to."""
 
     def __init__(self) -> None:
         self.routes = Routes(self.load)

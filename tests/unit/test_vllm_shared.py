@@ -1,4 +1,4 @@
-"""Names are taken off the memory that workers share, and off nothing else."""
+"""Names are removed from the memory that workers share, and from no other memory."""
 
 import mmap
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Other packages' warnings stay out of what a person watches, and none is lost."""
+"""Other packages' warnings stay out of the output that a person watches, and none is lost."""
 
 import logging
 import warnings

@@ -22,7 +22,7 @@ from megatron_rl.training.stop import ExitLimits, StopRequest
 from megatron_rl.training.watch import Stalls
 from tests.ranks import ROOT, free_port
 
-# No test asks how soon: it waits so long at most.
+# No test asks how soon: this is the longest wait.
 DEADLINE = 120
 CODE = """
     import os, signal, sys, time, types
@@ -155,7 +155,7 @@ class Clock:
     ("says", "is_stalled"),
     [
         (lambda time: [(0, 3, "train"), (1, 4, "update")], True),
-        # It is stopped, and says nothing any more.
+        # It is stopped, and sends nothing any more.
         (lambda time: [(0, 3, "train")], True),
         (lambda time: [(0, 3, "train"), (1, time, "train")], False),
         (lambda time: [(0, 3, "train"), (1, 4, "wait")], False),
@@ -213,7 +213,7 @@ def test_a_rank_that_is_stopped_for_a_while_is_not_lost():
     with Ranks("wait") as ranks:
         ranks.wait_until_there()
         ranks.processes[1].send_signal(signal.SIGSTOP)
-        # The other goes on: it answers that it is interrupted, and nothing else.
+        # The other one continues: it answers that it is interrupted, and nothing else.
         ranks.processes[0].send_signal(signal.SIGINT)
         assert ranks.processes[0].wait(DEADLINE) == 130
         ranks.processes[1].send_signal(signal.SIGCONT)
@@ -238,7 +238,7 @@ def test_the_loss_of_a_host_is_noticed_within_twenty_seconds():
 
 
 class Peer:
-    """Notes what it hears."""
+    """A peer that notes what it hears."""
 
     def __init__(self) -> None:
         self.messages: list[object] = []
