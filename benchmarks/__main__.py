@@ -1,7 +1,7 @@
-"""Benchmarks one after another: `python -m benchmarks [NAME...] [--tiny] [--record]`.
+"""Run benchmarks one after another: `python -m benchmarks [NAME...] [--tiny] [--record]`.
 
-Each prints its tables as it goes. Without names it is all of them, and what they found is recorded: in results.json,
-which keeps the last outcome of each, and for people in RESULTS.md and a picture.
+Each prints its tables as it runs. Without names all run, and their results are recorded: in results.json, which keeps
+the last outcome of each, and for people in RESULTS.md and a picture.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.ranks import ROOT
 
-# The keys of each one's last line, and what they say.
+# The keys of each one's last line, with their meanings.
 BENCHMARKS: Mapping[str, Mapping[str, str]] = {
     "weights": {
         "import_vs_copy": "import of 1 B parameters on two ranks / a copy of their bytes",
@@ -48,7 +48,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
     "dynamic_sampling": {
         "ahead_vs_none_wide": "time to sample an iteration, half of the groups without a signal / none sampled ahead",
         "ahead_vs_batches_wide": "the same / whole batches until there are enough",
-        "begun_vs_needed_wide": "groups begun / begun where none is sampled ahead",
+        "begun_vs_needed_wide": "groups begun / begun if none is sampled ahead",
         "ahead_vs_none_narrow": "the first one on an engine of a quarter of an iteration's groups at once",
         "ahead_vs_batches_narrow": "the second one on that engine",
         "begun_vs_needed_narrow": "the third one on that engine",
@@ -58,17 +58,17 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "carry_vs_stop": "the same, its last groups put off / the same",
         "by_one_vs_stop": "the same, put off to the next iteration only / the same",
         "partial_vs_stop": "the same, engines that never wait, off-policy / the same",
-        "truncate_length": "mean length of what is trained on / of all, cut off",
+        "truncate_length": "mean length of trained responses / of all, cut off",
         "carry_length": "the same, put off",
         "by_one_length": "the same, put off to the next iteration only",
         "partial_length": "the same, engines that never wait",
     },
     "overlap": {
-        "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take as long",
+        "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take equally long",
         "efficiency_balanced": "the longer of generation and training / that periodic iteration",
         "gen_kept": "generation's speed beside training / alone",
         "loop_overhead": "share of a synchronous iteration that is neither publish, generation nor training",
-        "load_balanced": "generation / training, as found at the balanced load",
+        "load_balanced": "generation / training, as measured at the balanced load",
         "ratio_gen_half": "periodic / synchronous where generation takes half as long as training",
         "ratio_gen_double": "periodic / synchronous where it takes twice as long",
         "ratio_over_ideal_worst": "periodic / synchronous over the longer part / both, at the worst of the loads",
@@ -91,17 +91,17 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "engine_vs_sampler": "the same, by samples of all of its threads",
     },
     "plan": {
-        "error_median_engines": "how far predicted iterations are off, the median of runs that wait for engines",
+        "error_median_engines": "error of predicted iterations, the median of runs that wait for engines",
         "error_worst_engines": "the worst of these",
         "error_median_trainer": "the same of runs that the trainer holds up",
         "error_worst_trainer": "the worst of these",
-        "error_of_base": "the same of the run that all was calibrated on, run again: the machine's own noise",
+        "error_of_base": "the same of the calibrating run, run again: the machine's own noise",
         "seconds_4096": "seconds to simulate 100 iterations on 4,096 devices",
         "cpu_seconds_4096": "CPU seconds of these",
         "events_4096": "events of these",
     },
     "plan_peers": {
-        "gain_error_median": "how far the predicted gain of overlapping is off what others published, the median",
+        "gain_error_median": "error of the predicted gain of overlapping against published figures, the median",
         "gain_error_worst": "the worst of these",
         "step_factor_worst": "the longer of a predicted and a published step / the shorter, at worst",
     },
@@ -127,20 +127,20 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "logprob_vs_naive": "seconds of the output layer with log-probs / of its naive twin",
     },
     "shared_prompt": {
-        "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 behind a prompt of 512",
-        "speedup_2048_64_8": "the same behind a prompt of 2,048",
+        "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 after a prompt of 512",
+        "speedup_2048_64_8": "the same after a prompt of 2,048",
         "worst_of_grid": "the smallest speed-up of the grid",
         "step_speedup_512_64_8": "a training step with duplicated prompts / shared",
         "token_saving_error": "tokens saved, as measured, minus the formula's",
     },
 }
-# By what is imported: wheels for a CPU have names of their own.
+# The names under which the packages are imported: wheels for a CPU have names of their own.
 _PACKAGES = ("torch", "megatron", "vllm")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a benchmark came to; no figures if it failed."""
+    """The outcome of a benchmark; no figures if it failed."""
 
     name: str
     seconds: float
@@ -153,11 +153,11 @@ class Outcome:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether they run")
-    parser.add_argument("--record", action="store_true", help="also where names are given")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that they run")
+    parser.add_argument("--record", action="store_true", help="record the outcomes even if names are given")
     arguments = parser.parse_args(words)
     if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown: {', '.join(unknown)}; the names are {', '.join(BENCHMARKS)}")
     outcomes = [run(name, arguments.tiny) for name in arguments.names or BENCHMARKS]
     if not arguments.tiny and (arguments.record or not arguments.names):
         record(outcomes, ROOT / "benchmarks")
@@ -167,7 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, is_tiny: bool) -> Outcome:
-    """Run one in a process of its own, and show what it prints."""
+    """Run a benchmark in a process of its own, and show its output."""
     print(f"\n=== {name}", flush=True)
     begun, last = time.monotonic(), ""
     command = [sys.executable, "-u", "-m", f"benchmarks.{name}", *(["--tiny"] if is_tiny else [])]
@@ -182,7 +182,7 @@ def run(name: str, is_tiny: bool) -> Outcome:
 
 
 def record(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Replace what there was of these, and write the page and its picture anew."""
+    """Replace the recorded outcomes of these, and write the page and its picture again."""
     path = folder / "results.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     known = {row["name"]: Outcome(**row) for row in rows} | {outcome.name: outcome for outcome in outcomes}
@@ -194,11 +194,11 @@ def record(outcomes: Sequence[Outcome], folder: Path) -> None:
 
 
 def describe(outcomes: Sequence[Outcome], picture: str) -> str:
-    """The page."""
+    """Return the text of the page."""
     lines = [
         "# What the benchmarks found",
         "",
-        "Written by `make bench`. Figures are medians; what is compared takes turns in one run.",
+        "Written by `make bench`. Figures are medians; rivals take turns in one run.",
         "",
         f"![Ratios; below 1 is better where something is compared with its limit, above where with a rival]({picture})",
     ]
@@ -245,7 +245,7 @@ def find_commit() -> str:
 
 
 def draw(outcomes: Sequence[Outcome], out: Path) -> None:
-    """Every ratio as a bar, on one logarithmic axis."""
+    """Draw every ratio as a bar, on one logarithmic axis."""
     from matplotlib.figure import Figure
 
     rows = [

@@ -1,8 +1,8 @@
-"""What saving and loading with `--use-distributed-optimizer` takes of a rank's memory, in bf16, by numbers of replicas.
+"""Measure a rank's memory during saves and loads with `--use-distributed-optimizer`, in bf16, by numbers of replicas.
 
 A rank's own state is its weights and its part of the optimizer's state: 2 + 12 / replicas bytes a parameter. Gradients
-are not counted, and have no memory here. The peak is the own state plus what the resident memory of the process, files
-that it maps included, rose by. All ranks together take 10 GB with two replicas and 12 GB with four, and 7 GB of disk;
+are not counted, and have no memory here. The peak is the own state plus the rise of the process's resident memory,
+files that it maps included. All ranks together take 10 GB with two replicas and 12 GB with four, and 7 GB of disk;
 `--size 1b` takes twice as much. `--saves-only` takes a fifth less.
 """
 
@@ -25,7 +25,7 @@ def _draw_up(num_layers: int, hidden_size: int, vocab_size: int) -> Architecture
     )  # fmt: skip
 
 
-# With the elements of a bucket: Megatron's default is 40 million, a 24th of the largest.
+# The elements of a bucket: Megatron's default is 40 million, a 24th of the largest.
 SIZES = {
     "1b": (_draw_up(14, 2048, 16000), 40_000_000),
     "500m": (_draw_up(7, 2048, 8000), 20_000_000),
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="500m")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
-    parser.add_argument("--saves-only", action="store_true", help="do not load what was saved")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--saves-only", action="store_true", help="save, and do not load")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     size = TINY if arguments.tiny else SIZES[arguments.size]
     names = SAVES if arguments.saves_only else (*SAVES, LOAD)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _measure(architecture: Architecture, bucket: int, folder: Path, names: Sequence[str]) -> dict[str, list[float]]:
-    """By what is done, the bytes that this rank takes for it."""
+    """Return the bytes that this rank takes, by action."""
     from megatron_rl.arguments import command_line
     from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
     from megatron_rl.mcore.model import gpt

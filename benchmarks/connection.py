@@ -1,4 +1,4 @@
-"""An HTTP connection that asks and reads; a client library would cost more than what is measured."""
+"""An HTTP connection that asks and reads; a client library would cost more than the server that is measured."""
 
 import asyncio
 from pathlib import Path

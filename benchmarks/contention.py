@@ -1,8 +1,8 @@
-"""What two cores take from each other without a run: vLLM's own `generate` on one, a loop on the other.
+"""Measure what two cores take from each other without a run: vLLM's own `generate` on one, a loop on the other.
 
 The loop trains a plain torch model, or takes the steps that a run of `overlap` takes, without ever waiting for a
-response. What `overlap` finds lost beyond this is the run's. Beside products of matrices that stay in the other core's
-own cache vLLM should lose nothing. All in turns.
+response. Any loss that `overlap` finds beyond this belongs to the run. Beside products of matrices that stay in the
+other core's own cache vLLM should lose nothing. All take turns.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from megatron_rl import platforms
 from tests.ranks import free_port
 
 NUM_TOKENS = 43
-"""Of a response: the mean in `overlap`."""
+"""The tokens of a response: the mean in `overlap`."""
 NUM_PROMPTS = 60
 GROUPS_OF_A_STEP = 4
-"""Few, for what is counted are whole steps."""
+"""A small number, because whole steps are counted."""
 IDLE, CACHED, PLAIN, STEPS = range(4)
 NAMES = {IDLE: "nothing", CACHED: "products in cache", PLAIN: "a plain loop that trains", STEPS: "a run's steps"}
 
@@ -36,7 +36,7 @@ NAMES = {IDLE: "nothing", CACHED: "products in cache", PLAIN: "a plain loop that
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     rounds = 1 if arguments.tiny else arguments.rounds
     figures: dict[str, float] = {}
@@ -53,7 +53,7 @@ Measured = dict[int, list[float]]
 
 
 def _compare(load: Load, speeds: Measured, beside: Measured, alone: Measured) -> dict[str, float]:
-    """Tables of what each keeps beside the other, and the figures."""
+    """Print tables of the share that each keeps beside the other, and return the figures."""
     report.table(
         f"vLLM, {load.in_flight} responses at a time, beside",
         {name: speeds[kind] for kind, name in NAMES.items()},
@@ -75,7 +75,7 @@ def _compare(load: Load, speeds: Measured, beside: Measured, alone: Measured) ->
 def _measure(
     model: Path, load: Load, other: "_OtherCore", rounds: int, is_tiny: bool
 ) -> tuple[Measured, Measured, Measured]:
-    """By what the other core does: vLLM's tokens a second, and the other's counts a second beside vLLM and alone."""
+    """Return vLLM's tokens a second by the other core's work, and the other's counts a second beside vLLM and alone."""
     draw = random.Random(load.in_flight)
     count = 1 if is_tiny else NUM_PROMPTS
     prompts = [[draw.randrange(20, VOCAB_SIZE) for _ in range(load.prompt_length)] for _ in range(count)]
@@ -101,16 +101,16 @@ def _measure(
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """What both processes see."""
+    """The values that both processes see."""
 
     kind: "Synchronized[int]"
     count: "Synchronized[int]"
     seconds: "Synchronized[float]"
-    """That the counts took."""
+    """Seconds that the counts took."""
 
 
 class _OtherCore:
-    """A process on the other core, which computes what it is told to and counts how often."""
+    """A process on the other core, which computes what it is told to and counts its rounds."""
 
     def __init__(self, process: BaseProcess, shared: _Shared) -> None:
         self._process = process
@@ -149,7 +149,7 @@ class _OtherCore:
     def _wait_for(self, count: int) -> None:
         while self._shared.count.value < count:
             if not self._process.is_alive():
-                raise RuntimeError("the process on the other core has ended; what it printed is above")
+                raise RuntimeError("the process on the other core has ended; its output is above")
             time.sleep(0.01)
 
 
@@ -173,7 +173,7 @@ def _compute(shared: _Shared, model: Path, load: Load) -> None:
     os.sched_setaffinity(0, {TRAINER_CORE})
     os.environ |= {"OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    # Before anything that imports megatron.
+    # Before any module that imports megatron.
     platforms.select("cpu").install()
     import torch
 

@@ -1,8 +1,9 @@
-"""How long an iteration is sampled where half of the groups have no signal, in the time of a simulated engine.
+"""Simulate the sampling time of an iteration in which half of the groups have no signal.
 
-The engine samples so many groups at once, each as long as its longest response takes; lengths have a long tail. What is
-sampled next is decided by the sidecar's own iteration. Three ways are compared: as many prompts ahead as the iteration
-before needed; none ahead; and whole batches, each begun when the one before it has ended, until there are enough.
+The simulated engine samples a fixed number of groups at once, each until its longest response ends; lengths have a long
+tail. The sidecar's own iteration decides what is sampled next. Three ways are compared: the number of prompts ahead
+that the iteration before needed; none ahead; and whole batches, each begun when the one before it has ended, until
+there are enough.
 """
 
 import argparse
@@ -19,13 +20,13 @@ NUM_PROMPTS, GROUP_SIZE, NUM_ITERATIONS = 64, 8, 12
 WITHOUT_SIGNAL = 0.5
 MEDIAN_TOKENS, SPREAD = 400.0, 0.8
 Times = tuple[float, int]
-"""Steps of the engine until the iteration had all its groups, and how many groups it had begun."""
+"""Steps of the engine until the iteration had all its groups, and the number of groups begun by then."""
 _Seen = tuple[int, int]
-"""Groups without a signal, and all that were considered."""
+"""The number of groups without a signal, and of all that were considered."""
 
 
 class _World:
-    """The groups of an iteration: whether they have a signal, and how many steps of the engine they take."""
+    """The groups of an iteration: their signals, and the steps of the engine that they take."""
 
     def __init__(self, seed: int, count: int) -> None:
         draw = random.Random(seed)
@@ -37,7 +38,7 @@ class _World:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     num_iterations = 3 if parser.parse_args().tiny else NUM_ITERATIONS
     figures = {}
     for name, num_at_once in (("wide", 2 * NUM_PROMPTS), ("narrow", NUM_PROMPTS // 4)):

@@ -1,10 +1,10 @@
-"""Is every backend of shared-prompt attention right on this GPU, does it give the same bits again, how fast is it?
+"""Check that every backend of shared-prompt attention is right on this GPU and gives the same bits again, and time it.
 
-Needs torch and numpy, and what a backend needs; not megatron, pytest or an installed package. Rightness first: forward
-and all gradients against the dense definition in float64, in half precision over several draws. Each backend is asked
-in a process of its own, so that one that breaks its GPU context or never ends leaves the others theirs. Then times,
-against the same sequences whole, as tables for docs/attention.md. Exit code 1 if a check failed, 3 if there is no GPU.
-On the CPU (`--device cpu`) all sizes are tiny, and times say nothing.
+It needs torch and numpy, and the packages of a backend; not megatron, pytest or an installed package. Rightness comes
+first: forward and all gradients against the dense definition in float64, in half precision over several draws. Each
+backend is tried in a process of its own, so that one that breaks its GPU context or never ends does not stop the
+others. Then come times, against the same sequences whole, as tables for docs/attention.md. Exit code 1 if a check
+failed, 3 if the machine has no GPU. On the CPU (`--device cpu`) all sizes are tiny, and times mean nothing.
 """
 
 import argparse
@@ -38,18 +38,19 @@ WINDOW = 40
 LONG = Layout.of_groups([(4096, [1024, 900, 1, 1100])])
 LONG_ON_CPU = Layout.of_groups([(150, [90, 1, 70])])
 REPEATED = Layout.of_groups([(2100, [300] * 8), (64, [500, 3])])
-# What has to find the same again; merge and gather add gradients up in no fixed order there, and flex promises nothing.
+# Backends that must give the same again; merge and gather add gradients up in no fixed order there, and flex promises
+# nothing.
 SAME_BITS = ("triton", "flash")
 FP32_BOUND = 2.4e-6
 # One draw's largest error is luck: it moves by a factor of two between draws. A token's mean error over these does not.
 DRAWS = 4
-# What a backend may take for all cases, of which the rest is left out, and what its process may take.
+# Seconds that a backend may take for all cases, after which the rest is left out, and seconds of its process.
 CASE_SECONDS, PROCESS_SECONDS = 150.0, 240.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One case that a backend is asked."""
+    """One case for a backend."""
 
     name: str
     layout: Layout
@@ -72,7 +73,7 @@ class Question:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--backend", choices=BACKENDS, help="only ask this one, in this process, and measure nothing")
+    parser.add_argument("--backend", choices=BACKENDS, help="check this one alone, in this process, without times")
     parsed = parser.parse_args(arguments)
     if parsed.device == "cuda" and not torch.cuda.is_available():
         print("no GPU that torch can use: run this on a machine with one, or with --device cpu", file=sys.stderr)
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(name: str, device: str) -> Iterator[str]:
-    """What is wrong with a backend."""
+    """Yield what is wrong with a backend."""
     yield from check_rightness(name, device)
     yield from check_repeatability(name, device)
     yield from check_shapes(name, device)
@@ -114,7 +115,7 @@ def check_rightness(name: str, device: str) -> Iterator[str]:
             yield f"{name}, {question}: {_in_a_line(error)}"
             continue
         print(f"{name}, {question}: {_numbers(ratios)}", flush=True)
-        # Written so that what is not a number fails.
+        # Written so that a value that is not a number fails.
         yield from (f"{name}, {question}: {tensor} {ratio:.2f}" for tensor, ratio in ratios.items() if not ratio <= 1)
 
 
@@ -126,7 +127,7 @@ def compare(question: Question, attention: Attention, device: str) -> dict[str, 
 
 
 def questions(device: str) -> Iterator[Question]:
-    """The most usual first."""
+    """Yield the cases, the most usual first."""
     layouts = {"ragged": RAGGED, "branched": BRANCHED}
     all_heads = HEADS if device == "cuda" else HEADS_ON_CPU
     yield Question("long", LONG if device == "cuda" else LONG_ON_CPU, (4, 1), 128, "bf16")
@@ -137,7 +138,7 @@ def questions(device: str) -> Iterator[Question]:
 
 
 def check_repeatability(name: str, device: str) -> Iterator[str]:
-    """Other bits of a backend that promises the same; prints what it gives."""
+    """Yield differences in the bits of a backend that promises the same; print its results."""
     question = Question("repeated", REPEATED if device == "cuda" else RAGGED, (8, 2), 64, "bf16")
     if BACKENDS[name].refusal(question.conditions(device)) is not None:
         return
@@ -160,7 +161,7 @@ def check_repeatability(name: str, device: str) -> Iterator[str]:
 
 
 def check_shapes(name: str, device: str) -> Iterator[str]:
-    """Shapes whose times will be asked for, and that it cannot compute."""
+    """Yield shapes whose times will be asked for, and that it cannot compute."""
     for shape in gpu_times.shapes(device):
         for make in gpu_times.shared(shape, [name], device).values():
             try:
@@ -169,11 +170,11 @@ def check_shapes(name: str, device: str) -> Iterator[str]:
                 yield f"{name}, {shape.name}: {_in_a_line(error)}"
                 continue
             if not is_finite:
-                yield f"{name}, {shape.name}: not all of it is a number"
+                yield f"{name}, {shape.name}: a result is not a number"
 
 
 def _introduce(device: str) -> list[str]:
-    """The backends that can run, the definition aside."""
+    """Print the backends that can run, except the definition, and return them."""
     packages = []
     for package in ("torch", "triton", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -190,8 +191,8 @@ def _introduce(device: str) -> list[str]:
 
 
 def _ask_all(names: list[str], device: str) -> tuple[list[str], set[str]]:
-    """What failed, and which backends broke off or did not end. All are asked at once."""
-    print("\nlargest error / what is allowed", flush=True)
+    """Ask all at once; return the failures, and the backends that broke off or did not end."""
+    print("\nlargest error / its bound", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", device, "--backend"]
     processes = {name: subprocess.Popen([*command, name]) for name in names}
     end = time.monotonic() + PROCESS_SECONDS

@@ -1,9 +1,9 @@
-"""How long shared-prompt attention takes on a GPU, against the same sequences whole, each with its own prompt.
+"""Time shared-prompt attention on a GPU, against the same sequences whole, each with its own prompt.
 
-Forward and backward, in bf16. What whole sequences take is the best of torch: cuDNN's attention and flash attention on
-a batch, padded at its end, and flash attention on sequences of varying length. All of a row take turns, each after
+Forward and backward, in bf16. The time of whole sequences is the best of torch: cuDNN's attention and flash attention
+on a batch, padded at its end, and flash attention on sequences of varying length. All of a row take turns, each after
 memory that is larger than all caches was written; times are medians. The floor is the products' arithmetic, backward
-2.5 times as much as forward, at what the chip is known to compute.
+2.5 times as much as forward, at the speed that the chip is known to compute.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 FLOPS_PER_MS = 790e9
 BACKWARD = 2.5
 FLUSHED_BYTES = 1 << 30
-# What a way may take of a row, and the fewest and most of its rounds.
+# Seconds that a way may take of a row, and the fewest and most of its rounds.
 SECONDS, FEWEST, MOST = 1.5, 5, 30
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ class Shape:
         return [self.prompt + response for response in self.responses]
 
     def flops(self, is_shared: bool) -> float:
-        """Of the forward pass: two products for each pair of tokens, of which one sees the other."""
+        """Return the operations of the forward pass: two products for each pair of tokens that attend."""
         if not is_shared:
             return self._flops_of(length * (length + 1) // 2 for length in self.sequences)
         return self._flops_of(
@@ -95,7 +95,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a shape takes: whole sequences, and backends of shared prompts."""
+    """The times of a shape: whole sequences, and backends of shared prompts."""
 
     shape: Shape
     whole: Mapping[str, Times]
@@ -107,7 +107,7 @@ class Row:
         return Times(forward, BACKWARD * forward)
 
     def tflops(self, name: str) -> str:
-        """Of forward and of backward, counting what has to be computed."""
+        """Return the speed of forward and of backward, counting the operations that must be computed."""
         is_shared = name in self.shared
         times, forward = (self.shared if is_shared else self.whole)[name], self.shape.flops(is_shared)
         return f"{forward / times.forward / 1e9:.0f}, {BACKWARD * forward / times.backward / 1e9:.0f}"
@@ -128,19 +128,19 @@ class Way:
         self._gradients = torch.autograd.grad(self._out, self._inputs, self._grad_out)
 
     def is_finite(self) -> bool:
-        """Whether all that one run gives is a number."""
+        """Check that every result of one run is finite."""
         self.forward()
         self.backward()
         return all(bool(tensor.isfinite().all()) for tensor in (self._out, *self._gradients))
 
 
 def shapes(device: str) -> tuple[Shape, ...]:
-    """Those that are measured there."""
+    """Return the shapes that are measured there."""
     return SHAPES if device == "cuda" else SHAPES_ON_CPU
 
 
 def measure(names: list[str], device: str) -> Iterator[Row]:
-    """Every shape, by those backends; prints what each takes as soon as it is known."""
+    """Yield every shape's times by those backends, and print each as soon as it is known."""
     for shape in shapes(device):
         print(f"\n{shape.name}, ms forward + backward (TFLOP/s)")
         times = _taking_turns({**_whole(shape, device), **shared(shape, names, device)}, device)
@@ -156,7 +156,7 @@ def measure(names: list[str], device: str) -> Iterator[Row]:
 
 
 def shared(shape: Shape, names: list[str], device: str) -> dict[str, Callable[[], Way]]:
-    """The backends among those that can, with inputs."""
+    """Return the backends among those that can run, with inputs."""
     layout, scale = shape.layout, shape.head_dim**-0.5
     sizes = [(layout.num_tokens, heads, shape.head_dim) for heads in _heads(shape)]
     ways = {}
@@ -168,7 +168,7 @@ def shared(shape: Shape, names: list[str], device: str) -> dict[str, Callable[[]
 
 
 def print_tables(rows: list[Row]) -> None:
-    """For the documentation."""
+    """Print tables for the documentation."""
     backends = [name for name in BACKENDS if any(name in row.shared for row in rows)]
     print("\nMilliseconds, forward + backward.\n")
     _print_markdown(
@@ -201,7 +201,7 @@ def print_tables(rows: list[Row]) -> None:
 
 
 def figures(rows: list[Row]) -> dict[str, float]:
-    """Of each shape: how much faster the fastest backend is than whole sequences, and how far from the floor."""
+    """Return each shape's speed-up of the fastest backend over whole sequences, and its distance from the floor."""
     found = {}
     for row in rows:
         whole, shared = fastest(row.whole), fastest(row.shared)
@@ -214,7 +214,7 @@ def figures(rows: list[Row]) -> dict[str, float]:
 
 
 def fastest(times: Mapping[str, Times]) -> str | None:
-    """None where nothing could run."""
+    """Return the fastest; None if none could run."""
     return min(times, key=lambda name: times[name].both, default=None)
 
 
@@ -238,7 +238,7 @@ def _whole(shape: Shape, device: str) -> dict[str, Callable[[], Way]]:
     flat = [(sum(shape.sequences), heads, shape.head_dim) for heads in _heads(shape)]
     return {
         "cuDNN": lambda: Way(_batched(SDPBackend.CUDNN_ATTENTION), batch, device),
-        # As if keys' heads were as many, in case that is what it is fast for.
+        # As if keys had the same number of heads, in case that is what it is fast for.
         "cuDNN, no groups": lambda: Way(_batched(SDPBackend.CUDNN_ATTENTION), repeated, device),
         "flash": lambda: Way(_batched(SDPBackend.FLASH_ATTENTION), batch, device),
         "varlen": lambda: Way(_varying(shape.sequences, device), flat, device),
@@ -273,12 +273,12 @@ def _varying(lengths: list[int], device: str) -> Attention:
 
 
 def _taking_turns(makers: Mapping[str, Callable[[], Way]], device: str) -> dict[str, Times]:
-    """Medians of those that could run."""
+    """Return the medians of those that could run."""
     ways = {}
     for name, make in makers.items():
         try:
             ways[name] = make()
-            # What the first round compiles or prepares the others find ready.
+            # The first round compiles or prepares what the others find ready.
             _round(ways[name], device, None)
         except Exception as error:
             ways.pop(name, None)
@@ -299,7 +299,7 @@ def _taking_turns(makers: Mapping[str, Callable[[], Way]], device: str) -> dict[
 
 
 def _round(way: Way, device: str, flushed: torch.Tensor | None) -> tuple[float, float]:
-    """Milliseconds of forward and of backward."""
+    """Return milliseconds of forward and of backward."""
     if device == "cpu":
         moments = [time.perf_counter()]
         for step in (way.forward, way.backward):

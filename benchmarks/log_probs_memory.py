@@ -1,9 +1,10 @@
-"""Memory of the output layer with its log-probs, forward and backward, over the bytes of the logits it never holds.
+"""Measure the output layer's memory with its log-probs, forward and backward, over the bytes of the logits.
 
-4,096 targets, a vocabulary of 150,000 and a hidden size of 256, all bfloat16, in a fresh process. The peak is what the
-process holds above hidden states, weight and targets; of the backward's peak the weight's gradient is taken off too,
-which any way of computing it has to return. The hidden states' gradient is counted, as is all else. Beside it,
-alternating, the time that forward and backward take at a smaller shape, and that of the naive form.
+It never holds the logits. 4,096 targets, a vocabulary of 150,000 and a hidden size of 256, all bfloat16, in a fresh
+process. The peak is the memory of the process above hidden states, weight and targets. From the backward's peak the
+weight's gradient is subtracted too, which any way of computing it has to return. The hidden states' gradient is
+counted, and so is all other memory. Beside it, alternating, stand the times of forward and backward at a smaller shape,
+and those of the naive form.
 """
 
 import argparse
@@ -28,7 +29,7 @@ class Shape:
     hidden_size: int
 
     def draw(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, weight and targets."""
+        """Draw hidden states, weight and targets."""
         hidden_NE = torch.empty(self.num_targets, self.hidden_size, dtype=torch.bfloat16, device=device).normal_()
         weight_VE = torch.empty(self.vocab_size, self.hidden_size, dtype=torch.bfloat16, device=device)
         weight_VE.normal_(std=self.hidden_size**-0.5)
@@ -48,7 +49,7 @@ TINY = Shape(num_targets=256, vocab_size=8_192, hidden_size=64)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     large, moderate, rounds = (TINY, TINY, 1) if arguments.tiny else (FULL, MODERATE, arguments.rounds)
     ratio = logprob_peak(large)
@@ -62,12 +63,12 @@ def main() -> None:
 
 
 def logprob_peak(shape: Shape) -> float:
-    """In a fresh process."""
+    """Measure the peak in a fresh process."""
     return run_ranks(peak_over_logits, 1, shape, timeout=600)[0]
 
 
 def peak_over_logits(shape: Shape) -> float:
-    """Of this process, which must not have held more before."""
+    """Measure the peak of this process, which must not have held more before."""
     platform = platforms.select("cpu")
     hidden_NE, weight_VE, targets_N = shape.draw(platform.device())
     platform.reset_peak_memory()

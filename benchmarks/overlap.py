@@ -1,9 +1,10 @@
-"""What overlapping generation with training is worth: the same iterations, periodic and synchronous, in turns.
+"""Measure the gain from overlapping generation with training: the same iterations, periodic and synchronous, in turns.
 
 One vLLM engine has one core, one trainer rank the other, and the model fits their cache. Times are per token of the
-responses, since every iteration draws its own. A load is what generation takes over what training does: half by more
-training for a token (longer prompts, a reference model, recomputed layers), double by an engine that samples fewer
-responses at a time. gen and train are what a synchronous iteration spends on each.
+responses, since every iteration draws its own. A load is the time of generation over the time of training. Half a load
+comes from more training for a token (longer prompts, a reference model, recomputed layers). A double one comes from an
+engine that samples fewer responses at a time. gen and train are the seconds that a synchronous iteration spends on
+each.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from tests.sidecar.sidecar_process import sidecar
 
 GROUP_SIZE, MOST_TOKENS = 8, 128
 VOCAB_SIZE = 512
-# So many tokens end a response that its length is spread around 43 tokens.
+# This many tokens end a response, so that its length is spread around 43 tokens.
 STOP_TOKENS = range(2, 14)
-# Prompts are of numbers that hold no other token's: the tokenizer finds 0 and 1, which end and pad, in any number.
+# Prompts are numbers that hold no other token's: the tokenizer finds 0 and 1, which end and pad, in any number.
 WORDS = [str(number) for number in range(20, VOCAB_SIZE) if not {"0", "1"} & set(str(number))]
 SEQ_LENGTH = 2048
 TRAINER_CORE, ENGINE_CORE = 1, 0
@@ -42,7 +43,7 @@ MORE_TRAINING = (
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What generation takes over what training does, and how it comes to that."""
+    """The time of generation over that of training, and the settings that give it."""
 
     name: str
     wanted: float
@@ -52,9 +53,12 @@ class Load:
     """Tokens on average; any from half to one and a half times as many."""
     training: tuple[str, ...] = ()
     waves: int = 10
-    """So many times the groups in flight make an iteration: what overlaps with nothing is a small part of it."""
+    """The number of times that an iteration's groups fill the engine.
+
+    The time that overlaps with nothing is a small part of it.
+    """
     groups: int = 1
-    """Of a micro-batch."""
+    """Groups of a micro-batch."""
 
     @property
     def num_prompts(self) -> int:
@@ -62,8 +66,8 @@ class Load:
 
 
 BALANCED = Load("balanced", 1.0, 192, 288, waves=12, groups=2)
-# What --search tries for synchronous iterations; the balanced load's own are the first, and none is better by more than
-# what two runs of the same differ by.
+# The settings that --search tries for synchronous iterations; the balanced load's own are the first. A setting counts
+# as better only by more than two runs of the same differ by.
 IN_FLIGHT_TRIED, GROUPS_TRIED = (BALANCED.in_flight, 2 * BALANCED.in_flight), (BALANCED.groups, 1)
 LOADS = {
     load.name: load
@@ -80,13 +84,13 @@ class Iteration:
     whole: float
     publish: float
     first: float
-    """From submission to the first group."""
+    """Seconds from submission to the first group."""
     generate: float
-    """To the last one."""
+    """Seconds from there to the last group."""
     tail: float
-    """From there until the trainer has done with it."""
+    """Seconds from there until the trainer has done with it."""
     train: float
-    """Computing: forward, backward and the optimizer's steps, waits left out."""
+    """Seconds of computing: forward, backward and the optimizer's steps, waits left out."""
     tokens: int
 
     def per_token(self, part: str) -> float:
@@ -106,9 +110,9 @@ class Iteration:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--search", action="store_true", help="only: which settings are best for synchronous runs")
+    parser.add_argument("--search", action="store_true", help="only search the best settings for synchronous runs")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     loads, rounds = [LOADS[name] for name in arguments.loads], arguments.rounds
     if arguments.tiny:
@@ -126,7 +130,7 @@ def main() -> None:
 
 
 def _search(folder: Path, rounds: int) -> dict[str, float]:
-    """How many times as fast synchronous iterations of the balanced load are with the settings best for them."""
+    """Return the speed-up of synchronous iterations of the balanced load with the best settings for them."""
     times: dict[str, list[float]] = {}
     with ExitStack() as stack:
         worlds = {}
@@ -146,7 +150,7 @@ def _search(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
-    """Rounds of both schedules in turns."""
+    """Compare rounds of both schedules in turns."""
     iterations = world.iterations(rounds)
     sync = [iteration for iteration in iterations if iteration.is_sync]
     periodic = [iteration for iteration in iterations if not iteration.is_sync]
@@ -195,7 +199,7 @@ def _compare(world: "_World", load: Load, rounds: int) -> dict[str, float]:
 
 
 def draw_model(folder: Path) -> Path:
-    """One of two layers and 256 hidden units."""
+    """Draw a model of two layers and 256 hidden units."""
     from tests.e2e import loop
 
     return loop.draw_model(
@@ -235,7 +239,10 @@ class _World:
             os.sched_setaffinity(0, everywhere)
 
     def iterations(self, rounds: int, only: str = "", groups: int | None = None) -> list[Iteration]:
-        """So many of both schedules in turns, or of one; the first of each warms up, and does not count."""
+        """Return `rounds` iterations of both schedules in turns, or of one.
+
+        The first of each warms up, and does not count.
+        """
         self._num_runs += 1
         count = (1 + rounds) * (1 if only else 2)
         prompts = self._folder / f"prompts-{self._num_runs}.jsonl"

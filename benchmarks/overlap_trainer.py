@@ -1,4 +1,4 @@
-"""The trainer of the benchmark `overlap`: its iterations are synchronous and periodic in turns.
+"""Run the trainer of the benchmark `overlap`: its iterations are synchronous and periodic in turns.
 
 python -m benchmarks.overlap_trainer OUT both|sync <flags of pretrain_grpo.py>
 """
@@ -28,7 +28,7 @@ def main() -> None:
     seconds: list[float] = []
 
     def in_turns(slots: IterationSlots, session: Session) -> None:
-        """Even iterations are synchronous."""
+        """Make even iterations synchronous."""
         SCHEDULES["periodic" if slots.identity.version % 2 else "sync"](slots, session)
 
     learn = Learner.learn
@@ -82,15 +82,15 @@ class Generation:
     """Seconds of an iteration."""
 
     first: float
-    """From submission to the first group."""
+    """Seconds from submission to the first group."""
     whole: float
-    """To the last one."""
+    """Seconds from there to the last group."""
     tail: float
-    """From there until the trainer has done with it."""
+    """Seconds from there until the trainer has done with it."""
 
 
 def _read_generation(folder: Path, count: int) -> list[Generation]:
-    """Of the last iterations, as the sidecar wrote them down."""
+    """Read the seconds of the last iterations, as the sidecar wrote them down."""
     begun, groups = 0.0, []
     found: list[Generation] = []
     for line in (folder / "audit.jsonl").read_text().splitlines():

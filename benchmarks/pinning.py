@@ -1,4 +1,4 @@
-"""Which cores the threads of a running process may use."""
+"""Set the cores that the threads of a running process may use."""
 
 import contextlib
 import os

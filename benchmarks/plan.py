@@ -1,4 +1,4 @@
-"""How well the planner predicts, and how fast: calibrated on one run it predicts others, which are run after that.
+"""Measure how well the planner predicts, and how fast: calibrated on one run it predicts others, which run after it.
 
 Runs are real, with a small model on a CPU; their engines are scripted, so they sample in timers' time and need no
 core. With `--vllm` they are vLLM's, each on a core beside the trainer's, and two runs calibrate. Predictions are
@@ -8,8 +8,8 @@ written to a file before anything but the calibrating runs is measured:
     python -m benchmarks.plan --measure FILE       the other runs, beside what the file says
 
 Without either, both, one after the other. The error of a setting is its predicted iteration over the median of the
-measured ones, less 1. The calibrating run is measured again at the end: what it differs by is the machine's doing.
-The load is that of the machine, in processes that want a core.
+measured ones, less 1. The calibrating run is measured again at the end: its difference is the machine's noise.
+The printed load belongs to the machine, in processes that want a core.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SLOW, FAST = 1000.0, 24000.0
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A run. What it has in common with the calibrating one is left out."""
+    """A run. Its fields that equal the calibrating run's are left out."""
 
     speed: float | None = 3000.0
     """Tokens a second of a scripted engine; None for vLLM's."""
@@ -57,7 +57,7 @@ class Trial:
 
 
 BASE = Trial()
-# Sampling takes most of the time, so that whatever else the machine does changes little.
+# Sampling takes most of the time, so that other work of the machine changes little.
 ENGINES_BOUND = {
     "engines a third as fast": Trial(SLOW),
     "groups of 4": Trial(SLOW, group_size=4, prompts=24),
@@ -80,7 +80,7 @@ TRAINER_BOUND = {
     "synchronous": Trial(schedule="sync"),
 }
 VLLM = Trial(None, (80, 80), prompts=24, engines=1)
-# A smaller batch, which shows what a step takes whatever is in it.
+# A smaller batch, which shows the time of a step apart from its tokens.
 VLLM_BASES = {"calibrating": VLLM, "calibrating, fewer at once": dataclasses.replace(VLLM, in_flight=8, prompts=12)}
 OF_VLLM = {
     "groups of 4": dataclasses.replace(VLLM, group_size=4, prompts=48),
@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--predict", type=Path, metavar="FILE")
     parser.add_argument("--measure", type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the runs that are measured")
-    parser.add_argument("--vllm", action="store_true", help="with engines of vLLM's")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--vllm", action="store_true", help="run vLLM's engines")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     bases, trials = {"calibrating": BASE}, {**ENGINES_BOUND, **TRAINER_BOUND, AGAIN: BASE}
     if arguments.vllm:
@@ -182,7 +182,7 @@ def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[s
 
 
 def _time_simulator(num_iterations: int) -> dict[str, float]:
-    """So many iterations on 4,096 devices."""
+    """Time `num_iterations` iterations on 4,096 devices."""
     setting, costs = large_run()
     begun, computed = time.monotonic(), time.process_time()
     result = simulate(setting, costs, num_iterations)
@@ -195,7 +195,7 @@ def _time_simulator(num_iterations: int) -> dict[str, float]:
 
 
 def large_run() -> tuple[Setting, Costs]:
-    """4,096 devices, half of them train; 32,768 responses an iteration, with a long tail."""
+    """Return 4,096 devices, half of which train; 32,768 responses an iteration, with a long tail."""
     costs = Costs(
         BatchingCosts(0.015, 5e-5, 4e-9, 1e-5, max_running=128, max_in_flight=256),
         TrainerCosts(per_token=2e-5, per_micro_batch=0.01, update=2.0, exchange=1e-3),

@@ -1,8 +1,8 @@
-"""What the planner says of clusters that others have published figures of, beside these figures: the misses too.
+"""Compare the planner with published figures of clusters: the misses too.
 
-Two kinds of pages. verl's have the parts of a synchronous step: the planner takes sampling and training from them, with
-lengths that sampling follows from, and predicts the asynchronous step on the same devices. NeMo RL's have whole steps
-alone: everything is predicted from data sheets. What pages do not say is assumed, and stands here.
+Two kinds of pages are used. verl's have the parts of a synchronous step. The planner takes sampling and training from
+them, with lengths that sampling follows from, and predicts the asynchronous step on the same devices. NeMo RL's have
+whole steps alone: everything is predicted from data sheets. Values that pages do not give are assumed, and stand here.
 """
 
 import argparse
@@ -31,7 +31,7 @@ NEMO = (
     "https://github.com/NVIDIA-NeMo/RL/blob/06beed91bac98a2c39a19435f6bbbbe71aa45720/docs/about/performance-summary.md"
 )
 ITERATIONS = 6
-# Assumed: the pages say neither prompts nor tails.
+# Assumed: the pages give neither prompts nor tails.
 PROMPT, SIGMA = Uniform(80, 300), 1.0
 RUNNING = 256
 
@@ -51,9 +51,9 @@ class PartsPeer:
     update: float
     step: float
     other_step: float
-    """Published, of the other schedule."""
+    """The published seconds of the other schedule."""
     has_old_log_probs: bool
-    """Whether the other schedule computes them too."""
+    """A flag for another schedule that computes them too."""
     model: str = "Qwen2.5-Math-7B"
     chip: str = "h20"
     prompts: int = 512
@@ -74,9 +74,9 @@ class WholePeer:
     devices: tuple[int, int]
     steps: tuple[float, float]
     training: tuple[DeviceSplit, DeviceSplit]
-    """Without replicas and engines, which follow from the devices."""
+    """The division, without replicas and engines, which follow from the devices."""
     tokens_per_second: tuple[float, float]
-    """A device."""
+    """Tokens a second, for a device."""
     chip: str = "h100"
     address: str = NEMO
 
@@ -144,13 +144,13 @@ def main() -> None:
 
 
 def compare(iterations: int) -> list[Compared]:
-    """All of them."""
+    """Compare all of them."""
     return [_compare_parts(peer, iterations) for peer in PARTS] + [_compare_whole(peer, iterations) for peer in WHOLE]
 
 
 def _compare_parts(peer: PartsPeer, iterations: int) -> Compared:
     devices = peer.trainer_devices + peer.engine_devices
-    # A replica is 4 devices; the model's parts lie on them in whatever way: its speed is fitted.
+    # A replica is 4 devices, over which the model's parts lie in an unknown way: its speed is fitted.
     split = DeviceSplit(
         tensor=4, replicas=devices // 4, num_engines=devices // peer.engine_tensor, engine_tensor=peer.engine_tensor
     )
@@ -174,7 +174,7 @@ def _compare_parts(peer: PartsPeer, iterations: int) -> Compared:
     rest = max(0.0, peer.step - peer.sampling - peer.old_log_probs - peer.update)
     if not peer.has_old_log_probs:
         slow *= peer.update / (peer.update + peer.old_log_probs)
-    # What a synchronous step spends besides is on publishing, and whatever else comes between.
+    # A synchronous step spends the rest on publishing, and on whatever else comes between.
     changed = dataclasses.replace(costs, trainer=costs.trainer.faster(1 / slow), publish=rest)
     other = simulate(*make(mean, changed, peer.schedule, peer.trainer_devices, peer.engine_devices), 2 * iterations)
     step = statistics.mean(one.seconds for one in other.iterations[iterations:])
@@ -209,12 +209,12 @@ def _compare_whole(peer: WholePeer, iterations: int) -> Compared:
 
 
 def _divide(count: int, most: int) -> int:
-    """The largest number of replicas up to `most` that the count divides over."""
+    """Return the largest number of replicas up to `most` that the count divides over."""
     return next(number for number in range(max(1, most), 0, -1) if count % number == 0)
 
 
 def _solve(function: Callable[[float], float], wanted: float, least: float, most: float) -> float:
-    """Where a growing function has that value, nearly."""
+    """Return where a growing function has that value, nearly."""
     for _ in range(18):
         middle = (least * most) ** 0.5
         least, most = (middle, most) if function(middle) < wanted else (least, middle)

@@ -1,10 +1,10 @@
-"""The planner's engines driven by SimPy's event loop and by the planner's own, in CPU seconds.
+"""Drive the planner's engines by SimPy's event loop and by the planner's own, and compare CPU seconds.
 
     pip install simpy==4.1.2
     python -m benchmarks.plan_simpy [--iterations 10]
 
-512 engines sample the groups of 4,096 devices' iterations. Engines compute in closed form in both; what differs is who
-waits for their next group. Both must end at the same simulated time.
+512 engines sample the groups of 4,096 devices' iterations. Engines compute in closed form in both; only the event
+loop that waits for their next group differs. Both must end at the same simulated time.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""A publish, from the trainer's weights to engines that sample again: fingerprints of both sides included.
+"""Time a publish, from the trainer's weights to engines that sample again: fingerprints of both sides included.
 
-One rank, one vLLM engine, shared memory. Beside it, alternating, what writing the same bytes to the same memory takes.
+One rank, one vLLM engine, shared memory. Beside it, alternating, stands the time of writing the same bytes to the same
+memory.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tests.sidecar.sidecar_process import sidecar
 
 SHARED = Path("/dev/shm")
 SMALLEST = "0.1m"
-"""Of which a publish takes what any does."""
+"""A model whose publish takes the least that any does."""
 ARCHITECTURES = {
     SMALLEST: Architecture(
         family="llama", num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=4, num_query_groups=2,
@@ -41,7 +42,7 @@ ARCHITECTURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.rounds = 1

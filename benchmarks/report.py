@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table for people, and as its very last line one JSON object."""
+"""Print what every benchmark prints: a table for people, and one JSON object as the very last line."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def table(title: str, rows: Mapping[str, Sequence[float]], unit: str) -> None:
-    """Median, least and greatest of each row's figures."""
+    """Print median, least and greatest of each row's figures."""
     print(f"\n{title}")
     print(f"{'':<34}{'median':>10}{'min':>10}{'max':>10}   {unit}")
     for name, figures in rows.items():
@@ -14,5 +14,5 @@ def table(title: str, rows: Mapping[str, Sequence[float]], unit: str) -> None:
 
 
 def finish(figures: Mapping[str, float]) -> None:
-    """The last line."""
+    """Print the last line."""
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}), flush=True)

@@ -1,11 +1,11 @@
-"""What shared-prompt attention cannot be faster than on a chip, by its arithmetic and its bytes: nothing is timed.
+"""Bound the speed of shared-prompt attention on a chip, by its arithmetic and its bytes: nothing is timed.
 
     python -m benchmarks.roofline [--chip h100]
 
 Forward and backward of a group in bf16, as `gpu_times` has them. A kernel takes at least its products at the chip's
 peak, and its bytes at the speed of its memory. `triton` computes whole blocks, and reads each tensor once in each of
-its kernels; `merge` computes what is seen, by kernels of torch's, and moves rows between its calls. What calls cost to
-start, and how near to its peak a kernel comes, is not in it.
+its kernels; `merge` computes only visible pairs, by kernels of torch's, and moves rows between its calls. The cost
+of starting calls is left out, and so is the distance of a kernel from its peak.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, Chip, c
 from megatron_rl.ops.shared_prompt.layout import Strand, find_strands
 
 _BYTES = 2
-# Products of a kernel for each pair: of queries and keys; with the values; those of their gradients.
+# A kernel's products for each pair: of queries and keys; with the values; those of their gradients.
 _FORWARD, _QUERY_GRADIENTS, _KEY_GRADIENTS = 2, 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """What a chip's data sheet says."""
+    """The speeds in a chip's data sheet."""
 
     flops: float
-    """A second, of dense products in bf16."""
+    """Operations a second of dense products in bf16."""
     bytes: float
-    """A second, of its memory."""
+    """Bytes a second of its memory."""
     chip: Chip
 
     @property
@@ -101,14 +101,14 @@ def bound_merge(shape: Shape, speeds: Speeds) -> Bound:
     strands = find_strands(shape.layout)
     flops = (1 + BACKWARD) * shape.flops(is_shared=True)
     num_tokens = shape.layout.num_tokens
-    # A row is once in each level that is above it; a range of keys once in each level.
+    # A row counts once in each level above it; a range of keys once in each level.
     below = sum(strand.rows.length * len(strand.above) for strand in strands)
     above = sum(rows.length for rows in {rows for strand in strands for rows in strand.above})
     of_heads, of_groups = shape.num_heads * shape.head_dim, shape.num_groups * shape.head_dim
     in_calls = _BYTES * ((num_tokens + below) * 6 * of_heads + (num_tokens + above) * 6 * of_groups)
     between = 0
     if below:
-        # Of a number of a row, forward and backward: to and from float32, taken out, merged, put back.
+        # Bytes of a number of a row, forward and backward: to and from float32, taken out, merged, put back.
         between += of_heads * (num_tokens * 24 + below * (36 + 30))
         between += of_groups * (num_tokens * 24 + above * (8 + 44))
     return Bound(speeds.seconds(flops, in_calls) + between / speeds.bytes, flops, in_calls + between)

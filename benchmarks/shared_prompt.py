@@ -1,9 +1,10 @@
-"""Attention over a shared prompt on one core, and a whole training step with it, against prompts that are duplicated.
+"""Time attention over a shared prompt on one core, and a whole training step with it, against duplicated prompts.
 
-Attention, forward and backward, with 8 heads of 64 in fp32: a group of K responses of R tokens behind one prompt of P,
-against the K whole sequences in torch's own attention, one by one and as a batch, whichever is faster. The step is that
-of a Qwen3 of 10 M parameters with one group of 512/64/8, from slot to update, against the faster of --no-shared-prompt
-and Megatron's own model with a plain batch. All of a row takes turns; each ratio is the median over rounds.
+Attention runs forward and backward, with 8 heads of 64 in fp32. A group has K responses of R tokens after one prompt of
+P; it is compared with the K whole sequences in torch's own attention, one by one and as a batch, whichever is faster.
+The step is that of a Qwen3 of 10 M parameters with one group of 512/64/8, from slot to update, against the faster of
+--no-shared-prompt and Megatron's own model with a plain batch. All of a row take turns; each ratio is the median over
+rounds.
 """
 
 import argparse
@@ -27,7 +28,7 @@ GRID = [(p, r, k) for p in (64, 256, 1024) for r in (64, 512) for k in (1, 4, 16
 RAGGED = [(64, 512, 4), (256, 512, 16), (1024, 512, 4)]
 NAMED = [(512, 64, 8), (2048, 64, 8)]
 STEP = (512, 64, 8)
-# What a row may take, and the fewest and most of its rounds.
+# Seconds that a row may take, and the fewest and most of its rounds.
 SECONDS, FEWEST, MOST = 2.0, 3, 60
 
 
@@ -44,7 +45,7 @@ class Group:
 
     @classmethod
     def ragged(cls, prompt: int, longest: int, num_responses: int) -> "Group":
-        """Any lengths up to the longest."""
+        """Draw any lengths up to the longest."""
         draw = np.random.default_rng(prompt + num_responses)
         return cls(prompt, tuple(draw.integers(1, longest + 1, num_responses).tolist()))
 
@@ -54,11 +55,11 @@ class Group:
         return [self.prompt + response for response in self.responses]
 
     def saving(self) -> float:
-        """The formula: tokens that are not computed, over those of the duplicated sequences."""
+        """Return the formula's saving: tokens that are not computed, over those of the duplicated sequences."""
         return 1 - (self.prompt + sum(self.responses)) / sum(self.sequences)
 
     def measured_saving(self) -> float:
-        """The same of packs."""
+        """Return the same, measured on packs."""
         groups = [([0] * self.prompt, [[0] * length for length in self.responses])]
         return 1 - pack_groups(groups).num_tokens / pack_groups(separated(groups)).num_tokens
 
@@ -66,13 +67,13 @@ class Group:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-rounds", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shapes, step_shape, rounds = (GRID, STEP, arguments.step_rounds)
     if arguments.tiny:
         shapes, step_shape, rounds = GRID[:1], (16, 8, 2), 1
-    report.table("what a layout takes", {"64 groups of 16, with its calls": layout_times()}, "ms")
+    report.table("the time of a layout", {"64 groups of 16, with its calls": layout_times()}, "ms")
     shrink = 16 if arguments.tiny else 1
     named = {
         f"{prompt}/{response}/{count}": Group.even(prompt // shrink, response // shrink, count)
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def layout_times() -> list[float]:
-    """Milliseconds that a large micro-batch's layout takes, with everything that attention looks up of it."""
+    """Time a large micro-batch's layout, with everything that attention looks up of it; in milliseconds."""
     groups = [Group.ragged(512 + number, 256, 16) for number in range(64)]
     prepare = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).prepare
     times = []
@@ -117,7 +118,7 @@ def layout_times() -> list[float]:
 
 
 def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
-    """Of all that can run: `auto` takes them in this order."""
+    """Time every backend that can run: `auto` takes them in this order."""
     layout = Layout.of_groups([(group.prompt, group.responses)])
     conditions = Conditions("cpu", torch.float32, window)
     ways = {
@@ -132,7 +133,7 @@ def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
 
 
 def compare(group: Group) -> list[float]:
-    """How many times faster the shared prompt is, round by round."""
+    """Return the speed-ups of the shared prompt, round by round."""
     layout = Layout.of_groups([(group.prompt, group.responses)])
     attention = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).attention
     ways = {
@@ -161,19 +162,19 @@ class Way:
 
 
 def one_by_one(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Each sequence in a call."""
+    """Attend over each sequence in a call."""
     parts = zip(*(tensor.split(lengths) for tensor in (q_THD, k_THD, v_THD)), strict=True)
     return torch.cat([as_a_batch(*part, 1) for part in parts])
 
 
 def as_a_batch(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """All in one call; shorter ones are padded at their end, which no other row sees."""
+    """Attend over all in one call; shorter ones are padded at their end, which no other row sees."""
     cut = (tensor.unflatten(0, (num_sequences, -1)).transpose(1, 2) for tensor in (q_THD, k_THD, v_THD))
     return F.scaled_dot_product_attention(*cut, is_causal=True).transpose(1, 2).flatten(0, 1)
 
 
 def taking_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Seconds of each, as many rounds as the time allows."""
+    """Return seconds of each, in as many rounds as the time allows."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     num_rounds = MOST
     while len(next(iter(times.values()))) < num_rounds + 1:
@@ -187,7 +188,7 @@ def taking_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[flo
 
 
 def ratios(times: Mapping[str, Sequence[float]], shared: str) -> list[float]:
-    """The faster of the others over the shared prompt, round by round."""
+    """Return the faster of the others over the shared prompt, round by round."""
     others = [values for name, values in times.items() if name != shared]
     best = min(others, key=statistics.median)
     return [a / b for a, b in zip(best, times[shared], strict=True)]

@@ -1,4 +1,4 @@
-"""A training step of a small Qwen3 on one group, from slot to update, in three ways that learn the same.
+"""Take a training step of a small Qwen3 on one group, from slot to update, in three ways that learn the same.
 
 Letters: B sequences, S tokens of the longest.
 """
@@ -33,7 +33,7 @@ FLAGS = (
 
 
 def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, in turns, on one thread."""
+    """Return seconds of each way, in turns, on one thread."""
     from megatron_rl.arguments import command_line
     from megatron_rl.mcore.session import start_session
 
@@ -64,7 +64,7 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
 def draw_slot(
     prompt: int, response: int, num_responses: int, vocab_size: int = ARCHITECTURE.vocab_size, num_groups: int = 1
 ) -> wire.Slot:
-    """Groups of random tokens and rewards, of one micro-batch."""
+    """Draw groups of random tokens and rewards, of one micro-batch."""
     draw = np.random.default_rng(0)
 
     def draw_response(number: int) -> wire.Response:
@@ -92,7 +92,7 @@ def draw_slot(
 
 
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
-    """As a run makes it."""
+    """Return a step as a run makes it."""
     from megatron_rl.algorithm.objective import Objective
     from megatron_rl.arguments.run import compute_sizes
     from megatron_rl.data.slots import Identity, IterationSlots
@@ -117,7 +117,10 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
 
 
 def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
-    """megatron-core's own GPTModel on whole sequences in a batch, with the same optimizer; it computes all logits."""
+    """Return a step of megatron-core's own GPTModel on whole sequences in a batch, with our optimizer.
+
+    It computes all logits.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 

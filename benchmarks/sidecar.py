@@ -1,4 +1,4 @@
-"""What the rollout service costs: over scripted engines, and over a real one beside a bare client of the same.
+"""Measure the cost of the rollout service: over scripted engines, and over a real one beside a bare client of the same.
 
 Scripted: 4,096 groups of 16 responses of 256 tokens, journaled and audited, for 64 replicas of 8 ranks that all pull,
 from submission until every rank has its slot. The ranks are connections of one other process, which does nothing but
@@ -34,7 +34,7 @@ AUTHORIZATION = f"Authorization: Bearer {TOKEN}"
 
 
 def main() -> None:
-    # Not where the service's process imports them too: its memory is measured.
+    # Imported here, because the service's process imports this module too and its memory is measured.
     from benchmarks import sidecar_groups, sidecar_tokens
     from benchmarks.publish import ARCHITECTURES
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--token-rounds", type=int, default=9, help="with a real engine; 0 leaves it out")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.groups, arguments.rounds, arguments.token_rounds = NUM_REPLICAS, 1, 1
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _measure(num_groups: int) -> tuple[float, float]:
-    """Seconds from submission until the last rank has its last slot, and the service's peak memory in bytes."""
+    """Return seconds from submission until the last rank has its last slot, and the service's peak memory in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         socket = Path(folder) / "socket"
         ours, theirs = multiprocessing.Pipe()
@@ -152,7 +152,7 @@ async def _pull_slots(connection: Connection, replica: int, num_slots: int, head
 
 
 if __name__ == "__main__":
-    # Under its importable name, where the other process finds what it runs.
+    # Under its importable name, where the other process finds the function it runs.
     from benchmarks.sidecar import main as importable_main
 
     importable_main()

@@ -1,4 +1,4 @@
-"""What a long group costs the service's event loop: its own seconds of computing, by the clock of its thread.
+"""Measure the cost of a long group for the service's event loop: its own seconds of computing, by its thread's clock.
 
 A stand-in for vLLM's server, in a process of its own, answers every request with the same 16 responses of 4,096 tokens.
 The service reads them, checks them, has them decoded and scored, journals and audits them and hands them out, as ever;
@@ -39,7 +39,7 @@ TAG = f"{weights().version}:{weights().fingerprint}"
 
 
 def measure(num_groups: int) -> float:
-    """Milliseconds of a group."""
+    """Return milliseconds of a group."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -94,7 +94,7 @@ def _answer(socket: Path) -> None:
 
 
 class _Held(Engines):
-    """Engines that hold what is published."""
+    """Engines that hold the published weights."""
 
     async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
         return Published(weights, (), (), None, (wire.EngineKind(),))

@@ -1,7 +1,7 @@
-"""Tokens per second through the service over a real vLLM engine, of a bare client of it, and of vLLM alone.
+"""Measure tokens per second through the service over a real vLLM engine, of a bare client of it, and of vLLM alone.
 
-The service decodes, checks, scores, journals, audits and hands out; the bare client sends requests over the engine's
-socket and counts the bytes of the answers; alone, vLLM is given the same prompts with the same sampling by its own
+The service decodes, checks, scores, journals, audits and hands out. The bare client sends requests over the engine's
+socket and counts the bytes of the answers. Alone, vLLM is given the same prompts with the same sampling by its own
 `LLM.generate`. They take turns, in an order that rotates. The first two ask after a publish: an engine samples more
 slowly just after it has taken weights, whoever asks. All processes of vLLM are on one core, all others not.
 """
@@ -52,7 +52,7 @@ def measure(
     concurrencies: Sequence[int] = CONCURRENCIES,
     is_tiny: bool = False,
 ) -> dict[str, list[float]]:
-    """Tokens per second of each run, by what asked."""
+    """Return tokens per second of each run, by client."""
     figures: dict[str, list[float]] = {}
     versions = itertools.count()
     with _serving(architecture) as (process, client, model), _alone(model, is_tiny) as generate:
@@ -74,13 +74,13 @@ def measure(
 
 
 def compare_to_bare(figures: dict[str, list[float]]) -> list[float]:
-    """The service over the bare client at the concurrency that is best for it, round by round."""
+    """Return the service over the bare client at the concurrency that is best for it, round by round."""
     bare = max((runs for name, runs in figures.items() if name not in (SERVICE, ALONE)), key=statistics.median)
     return [ours / theirs for ours, theirs in zip(figures[SERVICE], bare, strict=True)]
 
 
 def compare_to_alone(figures: dict[str, list[float]]) -> list[float]:
-    """The service over vLLM alone, round by round."""
+    """Return the service over vLLM alone, round by round."""
     return [ours / theirs for ours, theirs in zip(figures[SERVICE], figures[ALONE], strict=True)]
 
 
@@ -112,7 +112,7 @@ def _alone(model: Path, is_tiny: bool) -> AbstractContextManager[vllm_offline.Ge
 
 
 def _find_engine(process: SidecarProcess) -> psutil.Process:
-    """The server of the one engine."""
+    """Return the server of the one engine."""
     for started in process.tree():
         if "--uds" in started.cmdline():
             return started
@@ -120,7 +120,7 @@ def _find_engine(process: SidecarProcess) -> psutil.Process:
 
 
 def _socket(process: SidecarProcess) -> Path:
-    """Where the one engine listens."""
+    """Return the socket that the one engine listens on."""
     words = _find_engine(process).cmdline()
     return Path(words[words.index("--uds") + 1])
 
@@ -165,7 +165,7 @@ def _ask_alone(generate: vllm_offline.Generate, num_groups: int, weights: wire.W
 
 
 def _calls(number: int, name: str, num_groups: int) -> list[GroupCall]:
-    """What is asked, however it is asked."""
+    """Return the calls, which are the same for every client."""
     requests = [
         GroupRequest(
             request_id=f"{name}-{number}-{index}",

@@ -1,9 +1,9 @@
-"""What a training step makes of its core: its floating-point operations a second over those of one large product.
+"""Measure a training step's use of its core: its floating-point operations a second over those of one large product.
 
-A step is what a run does between its groups and its new weights, from slots to update, on one thread; the product is of
-two matrices of 1,024 x 1,024 in fp32, and they take turns. Counted are the products of the layers for every token of a
-pack, of attention for every pair, and of the output layer for every token of a response, three times for forward and
-backward. What else the time went to is listed by the operator that spent it.
+A step lies between a run's groups and its new weights, from slots to update, on one thread. The product has two
+matrices of 1,024 x 1,024 in fp32; step and product take turns. Counted are the products of the layers for every token
+of a pack, of attention for every pair, and of the output layer for every token of a response, three times for forward
+and backward. The rest of the time is listed by the operator that spent it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Work:
     num_groups: int
 
     def count(self) -> float:
-        """Floating-point operations of a step, forward and backward."""
+        """Count the floating-point operations of a step, forward and backward."""
         model = self.architecture
         queries, pairs = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
         of_layer = model.hidden_size * (2 * queries + 2 * pairs + 3 * model.ffn_hidden_size)
@@ -64,7 +64,7 @@ LEAST = Work(_draw_up(2, 64, 2, 512), 16, 8, 2, num_groups=2)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     figures = {}
     for name, work in WORKS.items():
@@ -72,7 +72,7 @@ def main() -> None:
             work, arguments.rounds = LEAST, 1
         rates, spent = run_ranks(_measure, 1, work, arguments.rounds, timeout=600)[0]
         report.table(f"{name}: 10^9 operations a second", rates, "GFLOP/s")
-        print(f"\n{name}: where a step's time goes")
+        print(f"\n{name}: a step's time by operator")
         for operator, share in spent.items():
             print(f"{operator:<60}{share:>8.1%}")
         ratios = [ours / peak for ours, peak in zip(rates["step"], rates["product"], strict=True)]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _measure(work: Work, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Rates of both, and the shares of a step's time by operator."""
+    """Return the rates of both, and the shares of a step's time by operator."""
     from megatron_rl.arguments import command_line
     from megatron_rl.mcore.session import start_session
 
@@ -116,7 +116,7 @@ def _seconds(do: Callable[[], object]) -> float:
 
 
 def _shares(step: Callable[[], object]) -> dict[str, float]:
-    """Of a step's time, the largest first; outside operators is Python's."""
+    """Return the shares of a step's time, the largest first; the time outside operators is Python's."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         seconds = _seconds(step)
     shares = {event.key: event.self_cpu_time_total / 1e6 / seconds for event in profile.key_averages()}

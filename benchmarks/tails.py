@@ -1,12 +1,12 @@
-"""What the ways of `--rollout-tail` win where lengths have a long tail, in the time of a simulated engine.
+"""Measure the gain of each `--rollout-tail` where lengths have a long tail, in the time of a simulated engine.
 
-The engine samples so many responses at once, a token of each in a step; lengths have a long tail, and a step takes as
-long for many responses as for few. What is trained on is decided by the sidecar's own iteration. `carry` is the tail
-batching of RollPacker (arXiv 2509.21009) without its other parts. Beside ours stand:
+The engine samples a fixed number of responses at once, a token of each in a step. Lengths have a long tail, and a step
+takes the same time for many responses as for few. The sidecar's own iteration decides which responses are trained on.
+`carry` is the tail batching of RollPacker (arXiv 2509.21009) without its other parts. Beside ours stand:
 
-- prompts put off to the very next iteration: what one would write first;
-- verl's fully asynchronous training with partial rollouts: engines never wait, and a response goes on with newer
-  weights. That is the least time that there is, and not on-policy.
+- prompts put off to the very next iteration: the simplest way;
+- verl's fully asynchronous training with partial rollouts: engines never wait, and a response continues with newer
+  weights. That takes the least time of all, and is not on-policy.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class _Lengths:
 
 
 class _Tally:
-    """Of a way: steps of each iteration, and what was trained on."""
+    """The tally of a way: steps of each iteration, and the responses that were trained on."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -62,7 +62,7 @@ class _Tally:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     num_iterations = 4 if parser.parse_args().tiny else NUM_ITERATIONS
     tallies = {
         "stop": _ours("stop", num_iterations),
@@ -98,7 +98,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _ours(tail: Tail, num_iterations: int) -> _Tally:
-    """An engine that has room for all: each group ends with its longest response."""
+    """Simulate an engine that has room for all: each group ends with its longest response."""
     lengths, tally = _Lengths(0), _Tally()
     plan = make_plan(
         num_prompts=NUM_PROMPTS, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE, tail=tail,
@@ -157,7 +157,7 @@ def _put_off_by_one(num_iterations: int) -> _Tally:
 
 
 def _never_wait(num_iterations: int) -> _Tally:
-    """All responses of all iterations, as many at once as an iteration of ours has, one after the other."""
+    """Sample all responses one after the other, with room for all responses of one of our iterations."""
     lengths, tally = _Lengths(0), _Tally()
     groups = [lengths.draw_group(lengths.draw_prompt()) for _ in range(num_iterations * NUM_PROMPTS)]
     flat = [length for group in groups for length in group]

@@ -1,9 +1,9 @@
-"""What a trace costs, and whether the ledger is right: iterations with and without a trace in turns, in one run.
+"""Measure the cost of a trace, and check the ledger: iterations with and without a trace in turns, in one run.
 
-One trainer rank has one core; the sidecar, whose engines are scripted, has the other. Of every second iteration
-neither records anything. What the rank spends in recording is counted besides. Meanwhile the kernel is asked, a hundred
-times a second, whether the rank's main thread runs or sleeps: it sleeps while the rank waits for a slot, and runs while
-it computes. In a second run the same is asked of a vLLM engine, which sleeps while it has nothing to sample.
+One trainer rank has one core; the sidecar, whose engines are scripted, has the other. Of every second iteration neither
+records anything. The rank's time in recording is counted besides. Meanwhile the kernel is asked, a hundred times a
+second, whether the rank's main thread runs or sleeps: it sleeps while the rank waits for a slot, and runs while it
+computes. In a second run the same is asked of a vLLM engine, which sleeps while it has nothing to sample.
 """
 
 import argparse
@@ -34,16 +34,16 @@ TRAINER_CORE, SIDECAR_CORE = 1, 0
 TOKENS_PER_SECOND = 4500
 SAMPLE_SECONDS = 0.01
 ENGINE_ITERATIONS = 12
-# What a process does by the cause that the ledger has.
+# The state of a process, by the cause that the ledger has.
 KINDS = {"busy": "computing", "optimizer": "computing", "first": "waiting", "starved": "waiting", "tail": "waiting"}
-# The tail of the only engine is what it samples once no group waits for it.
+# The tail of the only engine is the work that it samples once no group waits for it.
 KINDS_OF_ENGINE = {"busy": "computing", "tail": "computing", "idle": "waiting"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=24, help="iterations of each kind")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     rounds, num_prompts = (2, 2) if arguments.tiny else (arguments.rounds, NUM_PROMPTS)
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """Pairs of an iteration with a trace and the next one, without: times per token, since each draws its own.
+    """Compare an iteration with a trace and the next one, without: times per token, since each draws its own.
 
     How long groups let the rank wait differs by more than a trace costs, so waits are left out.
     """
@@ -80,7 +80,7 @@ def _compare(iterations: list[dict[str, float]]) -> dict[str, float]:
     report.table("in recording itself", {"share of an iteration": shares}, "")
     working = ratios["wall without waits"]
     return {
-        # Below 0 it is lost in what two iterations differ by.
+        # Below 0 it is lost in the difference of two iterations.
         "trace_overhead": max(0.0, statistics.median(working) - 1),
         "trace_share": statistics.median(shares),
     }
@@ -94,7 +94,7 @@ def _find_error(values: list[float]) -> float:
 
 
 def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
-    """Of the iterations with a trace: how much has a cause, and whether the samples agree."""
+    """Return, for iterations with a trace, the share of the time that has a cause, and the agreement of the samples."""
     from megatron_rl.observe.ledger import compute_ledger, divide_rank
     from megatron_rl.observe.trace import read
 
@@ -164,7 +164,7 @@ def _count_asleep(
     offset: float,
     kinds: Mapping[str, str],
 ) -> tuple[Counter[str], dict[str, list[bool]]]:
-    """By kind of cause: the ledger's seconds, and whether the process was asleep in each sample."""
+    """Return the ledger's seconds by kind of cause, and the samples: True if the process was asleep."""
     seconds: Counter[str] = Counter()
     sampled: dict[str, list[bool]] = {}
     moments = iter([(moment + offset, state) for moment, state in samples])
@@ -200,7 +200,7 @@ Measured = tuple[list[dict[str, float]], list[tuple[float, str]], Path]
 
 
 def _measure(folder: Path, rounds: int, num_prompts: int) -> Measured:
-    """Seconds of each iteration, samples of the rank's state, and the run's folder."""
+    """Return seconds of each iteration, samples of the rank's state, and the run's folder."""
     from tests.e2e import loop
 
     run = folder / f"trace-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The trainer of the benchmark `trace`: it records nothing of odd iterations, and measures what recording itself takes.
+"""The trainer of the benchmark `trace`: it records nothing of odd iterations, and times recording itself.
 
 python -m benchmarks.trace_trainer OUT <flags of pretrain_grpo.py>
 """
@@ -17,7 +17,7 @@ from megatron_rl.observe.metrics import read
 
 
 class Cost:
-    """Seconds in calls, those within others counted once; what counting takes is in them."""
+    """Seconds in calls, those within others counted once; the counting itself is included."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -59,7 +59,7 @@ def main() -> None:
     ):
         for name in names:
             cost.count(owner, name)
-    # Wall and CPU time at the beginning of each iteration, and at the end of the last; what recording took until then.
+    # Wall and CPU time at the beginning of each iteration, and at the end of the last; seconds of recording until then.
     moments: list[tuple[float, float, float]] = []
     publish, end = GrpoStage.publish, RankTrace.end
 

@@ -1,10 +1,10 @@
-"""Policy, old policy and reference in one run of the schedule against each in passes of its own, in turns.
+"""Time policy, old policy and reference in one run of the schedule against each in passes of its own, in turns.
 
-Two stages with a core each, 8 micro-batches, all three roles. "At hand": every group is there at the start. "Streamed":
-groups arrive evenly over the time that separate passes take with all at hand; those wait for all groups, the fused pass
-for the next one. With one stage the fused pass is compared with the sum of the passes that it replaces. Seconds are
-until the slowest rank is done. A unit of the bubble model is a micro-batch's forward pass through one stage; backward
-is two.
+Two stages with a core each, 8 micro-batches, all three roles. "At hand": every group has arrived at the start.
+"Streamed": groups arrive evenly over the time that separate passes take with all at hand; those wait for all groups,
+the fused pass for the next one. With one stage the fused pass is compared with the sum of the passes that it replaces.
+Seconds are counted until the slowest rank is done. A unit of the bubble model is a micro-batch's forward pass through
+one stage; backward is two.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from tests.grpo_twin import Group
 from tests.ranks import run_ranks
 
 MICRO_BATCHES, STAGES = 8, 2
-# Of a micro-batch in one stage: two frozen models, and the policy with its gradients.
+# A micro-batch in one stage: two frozen models, and the policy with its gradients.
 UNITS = (1, 1, 3)
 PROMPT, RESPONSE, GROUP_SIZE = 32, 40, 4
 MODEL = {
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without-log-probs", action="store_true", help="leave their memory out")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.rounds = 1
@@ -105,7 +105,7 @@ def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _print_bubbles(times: Times, one: Times) -> None:
-    """What the schedule leaves idle, and what was measured: half of one stage's passes have no bubbles."""
+    """Print the idle share of the schedule, and the measured one: half of one stage's passes have no bubbles."""
     slots = MICRO_BATCHES + STAGES - 1
     free = MICRO_BATCHES * sum(UNITS)
     expected = {"separate, at hand": sum(slots * units for units in UNITS), "fused, at hand": slots * sum(UNITS)}
@@ -120,11 +120,14 @@ def _print_bytes(sent: list[Counter]) -> None:
     print(
         f"\nbetween stages, in a fused pass: {forward:,} bytes forward, {backward:,} backward: {backward / forward:.3f}"
     )
-    print("of what three models that all have gradients send back")
+    print("of the bytes that three models with gradients send back")
 
 
 def _draw(folder: Path) -> Problem:
-    """A model, and two updates of random groups; the models' weights are the same, which no pass takes notice of."""
+    """Draw a model, and two updates of random groups.
+
+    The models' weights are the same, which no pass takes notice of.
+    """
     model = hf_models.draw("qwen3", folder / "model", **MODEL)
     draw = np.random.default_rng(0)
 
@@ -161,7 +164,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def slots(self, interval: float = 0.0) -> Iterator[IterationSlots]:
-        """Those of an iteration, of which the measured update's come one after each interval, from now on."""
+        """Yield an iteration's slots; those of the measured update come one after each interval, from now on."""
         start = self.now()
         first = UPDATE * MICRO_BATCHES
 
@@ -189,13 +192,13 @@ class _Bench:
         self._separate_learner.forward_backward(slots, UPDATE, reference_is_policy=False)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Until the slowest rank is done."""
+        """Return seconds until the slowest rank is done."""
         start = self.now()
         action()
         return max(self._session.gather(time.monotonic())) - start
 
     def now(self) -> float:
-        """One moment on all ranks, which are all there."""
+        """Return one moment on all ranks, once all have arrived."""
         return max(self._session.gather(time.monotonic()))
 
 

@@ -1,10 +1,10 @@
-"""A run of ours beside TRL's GRPOTrainer: the same model, prompts, groups, lengths and cores, in turns.
+"""Compare a run of ours with TRL's GRPOTrainer: the same model, prompts, groups, lengths and cores, in turns.
 
-TRL has an environment of its own, on top of this one. What is best for it of several batch sizes, threads and processes
-is found first; nothing is pinned. Ours is what `torchrun pretrain_grpo.py` does by itself, with one process or with one
-for each core, whichever is faster, and beside it one rank and its engine on a core each. `--colocated`
-compares with our own synchronous run where all cores sample and then all train. Seconds are those of whole iterations,
-each run's first left out: a run of ours is the beginning of a long one, which starts what a long one is worth.
+TRL has an environment of its own, on top of this one. The best of several batch sizes, threads and processes for TRL is
+found first; nothing is pinned. Ours is `torchrun pretrain_grpo.py` as it is, with one process or with one for each
+core, whichever is faster, and beside it one rank and its engine on a core each. `--colocated` compares with our own
+synchronous run in which all cores sample and then all train. Seconds are those of whole iterations, each run's first
+left out: a run of ours is the beginning of a long one, and its start takes the same as that one's.
 """
 
 import argparse
@@ -38,35 +38,35 @@ ENVIRONMENT = ROOT / ".venv-trl"
 # Iterations of the run whose first are measured.
 WHOLE_RUN = 1000
 DEFAULT, TRL, PINNED, COLOCATED = "as it is", "TRL", "pinned", "colocated"
-# The key of what ours comes to over each.
+# The key of our figure over each rival's.
 RIVALS = {TRL: "vs_trl_{}", PINNED: "default_vs_pinned", COLOCATED: "vs_colocated_{}"}
-# That of pinned cores is asked where a process's own work is the largest part, the colocated one where it is least.
+# Pinned cores are tried where a process's own work is the largest part, the colocated run where it is least.
 ASKED = {"tiny": (TRL, PINNED), "10m": (TRL,), "40m": (TRL, COLOCATED)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model and what it answers."""
+    """A model and its answers."""
 
     name: str
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
     num_heads: int
-    """Of 32 numbers, with half as many of keys and values."""
+    """Heads of 32 numbers, with half as many of keys and values."""
     vocab_size: int
     prompt_length: int
     num_tokens: int
-    """Of a response."""
+    """Tokens of a response."""
     group_size: int
     num_prompts: int
-    """Of an iteration."""
+    """Prompts of an iteration."""
     num_iterations: int
-    """Of a run of ours; its first does not count."""
+    """Iterations of a run of ours; its first does not count."""
     num_steps: int
-    """Of a run of TRL; its first does not count."""
+    """Steps of a run of TRL; its first does not count."""
     num_searched: int
-    """Prompts of a step while the best settings for TRL are looked for."""
+    """Prompts of a step while the best settings for TRL are searched."""
 
 
 SIZES = {
@@ -85,7 +85,7 @@ Run = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How TRL runs."""
+    """The settings that TRL runs with."""
 
     num_processes: int
     num_threads: int
@@ -99,8 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--colocated", action="store_true", help="only: beside colocated runs of ours")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--colocated", action="store_true", help="only compare with colocated runs of ours")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     sizes, rounds = [SIZES[name] for name in arguments.sizes], arguments.rounds
     if arguments.tiny:
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, float]:
-    """Ours and these, in turns."""
+    """Compare ours and these, in turns."""
     size = world.size
     num_ranks = 1 if size is LEAST else _find_ranks(world)
     runs: dict[str, Run] = {DEFAULT: functools.partial(world.run_ours, num_ranks=num_ranks)}
@@ -143,7 +143,7 @@ def _make_environment() -> None:
 
 
 def _find_ranks(world: "World") -> int:
-    """One rank, or one for each core."""
+    """Return one rank, or one for each core, whichever is faster."""
     counts = dict.fromkeys([1, len(os.sched_getaffinity(0))])
     rates = {count: world.run_ours(num_ranks=count) for count in counts}
     report.table(f"{world.size.name}: ranks", {str(count): [rate] for count, rate in rates.items()}, "samples/s")
@@ -151,7 +151,7 @@ def _find_ranks(world: "World") -> int:
 
 
 def _search(world: "World") -> Choice:
-    """The fastest of what is worth trying: one process or one for each core, small to large micro-batches."""
+    """Return the fastest choice for TRL: one process or one for each core, small to large micro-batches."""
     num_cores = len(os.sched_getaffinity(0))
     size, times = world.size, {}
     arrangements = dict.fromkeys([(1, 1), (1, num_cores), (num_cores, 1)])
@@ -180,7 +180,7 @@ class World:
         self._num_runs = 0
 
     def take_turns(self, runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
-        """Samples a second of each, round by round; who begins rotates."""
+        """Return samples a second of each, round by round; the order rotates."""
         found: dict[str, list[float]] = {name: [] for name in runs}
         names = list(runs)
         for number in range(rounds):
@@ -191,7 +191,7 @@ class World:
         return found
 
     def run_trl(self, choice: Choice, num_prompts: int | None = None) -> float:
-        """Samples a second of TRL."""
+        """Return samples a second of TRL."""
         size, folder = self.size, self._next_folder()
         num_prompts = num_prompts or size.num_prompts
         settings = Settings(
@@ -211,7 +211,7 @@ class World:
         return num_prompts * size.group_size / statistics.median(json.loads(out.read_text()))
 
     def run_ours(self, *words: str, is_pinned: bool = False, num_ranks: int = 1) -> float:
-        """Samples a second of ours."""
+        """Return samples a second of ours."""
         size, folder = self.size, self._next_folder()
         prompts = self._draw_prompts(folder, size.num_prompts * size.num_iterations)
         command = [
@@ -231,7 +231,7 @@ class World:
         return size.num_prompts * size.group_size / statistics.median(seconds[1:])
 
     def run_colocated(self) -> float:
-        """Samples a second where an engine and a rank for each core take turns."""
+        """Return samples a second where an engine and a rank for each core take turns."""
         num_cores = len(os.sched_getaffinity(0))
         words = ("--schedule", "sync", "--rollout-num-engines", str(num_cores), "--rollout-num-threads", "1")
         return self.run_ours(*words, num_ranks=num_cores)
@@ -251,7 +251,7 @@ class World:
 
 @contextmanager
 def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """The process, which must end well."""
+    """Start the process, which must end well."""
     path = folder / "output"
     with path.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -265,7 +265,7 @@ def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str
 
 
 def _pin(process: subprocess.Popen, first_line: Path) -> None:
-    """Once a first iteration is over: the sidecar with its engine on one core, the rank on another."""
+    """Wait for the first iteration, then pin the sidecar with its engine to one core, the rank to another."""
     while process.poll() is None and not (first_line.exists() and first_line.read_text()):
         time.sleep(0.1)
     if process.poll() is not None:

@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer on what `trl` measures, in the environment of TRL: `python -m benchmarks.trl_trainer SETTINGS OUT`.
+"""Run TRL's GRPOTrainer on the data of `trl`, in TRL's environment: `python -m benchmarks.trl_trainer SETTINGS OUT`.
 
-It trains with TRL's own defaults, but for what SETTINGS, those of `Settings` as JSON, ask, for what only writes files,
-and for recomputed activations: they cost time and spare memory that is not short. The seconds between the ends of steps
-go to OUT. transformers samples, by its plain `generate`: its continuous batching was tried and takes ten times as long
-on a CPU, and TRL could not load weights into a vLLM 0.32 there, which is newer than those that TRL 1.16 supports.
+It trains with TRL's own defaults, except those that SETTINGS change (`Settings` as JSON), those that only write files,
+and recomputed activations: they cost time and spare memory that is not short. The seconds between the ends of steps go
+to OUT. transformers samples, by its plain `generate`. Its continuous batching was tried and takes ten times as long on
+a CPU. TRL could not load weights into a vLLM 0.32 there, which is newer than those that TRL 1.16 supports.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What one run of TRL is asked for."""
+    """The settings of one run of TRL."""
 
     model: str
     prompts: str
     reward: str
-    """PATH:FUNCTION."""
+    """The reward function, as PATH:FUNCTION."""
     num_prompts: int
-    """Of a step."""
+    """Prompts of a step."""
     group_size: int
     num_tokens: int
-    """Of a response."""
+    """Tokens of a response."""
     num_steps: int
     batch_size: int
     """Responses of a micro-batch, at most."""

@@ -1,4 +1,4 @@
-"""vLLM alone: `LLM.generate` in a process of its own, on one core, for what the service is measured against."""
+"""Run vLLM alone: `LLM.generate` in a process of its own, on one core; the service is measured against it."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ def start(
     ours, theirs = multiprocessing.Pipe()
     arguments = (str(model), core, max_model_len, max_num_seqs, in_one_process, theirs)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
-    # Read when a process starts, or when it imports torch; glibc's is what engines have.
+    # Read when a process starts, or when it imports torch; glibc's is the allocator that engines have.
     with _environment({"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", LARGE_PAGES)}):
         process.start()
 
@@ -45,7 +45,7 @@ def start(
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """What processes started meanwhile inherit."""
+    """Set the environment that processes started meanwhile inherit."""
     before = dict(os.environ)
     os.environ |= values
     try:
@@ -86,5 +86,5 @@ def _serve(model: str, core: int, max_model_len: int, max_num_seqs: int, in_one_
         )
         seconds = time.perf_counter() - begun
         pipe.send(sum(len(output.token_ids) for result in results for output in result.outputs) / seconds)
-    # Left to the end of this process, which waits for the engine's first, it would never come.
+    # At the end of this process, which waits for the engine's end first, it would never come.
     llm.llm_engine.engine_core.shutdown()

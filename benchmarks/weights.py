@@ -1,4 +1,4 @@
-"""Import and export of a 1 B parameter model on two tensor-parallel ranks, against plain copies of the same bytes.
+"""Time import and export of a 1 B parameter model on two tensor-parallel ranks, against plain copies of the same bytes.
 
 Import is compared with as many processes that copy the same cached bytes into fresh memory; export, fingerprint
 included, with as many that write them to the same file system. Both sides alternate, round after round.
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are written; default: a temporary folder")
-    parser.add_argument("--tiny", action="store_true", help="as little as there is, to see whether it runs")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     architecture, rounds = (TINY, 1) if arguments.tiny else (ARCHITECTURE, arguments.rounds)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -105,7 +105,7 @@ def _measure(architecture: Architecture, source: Path, out: Path, rounds: int) -
 
 
 def _copy(source: Path, rank: int) -> list[torch.Tensor]:
-    """This process's share of the bytes, from the page cache into memory that is new."""
+    """Copy this process's share of the bytes from the page cache into new memory."""
     copies = []
     for path in sorted(source.glob("*.safetensors")):
         size = path.stat().st_size // NUM_RANKS

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 on two ranks: the log-probs and gradients of transformers, the same weights in every layout.
+"""Train a tiny Qwen3 on two ranks: the log-probs and gradients of transformers, the same weights in every layout.
 
 make demo
 """
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def print_table(computed: dict, expected: parity.Expected) -> None:
-    """One line a layout: the largest errors as parts of what is allowed, and the weights' fingerprint."""
+    """Print one line a layout: the largest errors as parts of their bounds, and the weights' fingerprint."""
     print("\nlargest error against float64, of at most 1: twice transformers' own, and rounding")
     print(f"{'layout':<14}{'log-probs':>12}{'gradients':>12}   fingerprint of the weights")
     for (layout, _), (ours, fingerprint) in computed.items():

@@ -1,4 +1,4 @@
-"""Draws an untrained Qwen3 of 150,000 parameters that reads any text byte by byte: a model where none is at hand.
+"""Draw an untrained Qwen3 of 150,000 parameters that reads any text byte by byte: a model where none is at hand.
 
 python -m examples.tiny_model FOLDER
 """
@@ -33,7 +33,7 @@ def save(folder: Path, seed: int = 0) -> None:
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Each byte of a text is a token."""
+    """Make a tokenizer in which each byte of a text is a token."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = {letter: index for index, letter in enumerate(letters)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documents into docs/images: make figures
+"""Draw the pictures of the documents into docs/images: make figures
 
 The measured ones take their numbers from docs/images/figures.json, where each stands with the command that measures it.
 """
@@ -42,7 +42,7 @@ def draw_all(folder: Path, suffix: str = ".svg") -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, white behind it whatever the page's colour is."""
+    """Write a picture on white, whatever the page's colour."""
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, facecolor="white", metadata=metadata, dpi=110)
     pyplot.close(figure)
@@ -50,7 +50,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def draw_gains(figures: dict[str, Any]) -> Figure:
-    """The measured gains, a panel each."""
+    """Draw the measured gains, a panel each."""
     figure, panels = pyplot.subplots(1, len(figures), figsize=(11.6, 2.3), layout="constrained")
     colours = {"iteration": BLUE, "step": GREEN, "attention": ORANGE}
     for (name, one), panel in zip(figures.items(), panels, strict=True):
@@ -67,7 +67,7 @@ def draw_gains(figures: dict[str, Any]) -> Figure:
 
 
 def draw_processes() -> Figure:
-    """The two processes, and what goes between them."""
+    """Draw the two processes, and the messages between them."""
     figure, axes = _canvas(11.6, 3.5)
     _box(axes, 0.2, 0.25, 4.0, 3.0, "Trainer: torchrun pretrain_grpo.py", PALE)
     _box(
@@ -101,7 +101,7 @@ def draw_processes() -> Figure:
 
 
 def draw_iteration() -> Figure:
-    """Who works when: the same groups, synchronous and periodic. A sketch, not a measurement."""
+    """Draw who works when: the same groups, synchronous and periodic. A sketch, not a measurement."""
     figure, axes = _canvas(11.6, 2.5)
     _lanes(axes, 1.45, "synchronous", train_starts=[5.0, 5.8, 6.6, 7.4, 8.2])
     _lanes(axes, 0.2, "periodic", train_starts=[2.6, 3.4, 4.2, 5.0, 5.8])
@@ -109,7 +109,7 @@ def draw_iteration() -> Figure:
 
 
 def _lanes(axes: Axes, bottom: float, name: str, train_starts: list[float]) -> None:
-    """Two lanes: engines generate five groups, and the trainer takes them."""
+    """Draw two lanes: engines generate five groups, and the trainer takes them."""
     axes.text(0.05, bottom + 0.42, name, fontweight="bold", va="center")
     axes.text(1.65, bottom + 0.65, "engines", va="center", ha="right", fontsize=8.5)
     axes.text(1.65, bottom + 0.2, "trainer", va="center", ha="right", fontsize=8.5)

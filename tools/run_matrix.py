@@ -1,11 +1,11 @@
-"""Runs on each version of megatron-core, in an environment of its own, what that version must not break; a table.
+"""Run on each version of megatron-core, in an environment of its own, the tests that it must not break; print a table.
 
     make test-matrix            # all of it
-    make test-matrix-quick      # what make test-all runs: the newest version
+    make test-matrix-quick      # the newest version, as make test-all runs it
 
-`numbers` trains the same models on each version, three models in one pass too, and compares all that comes of it with
-0.16.1 on the same Python. `reads` goes on from the checkpoints that the others wrote; the quick one, from those of
-0.16.1. What a part printed is in build/matrix.
+`numbers` trains the same models on each version, three models in one pass too, and compares all results with
+0.16.1 on the same Python. `reads` resumes from the checkpoints that the others wrote; the quick one, from those of
+0.16.1. The output of a part is in build/matrix.
 """
 
 import argparse
@@ -60,7 +60,7 @@ QUICK = {"loop": ("tests/e2e/test_loop.py", "-m", "not each_change and not slow"
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of a part on one version."""
+    """The outcome of a part on one version."""
 
     is_passed: bool
     seconds: float
@@ -97,7 +97,7 @@ def write_numbers(version: str, folder: Path) -> Result:
 
 
 def compare_numbers(folder: Path, written: dict[str, Result]) -> dict[str, Result]:
-    """Whether they are those of 0.16.1, bit for bit."""
+    """Check that the numbers are those of 0.16.1, bit for bit."""
     code, _, output = run(REFERENCE, "compare", ["tests.matrix.across", "compare", str(folder), REFERENCE])
     if code != 0:
         print(output)
@@ -115,7 +115,7 @@ def compare_numbers(folder: Path, written: dict[str, Result]) -> dict[str, Resul
 
 
 def read_checkpoints(version: str, folder: Path, writers: list[str]) -> Result:
-    """Go on from what these versions wrote."""
+    """Resume from the checkpoints of these versions."""
     code, seconds, output = run(version, "reads", ["tests.matrix.across", "read", str(folder), version, *writers])
     if code != 0:
         return _tell(version, "reads", Result(False, seconds, "failed"), output)
@@ -137,7 +137,7 @@ def _tell(version: str, part: str, result: Result, output: str) -> Result:
 
 
 def table(results: dict[str, dict[str, Result]]) -> str:
-    """A row a version, a column a part, as the documents have it."""
+    """Return a row a version, a column a part, as the documents have it."""
     parts = list(dict.fromkeys(part for row in results.values() for part in row))
     lines = [f"| megatron-core | {' | '.join(parts)} |", f"| --- |{' --- |' * len(parts)}"]
     for version, row in results.items():

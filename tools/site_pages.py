@@ -1,4 +1,4 @@
-"""Makes README.md and CONTRIBUTING.md pages of the site: mkdocs.yml names this file as a hook."""
+"""Make README.md and CONTRIBUTING.md pages of the site: mkdocs.yml names this file as a hook."""
 
 import re
 from pathlib import Path
@@ -20,13 +20,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of the pages in docs/ that leave it."""
+    """Change the links of the pages in docs/ that leave it."""
     source = page.file.src_uri
     return markdown if source in PAGES else page_of_site(markdown, Path("docs") / source)
 
 
 def page_of_site(text: str, source: Path) -> str:
-    """The text with its links as the site has them; a link to a file that is not a page becomes plain text."""
+    """Return the text with its links as the site has them; a link to a file that is not a page becomes plain text."""
 
     def link(match: re.Match[str]) -> str:
         picture, words, target = match.groups()

@@ -1,4 +1,4 @@
-"""Extracts from a vLLM, without importing it, how everything looks that this package imports, subclasses and calls.
+"""Extract from a vLLM, without importing it, the form of everything that this package imports, subclasses and calls.
 
     python -m tools.vllm_facts WHEEL|FOLDER > tests/golden/vllm/VERSION.json
 
@@ -58,7 +58,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.config.parallel.ParallelConfig": ("world_size",),
     "vllm.config.scheduler.SchedulerConfig": ("max_num_seqs",),
 }  # fmt: skip
-# Where flags, variables and counters are declared, as far as files have them; and which of them are used.
+# The files that declare flags, variables and counters, if a version has them; and those of them that are used.
 FLAGS = (
     "--model", "--served-model-name", "--uds", "--dtype", "--max-model-len", "--max-num-seqs", "--tensor-parallel-size",
     "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "--logprobs-mode", "--worker-extension-cls",

@@ -1,4 +1,4 @@
-"""Every algorithm that has a name learns the demo's task: two updates an iteration, all three roles. An hour.
+"""Train every algorithm that has a name on the demo's task: two updates an iteration, all three roles. An hour.
 
 python -m examples.arithmetic.algorithms [--names NAME ...] [--seeds 0 1] [--out FOLDER]
 """
@@ -15,7 +15,7 @@ AFTER = 0.85
 # With one update an iteration every ratio is 1, and most losses have the same gradient. The divergence adds the
 # reference to the policy and to the weights that sampled.
 FLAGS = ("--global-batch-size", "512", "--grpo-kl-beta", "0.001")
-# What a name wants besides. RLOO's loss has no ratio, and a second update would be no policy gradient: it makes one.
+# Further flags of a name. RLOO's loss has no ratio, and a second update would not be a policy gradient: it makes one.
 # GDPO's advantages are divided, and so would be a divergence in the loss.
 MORE_FLAGS = {"rloo": ("--global-batch-size", "1024"), "gdpo": ("--grpo-kl-in", "reward")}
 

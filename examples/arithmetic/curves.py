@@ -1,4 +1,4 @@
-"""Runs of the demo beside each other: a table of what each comes to, and their curves."""
+"""Compare runs of the demo: a table of their results, and their curves."""
 
 import argparse
 import itertools
@@ -49,7 +49,7 @@ def _read_curve(run: Path) -> list[tuple[int, float]]:
 
 
 def _draw(curves: Mapping[str, Sequence[list[tuple[int, float]]]], out: Path) -> None:
-    """A panel for each, with its seeds in color before all others in gray."""
+    """Draw a panel for each, with its seeds in color before all others in gray."""
     columns = min(_COLUMNS, len(curves))
     rows = math.ceil(len(curves) / columns)
     figure = make_figure()
@@ -71,5 +71,5 @@ def _draw(curves: Mapping[str, Sequence[list[tuple[int, float]]]], out: Path) ->
 
 
 def _count_prompts(run: Path) -> int:
-    """Prompts that were sampled, those that were not trained on among them."""
+    """Count the prompts that were sampled, those that were not trained on among them."""
     return sum(record.get("prompts", {}).get("considered", record.get("groups", 0)) for record in read(run))

@@ -1,4 +1,4 @@
-"""The demo: a tiny model that forgets carries learns not to, with real vLLM, two Megatron ranks, and a picture of it.
+"""Run the demo: a tiny model that forgets carries learns not to, with real vLLM, two Megatron ranks, and a picture.
 
 python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
 
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
     parser.add_argument("--forgotten", type=float, default=task.FORGOTTEN, help="how often solutions forget a carry")
     parser.add_argument("--recipe", help="a script of Megatron-LM that trains in place of pretrain_grpo.py")
-    parser.add_argument("--python", default=sys.executable, help="what trains; vLLM and the rest stay on this Python")
-    parser.add_argument("flags", nargs="*", help="behind --: flags for pretrain_grpo.py, which win over the demo's")
+    parser.add_argument("--python", default=sys.executable, help="the Python of the training; the rest stays on this one")
+    parser.add_argument("flags", nargs="*", help="after --: flags for pretrain_grpo.py, which win over the demo's")
     arguments = parser.parse_args()
     start = time.monotonic()
     out = arguments.out
@@ -63,21 +63,21 @@ def main() -> None:
     after = records[-1]["evaluation"]["pass"]
     print(
         f"\nof 512 held-out problems {before:.1%} were answered after the warm-up, {after:.1%} after GRPO; "
-        f"{time.monotonic() - start:.0f} s in all\n(answered with the likeliest tokens; the reward is of tokens drawn "
-        f"at temperature 1)\nthe picture: {out / 'picture.png'}"
+        f"{time.monotonic() - start:.0f} s in all\n(answered with the likeliest tokens; the reward is given to tokens "
+        f"drawn at temperature 1)\nthe picture: {out / 'picture.png'}"
     )
     (out / "result.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
 
 
 def find_program(recipe: str | None) -> list[str]:
-    """What torchrun starts, and the flags that it alone wants: a script of Megatron's says what its model is."""
+    """Return torchrun's program, and the flags that it alone needs: for a script of Megatron's, those of its model."""
     if recipe is None:
         return [str(ROOT / "pretrain_grpo.py")]
     return ["-m", "megatron_rl.recipe", recipe, *model.MEGATRON_FLAGS]
 
 
 def train(out: Path, program: list[str], python: str, reward: str, seed: int, flags: list[str]) -> Path:
-    """GRPO on two ranks, with an engine; returns the run's folder."""
+    """Train by GRPO on two ranks, with an engine; return the run's folder."""
     run = out / "run"
     subprocess.run(
         [

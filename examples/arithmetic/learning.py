@@ -1,4 +1,4 @@
-"""What the demo shows, for three seeds and three layouts, with a control whose rewards say nothing. 40 minutes.
+"""Test the demo for three seeds and three layouts, with a control whose rewards say nothing. 40 minutes.
 
 python -m examples.arithmetic.learning [--out FOLDER]
 """

@@ -14,7 +14,7 @@ END, PAD = "<end>", "<pad>"
 TOKENS = (*"0123456789+=", END, PAD)
 VOCAB_SIZE = 16
 MAX_LENGTH = 64
-"""Of prompt and response together."""
+"""Tokens of prompt and response together, at most."""
 MEGATRON_FLAGS = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
     f"--num-query-groups 2 --kv-channels 32 --max-position-embeddings {MAX_LENGTH} --swiglu --normalization RMSNorm "
@@ -25,7 +25,7 @@ MEGATRON_FLAGS = (
 
 
 def draw(seed: int) -> transformers.Qwen3ForCausalLM:
-    """Fresh weights."""
+    """Draw a model with fresh weights."""
     config = transformers.Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -47,7 +47,7 @@ def draw(seed: int) -> transformers.Qwen3ForCausalLM:
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Each character is a token; nothing is added to a text, and another character is an error."""
+    """Make a tokenizer of characters; nothing is added to a text, and another character is an error."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: index for index, token in enumerate(TOKENS)}))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     words.decoder = tokenizers.decoders.Fuse()
@@ -57,7 +57,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def save(model: transformers.Qwen3ForCausalLM, folder: Path) -> None:
-    """A folder that transformers, vLLM and `--hf-model` load without the network."""
+    """Save a folder that transformers, vLLM and `--hf-model` load without the network."""
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     )

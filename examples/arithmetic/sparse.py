@@ -1,4 +1,4 @@
-"""The demo's task with rewards that are rare: do dynamic sampling and a higher upper clip help? 30 minutes.
+"""Train the demo's task with rare rewards: do dynamic sampling and a higher upper clip help? 30 minutes.
 
 The solutions of the warm-up forget nearly every carry, so most groups are all right (no carries) or all wrong.
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from examples.arithmetic.curves import add_flags, compare
 
 FORGOTTEN = 0.98
-# In later updates of an iteration ratios leave 1, and what clips them matters.
+# In later updates of an iteration ratios leave 1, and the clipping matters.
 FLAGS = ("--global-batch-size", "256", "--micro-batch-size", "128")
 FILTER = ("--grpo-filter-groups-with-same-reward",)
 CLIP_HIGHER = ("--grpo-clamp-eps-upper", "0.28")

@@ -1,8 +1,8 @@
 """The problems: additions of two numbers of three digits, each number written from its last digit to its first.
 
-347 + 285 = 632 is asked as `743+582=` and answered `236`. In this order each digit of the answer needs only what stands
-to the left of it, as in adding on paper, and the carries are what there is to learn: the solutions that the model is
-warmed up with forget most of them, the rewards do not.
+347 + 285 = 632 is asked as `743+582=` and answered `236`. In this order each digit of the answer needs only the
+digits to the left of it, as in adding on paper. The model must learn the carries: the solutions of its warm-up forget
+most of them, the rewards do not.
 
 python -m examples.arithmetic.task FOLDER --seed 0
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 SMALLEST, LARGEST = 100, 999
 FORGOTTEN = 0.75
-"""How often a careless solution forgets a carry."""
+"""The share of carries that a careless solution forgets."""
 NUM_WARM_UP, NUM_VALIDATION, NUM_TRAIN, NUM_HELD_OUT = 32768, 512, 16384, 512
 
 
@@ -41,19 +41,19 @@ class Split:
     """Sets of problems of which no two share one; a + b and b + a count as the same."""
 
     warm_up: list[Problem]
-    """What supervised training sees, with careless solutions."""
+    """The problems of supervised training, with careless solutions."""
     validation: list[Problem]
-    """What tells how far it is."""
+    """The problems that measure its progress."""
     train: list[Problem]
     """The prompts of GRPO."""
     held_out: list[Problem]
-    """What accuracy is measured on, before and after."""
+    """The problems that accuracy is measured on, before and after."""
 
 
 def split(seed: int) -> Split:
-    """The same sets for the same seed."""
+    """Split the problems; the same seed gives the same sets."""
     problems = _distinct(random.Random(seed))
-    # What is measured is drawn first: another number of the rest leaves it as it is.
+    # The measured problems are drawn first: another number of the rest leaves them as they are.
     held_out, validation, train, warm_up = (
         [next(problems) for _ in range(count)] for count in (NUM_HELD_OUT, NUM_VALIDATION, NUM_TRAIN, NUM_WARM_UP)
     )
@@ -61,7 +61,7 @@ def split(seed: int) -> Split:
 
 
 def careless(problem: Problem, draw: random.Random, forgotten: float = FORGOTTEN) -> str:
-    """A solution in which a carry into the tens or the hundreds is forgotten so often."""
+    """Return a solution in which each carry into the tens or the hundreds is forgotten with this probability."""
     digits, carry = [], 0
     for left, right in zip(_reversed(problem.left), _reversed(problem.right), strict=True):
         if digits and draw.random() < forgotten:
@@ -72,7 +72,7 @@ def careless(problem: Problem, draw: random.Random, forgotten: float = FORGOTTEN
 
 
 def write(problems: Sequence[Problem], path: Path, name: str) -> None:
-    """A file for `--prompts` or `--eval-prompts`."""
+    """Write a file for `--prompts` or `--eval-prompts`."""
     rows = (
         {"id": f"{name}-{number}", "prompt": problem.prompt, "answer": problem.answer}
         for number, problem in enumerate(problems)
@@ -81,7 +81,7 @@ def write(problems: Sequence[Problem], path: Path, name: str) -> None:
 
 
 def write_files(folder: Path, seed: int) -> tuple[Path, Path]:
-    """What GRPO trains on and what it is measured on."""
+    """Write the problems that GRPO trains on and those that it is measured on."""
     folder.mkdir(parents=True, exist_ok=True)
     sets = split(seed)
     paths = folder / "train.jsonl", folder / "held_out.jsonl"

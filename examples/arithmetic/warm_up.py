@@ -1,7 +1,7 @@
-"""Supervised training on careless solutions, after which the model is right about a third of the time.
+"""Train on careless solutions by supervision, after which the model is right about a third of the time.
 
-It has learned to add, and to forget carries: what it says first is mostly wrong, and what is right is among what it
-samples. That is where reinforcement learning begins.
+It has learned to add, and to forget carries: its likeliest answer is mostly wrong, and right answers are among its
+samples. Reinforcement learning begins there.
 
 python -m examples.arithmetic.warm_up FOLDER --seed 0
 """
@@ -24,22 +24,22 @@ from examples.arithmetic.task import Problem
 
 PROMPT_LENGTH = 8
 NUM_ANSWER_TOKENS = 5
-"""Of the longest answer, its end included."""
+"""Tokens of the longest answer, its end included."""
 _IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the model is warmed up."""
+    """The settings of the model's warm-up."""
 
     num_steps: int = 400
     batch_size: int = 128
     learning_rate: float = 2e-3
     num_ramp_steps: int = 50
-    """Steps of a rising rate; it falls to zero over as many as the second half has."""
+    """Steps of a rising rate; the rate falls to zero over the second half of the steps."""
     steps_between_checks: int = 20
     forgotten: float = task.FORGOTTEN
-    """How often a solution that it sees forgets a carry."""
+    """The share of carries that the solutions forget."""
 
 
 def warm_up(
@@ -63,7 +63,7 @@ def warm_up(
 
 
 def encode(problems: Sequence[Problem], solutions: Sequence[str] | None = None) -> torch.Tensor:
-    """A row of tokens for each problem: prompt, solution (by default the answer), its end, and padding."""
+    """Return a row of tokens for each problem: prompt, solution (by default the answer), its end, and padding."""
     ids = {token: index for index, token in enumerate(tiny.TOKENS)}
     solutions = [problem.answer for problem in problems] if solutions is None else solutions
     rows = [[*problem.prompt, *text, tiny.END] for problem, text in zip(problems, solutions, strict=True)]
@@ -72,7 +72,7 @@ def encode(problems: Sequence[Problem], solutions: Sequence[str] | None = None) 
 
 
 def loss_of(model: transformers.Qwen3ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the answers, a mean over their tokens."""
+    """Return the cross-entropy of the answers, a mean over their tokens."""
     answers = batch[:, PROMPT_LENGTH:]
     targets = answers.masked_fill(answers == model.config.pad_token_id, _IGNORED)
     logits = model(batch[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
@@ -81,7 +81,7 @@ def loss_of(model: transformers.Qwen3ForCausalLM, batch: torch.Tensor) -> torch.
 
 @torch.no_grad()
 def accuracy(model: transformers.Qwen3ForCausalLM, problems: Sequence[Problem]) -> float:
-    """How many problems the most likely tokens answer."""
+    """Return the share of problems that the most likely tokens answer."""
     rows = encode(problems)
     # The likeliest continuation is right if and only if each token of the answer is the likeliest after those before.
     guesses = model(rows[:, :-1]).logits[:, PROMPT_LENGTH - 1 :].argmax(-1)
@@ -91,7 +91,7 @@ def accuracy(model: transformers.Qwen3ForCausalLM, problems: Sequence[Problem]) 
 
 
 def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Without end; each row once before any comes again, but for those that fill no batch."""
+    """Yield batches without end; each row comes once before any comes again, except those that fill no batch."""
     draw = torch.Generator().manual_seed(seed)
     for _ in itertools.count():
         yield from rows[torch.randperm(len(rows), generator=draw)].split(size)[: len(rows) // size]

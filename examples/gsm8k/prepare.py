@@ -1,4 +1,4 @@
-"""GSM8K's files as prompts: python examples/gsm8k/prepare.py DOWNLOADED OUT"""
+"""Write GSM8K's files as prompts: python examples/gsm8k/prepare.py DOWNLOADED OUT"""
 
 import json
 import sys

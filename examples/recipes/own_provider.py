@@ -19,7 +19,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 
 class ScaledLayer(TransformerLayer):
-    """What a layer adds to its input, divided by the root of its number."""
+    """A layer that divides its part of the sum by the root of its number."""
 
     def forward(self, hidden_states, *args, **kwargs):
         output, context = super().forward(hidden_states, *args, **kwargs)
@@ -27,7 +27,7 @@ class ScaledLayer(TransformerLayer):
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-    """One stage of the model."""
+    """Build one stage of the model."""
     args = get_args()
     stock = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     return GPTModel(
@@ -46,12 +46,12 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples):
-    """The pretraining data, which GRPO does not ask for."""
+    """Build the pretraining data, which GRPO does not ask for."""
     raise NotImplementedError("put in the data set of the pretraining run")
 
 
 def forward_step(data_iterator, model):
-    """The pretraining loss, which GRPO does not ask for."""
+    """Compute the pretraining loss, which GRPO does not ask for."""
     raise NotImplementedError("put in the forward step of the pretraining run")
 
 

@@ -7,7 +7,7 @@ from megatron_rl.rewards.verl import from_verl
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's signature: one response at a time."""
+    """Score one response at a time, in verl's signature."""
     return 1.0 if solution_str.strip().endswith(str(ground_truth)) else 0.0
 
 
