@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
     parser.add_argument("--forgotten", type=float, default=task.FORGOTTEN, help="how often solutions forget a carry")
     parser.add_argument("--recipe", help="a script of Megatron-LM that trains in place of pretrain_grpo.py")
-    parser.add_argument("--python", default=sys.executable, help="the Python of the training; the rest stays on this one")
+    parser.add_argument("--python", default=sys.executable, help="the Python that trains; the rest stays on this one")
     parser.add_argument("flags", nargs="*", help="after --: flags for pretrain_grpo.py, which win over the demo's")
     arguments = parser.parse_args()
     start = time.monotonic()
