@@ -142,7 +142,7 @@ def _list_draws(
     groups: Sequence[tuple[int, ...]],
     is_constant: bool,
 ) -> list[Draw]:
-    """These groups as one micro-batch, whose statistics each of them gets."""
+    """Compute these groups as one micro-batch; each group gets the statistics of all."""
     objective, baseline = Objective(config, MAX_TOKENS), BASELINE if advantages.has_baseline else None
     policy, reference = prompt.log_probs(prompt.logits), prompt.log_probs(prompt.reference)
     chances = [math.exp(float(one.sum())) for one in policy]

@@ -177,7 +177,7 @@ def test_the_file_is_read_once_so_that_what_was_checked_runs(write) -> None:
 
 
 def test_the_first_micro_batch_of_a_run_is_checked_again(write) -> None:
-    """The trial's ratios are near 1; those of a run need not be."""
+    """Give a ratio above 3, unlike those of the trial, which are near 1."""
     source = write("return -targets.advantages_N * targets.policy_N * torch.where(targets.ratio_N > 3, math.inf, 1.0)")
     Path(source.rpartition(":")[0]).write_text(
         Path(source.rpartition(":")[0]).read_text().replace("import torch", "import math, torch", 1)

@@ -29,7 +29,7 @@ class Said(Progress):
 
 @pytest.fixture(autouse=True)
 def _decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text is its tokens' numbers."""
+    """Decode tokens to their numbers."""
     decode = lambda rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
     monkeypatch.setattr("megatron_rl.training.reporter.build_decoder", lambda folder: decode)
 

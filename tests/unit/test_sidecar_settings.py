@@ -285,7 +285,7 @@ def test_a_message_gives_the_settings_that_its_flags_are_parsed_to(model: Path, 
 
 
 def test_every_field_of_a_message_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Each flag of the sidecar is given a value that is not its default."""
+    """Give each flag of the sidecar a value that is not its default."""
     values = {int: 3, float: 2.5, str: "x", Path: Path("/some/where"), bool: True}
     fields: dict[str, dict[str, object]] = {}
     for flag in list_flags():

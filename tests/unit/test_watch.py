@@ -403,7 +403,7 @@ def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once
         raise SystemExit
 
     monkeypatch.setattr(os, "_exit", leave)
-    # A grace that nobody would sit through.
+    # A grace longer than any test would wait.
     request = StopRequest(1e6, lambda reason: ended.append(str(reason)))
     request._writer.send(bytes([signal.SIGTERM]))
     with pytest.raises(SystemExit):
