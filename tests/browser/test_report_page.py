@@ -107,7 +107,7 @@ def test_the_page_is_accessible_and_fits(browser, page, scheme, width, height):
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_what_runs_say_is_shown_and_never_run(opened):
+def test_text_of_runs_is_shown_and_never_run(opened):
     opened.open_rollouts()
     opened.run("at('kind').value = 'evaluation'; find()")
     assert opened.run("return window.breached ?? null") is None

@@ -136,12 +136,12 @@ def find(world: loop.World, name: str, plant: Plant) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def test_of_a_healthy_run_nothing_is_said(world) -> None:
+def test_a_healthy_run_has_no_findings(world) -> None:
     assert find(world, "healthy", Plant()) == []
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_what_is_planted_is_named(world, name) -> None:
+def test_a_planted_fault_is_named(world, name) -> None:
     sentences = find(world, name.replace(" ", "-"), PLANTS[name])
     names = {sentence.partition(":")[0] for sentence in sentences}
     assert name in names, sentences

@@ -139,7 +139,7 @@ def test_an_engine_that_keeps_any_old_tensor_ends_the_run_at_that_publish(world,
 
 
 @pytest.mark.slow
-def test_an_output_layer_that_goes_on_with_the_embeddings_old_weights_ends_the_run_at_that_publish(world):
+def test_an_output_layer_that_keeps_the_embeddings_old_weights_ends_the_run_at_that_publish(world):
     """Take a model of the Llama family: its output layer is one of its own that shares the embedding's parameter."""
     draw = {"family": "llama", "head_dim": 32, "tie_word_embeddings": True}
     folder = loop.draw_model(world.folder / "tied", **draw)

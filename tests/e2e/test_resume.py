@@ -202,7 +202,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_somet
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
-def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_anew_keeps_what_was_there(world):
+def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_again_keeps_the_old_files(world):
     folder = uninterrupted(world, "earlier", 1)
     metrics = folder / "run" / "metrics.jsonl"
     before = metrics.read_text()

@@ -84,7 +84,7 @@ def whole(world, pairs) -> Path:
     return folder
 
 
-def test_a_run_that_was_killed_goes_on_as_the_run_that_was_not(world, pairs, whole):
+def test_a_run_that_was_killed_resumes_as_the_run_that_was_not(world, pairs, whole):
     folder = world.folder / "killed"
     words = words_of(world, pairs, folder)
     with loop.running(folder, 2, words, {1: KILL}) as ranks:
@@ -151,7 +151,7 @@ def test_a_run_leaves_its_configuration_and_what_every_rank_did_when(whole):
         assert not {"first", "starved", "tail", "publish"} & {cause for cause, time in account.seconds.items() if time}
 
 
-def test_its_checkpoint_and_its_folder_of_weights_go_on_into_the_same_grpo(world, whole):
+def test_the_checkpoint_and_the_folder_of_weights_lead_to_the_same_grpo(world, whole):
     fingerprints = []
     for name, changes in (
         ("checkpoint", {"load": whole / "save", "finetune": True}),

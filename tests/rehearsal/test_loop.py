@@ -50,7 +50,7 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.each_change
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(layout, worlds, tmp_path) -> None:
+def test_a_run_resumes_bit_for_bit_from_its_checkpoint(layout, worlds, tmp_path) -> None:
     whole = run(worlds[layout], layout, tmp_path / "whole")
     later = run(worlds[layout], layout, tmp_path / "later", load=tmp_path / "whole" / "checkpoints", ckpt_step=2)
     fingerprints = [

@@ -146,7 +146,7 @@ def test_nothing_is_published_while_an_evaluation_runs_and_a_new_trainer_ends_it
         ((engine("0"),), Memory(full=True), {}, "the audit log cannot be written"),
     ],
 )
-def test_an_evaluation_that_cannot_be_finished_fails_by_name_and_training_goes_on(
+def test_an_evaluation_that_cannot_be_finished_fails_by_name_and_training_continues(
     engines, memory, changes, reason
 ) -> None:
     async def check(service: RolloutService) -> None:

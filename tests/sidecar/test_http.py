@@ -317,7 +317,7 @@ def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
             client.complete(0, mismatch)
 
 
-def test_what_the_service_writes_is_sent_at_once():
+def test_every_write_of_the_service_is_sent_at_once():
     with (
         open_listener("127.0.0.1", 0) as listener,
         socket.create_connection(listener.getsockname()),

@@ -172,7 +172,7 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
 
 
 @pytest.mark.each_change
-def test_a_corrected_reward_file_scores_recorded_groups_anew(tmp_path: Path) -> None:
+def test_a_corrected_reward_file_scores_recorded_groups_again(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     words = ("--rollout-engine", "scripted", "--reward", f"{reward}:constant")
     reused = []

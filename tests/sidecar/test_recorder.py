@@ -60,7 +60,7 @@ def test_groups_finished_before_a_kill_are_not_sampled_again_and_slots_stay_the_
     assert service.counters.reused == 7
 
 
-def test_an_iteration_submitted_with_other_weights_samples_everything_anew(tmp_path: Path) -> None:
+def test_an_iteration_submitted_with_other_weights_samples_everything_again(tmp_path: Path) -> None:
     async def run(version_of_weights: int, expected: int) -> None:
         recorder = RunRecorder(tmp_path, "run")
         last = engine("0")
@@ -82,7 +82,7 @@ def test_an_iteration_submitted_with_other_weights_samples_everything_anew(tmp_p
     asyncio.run(run(1, 8))
 
 
-def test_an_iteration_submitted_to_other_rewards_samples_everything_anew(tmp_path: Path) -> None:
+def test_an_iteration_submitted_to_other_rewards_samples_everything_again(tmp_path: Path) -> None:
     async def run(scoring: str, expected: int) -> None:
         recorder = RunRecorder(tmp_path, "run", scoring=scoring)
         last = engine("0")

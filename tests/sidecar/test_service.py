@@ -167,7 +167,7 @@ def test_where_no_group_has_a_signal_the_iteration_is_filled_with_those_that_hav
     serve(check, engine("0", delay=lambda r: 0.01), scorer=RewardByPrompt({7, 10}))
 
 
-def test_what_was_sampled_ahead_is_called_off_once_it_is_not_needed() -> None:
+def test_prompts_sampled_ahead_are_called_off_once_they_are_not_needed() -> None:
     plan = msgspec.structs.replace(PLAN, num_spare=8)
 
     async def check(service: RolloutService) -> None:

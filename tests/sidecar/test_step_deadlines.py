@@ -61,7 +61,7 @@ STREAMED = msgspec.structs.replace(
         ("receive", f"it was receiving from {GROUP}: this engine, another one or the trainer may be the slow one\n"),
     ],
 )
-def test_a_streamed_load_that_is_cut_off_says_whom_it_waited_for(step, said, tmp_path):
+def test_a_streamed_load_that_is_cut_off_names_the_process_it_waited_for(step, said, tmp_path):
     async def check() -> None:
         async with standing_in(tmp_path, {step: 600.0}) as world:
             await world.supervisor.start(1)
@@ -76,7 +76,7 @@ def test_a_streamed_load_that_is_cut_off_says_whom_it_waited_for(step, said, tmp
     asyncio.run(check())
 
 
-def test_an_engine_that_has_received_everything_or_refused_it_waits_for_nobody(tmp_path):
+def test_an_engine_that_has_received_everything_or_refused_it_waits_for_no_process(tmp_path):
     async def check() -> None:
         async with standing_in(tmp_path, {}) as world:
             await world.supervisor.start(1)

@@ -353,7 +353,7 @@ def test_a_group_larger_than_the_bound_gets_an_engine_of_its_own():
     asyncio.run(check())
 
 
-def test_an_engine_whose_first_token_is_of_other_weights_takes_no_groups():
+def test_an_engine_whose_first_token_has_other_weights_takes_no_groups():
     factory = FakeFactory()
 
     async def check():
@@ -413,7 +413,7 @@ def test_the_first_engine_that_cannot_start_ends_the_others():
     assert all(engine.is_closed for made in factory.made.values() for engine in made)
 
 
-def test_who_waits_for_what_is_in_the_status():
+def test_the_status_shows_who_waits_for_what():
     factory = FakeFactory()
 
     async def check():

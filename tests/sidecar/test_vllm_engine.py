@@ -167,7 +167,7 @@ def test_a_cancelled_group_is_aborted_in_the_engine(run, engine, models):
     assert run(cancel()) < 4 * 64 * 500
 
 
-def test_a_group_that_is_cut_ends_where_it_is_and_others_go_on(run, engine, models):
+def test_a_group_that_is_cut_ends_where_it_is_and_others_continue(run, engine, models):
     put(run, engine, models.first, 13)
     whole = request(20, 8, max_tokens=500, ignore_eos=True)
     (expected,) = generate(run, engine, whole)
@@ -413,7 +413,7 @@ def test_the_groups_of_an_engine_share_one_thread_of_gloo(engine):
     assert names.count("gloo_tcp_loop") == 1, names
 
 
-def test_an_engine_that_somebody_else_started_is_taken_in_and_left_alone_at_the_end(run, engine, models):
+def test_an_engine_that_a_user_started_is_taken_in_and_left_running_at_the_end(run, engine, models):
     adopted = VllmEngine("adopted", engine.address)
     run(adopted.start())
     assert adopted.state is EngineState.WAITING

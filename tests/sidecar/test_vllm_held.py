@@ -205,7 +205,7 @@ def test_rows_may_be_held_in_another_order():
     assert [part[:1] for part in order.rows["down.weight"].rectangles] == [(HIDDEN - 5,), (0,)]
 
 
-def test_watching_a_load_leaves_no_hook_behind():
+def test_watching_a_load_leaves_no_hook():
     worker = Worker(torch.float32)
     with looking(worker.model, lambda *_: None):
         assert "process_weights_after_loading" in vars(worker.model["qkv"].quant_method)

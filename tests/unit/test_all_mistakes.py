@@ -115,7 +115,7 @@ def test_any_two_mistakes_are_two_errors(base: list[str]) -> None:
         check([*base, first[0], second[0]], [first[1], second[1]])
 
 
-def test_many_mistakes_and_missing_flags_are_as_many_errors(base: list[str]) -> None:
+def test_each_of_many_mistakes_and_missing_flags_is_an_error(base: list[str]) -> None:
     draw = random.Random(5)
     for _ in range(60):
         rows = draw.sample(MISTAKES, draw.randint(3, len(MISTAKES)))

@@ -194,7 +194,7 @@ def test_all_unknown_and_refused_flags_are_named_at_once() -> None:
     assert all(flag in text for flag in ("--nonsense", "--mtp-num-layers 1", "--fp8-format hybrid"))
 
 
-def test_of_a_flag_said_twice_the_last_value_counts_and_that_is_said() -> None:
+def test_the_last_value_of_a_flag_given_twice_counts_and_that_is_reported() -> None:
     assert parse(*DENSE, "--lr 1e-6 --lr 0.000001").optimizer.lr == 1e-6
     settings = parse(*DENSE, "--lr 1e-6 --lr 2e-6")
     assert settings.optimizer.lr == 2e-6

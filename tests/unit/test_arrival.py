@@ -48,7 +48,7 @@ def test_a_tensor_is_waited_for_until_all_its_writers_have_written_it(tmp_path: 
         assert found.wait_for("a")
 
 
-def test_what_nobody_writes_any_more_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_folder_that_no_process_writes_any_more_is_not_waited_for(tmp_path: Path) -> None:
     with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
         counter.put("a", 0, 0, torch.zeros(3))
         counter.put("b", 0, 0, torch.zeros(3, 2))
@@ -60,7 +60,7 @@ def test_what_nobody_writes_any_more_is_not_waited_for(tmp_path: Path) -> None:
         assert not found.wait_for("b")
 
 
-def test_the_counts_begin_anew_with_each_writing(tmp_path: Path) -> None:
+def test_the_counts_begin_again_with_each_writing(tmp_path: Path) -> None:
     for _ in range(2):
         with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
             with Arrival(tmp_path, SPECS) as found:

@@ -160,7 +160,7 @@ def test_the_head_of_a_changed_line_is_not_found(path: Path) -> None:
     assert {BreachName.CHANGED_CONTENT, BreachName.HEAD_NOT_FOUND} <= names(verify(path, [head]))
 
 
-def test_a_line_whose_hash_was_made_anew_breaks_the_chain_behind_it(path: Path) -> None:
+def test_a_line_whose_hash_was_made_again_breaks_the_chain_after_it(path: Path) -> None:
     write_log(path)
     lines = path.read_bytes().splitlines(keepends=True)
     forged = lines[3].replace(b'"reward":1', b'"reward":2')
@@ -262,7 +262,7 @@ FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
 
 
 @pytest.mark.parametrize(("name", "tamper"), FORGERIES, ids=[str(name) for name, _ in FORGERIES])
-def test_each_contradiction_is_caught_by_its_name_even_if_the_chain_was_forged_anew(path: Path, name, tamper) -> None:
+def test_each_contradiction_is_caught_by_its_name_even_if_the_chain_was_forged_again(path: Path, name, tamper) -> None:
     head = write_log(path)
     events = [json.loads(line) for line in path.read_bytes().splitlines()]
     path.write_bytes(chained(events))

@@ -111,7 +111,7 @@ def test_only_a_checkpoint_of_an_abandoned_run_is_overwritten(tmp_path: Path) ->
     assert content(tmp_path) == "2"
 
 
-def test_a_run_that_went_on_from_an_earlier_checkpoint_replaces_the_newest(tmp_path: Path) -> None:
+def test_a_run_that_resumed_from_an_earlier_checkpoint_replaces_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     abandoned = folders.iteration_folder(tmp_path, 2) / "abandoned"

@@ -124,7 +124,7 @@ def _doctor(*arguments, path=None):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
-def test_output_that_nobody_reads_to_its_end_is_no_error():
+def test_output_that_is_not_read_to_its_end_causes_no_error():
     ours, theirs = os.pipe()
     os.close(ours)
     command = [sys.executable, "-m", "megatron_rl.cli", "--help"]

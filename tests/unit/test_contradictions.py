@@ -287,7 +287,7 @@ def test_without_a_launcher_the_number_of_ranks_is_not_checked() -> None:
     assert parse(*DENSE, "--tensor-model-parallel-size 4 --global-batch-size 7").training.global_batch_size == 7
 
 
-def test_what_megatron_core_itself_refuses_is_an_error_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_that_megatron_core_itself_refuses_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise ValueError("a wing too many")
 

@@ -140,7 +140,7 @@ def test_the_flags_system_message_stands_before_a_chat(model, tmp_path):
     assert turns[0][:4] == [BOS, SYSTEM, *n(9), END]
 
 
-def test_every_answer_stands_behind_the_tokens_of_the_prompt_that_it_would_be_sampled_to(tmp_path):
+def test_every_answer_follows_the_tokens_of_the_prompt_that_it_would_be_sampled_to(tmp_path):
     talk = chat("n1", "n2 so n3", "n4", "n5 so n6", "n7", "n8")
     for name, template in (("whole", WHOLE), ("forgetful", FORGETFUL)):
         model = save_tokenizer(tmp_path / name, template)
@@ -174,7 +174,7 @@ def test_every_answer_stands_behind_the_tokens_of_the_prompt_that_it_would_be_sa
     ([1], "is a list, not an object"),
     (b"{", "is not JSON"),
 ])  # fmt: skip
-def test_a_row_that_is_no_demonstration_is_refused_by_file_and_line(model, tmp_path, row, said):
+def test_a_row_that_is_not_a_demonstration_is_refused_by_file_and_line(model, tmp_path, row, said):
     path = write(tmp_path / "bad.jsonl", {"messages": chat("n1", "n2")}, b"", row)
     with pytest.raises(InputError) as raised:
         load(model, path)

@@ -144,9 +144,7 @@ def test_a_part_that_is_written_goes_before_the_algorithms() -> None:
         ("--reward exact length:9,3=0 --grpo-advantage gdpo", ["exact"]),
     ],
 )
-def test_what_decides_whether_a_group_has_a_signal_is_named_or_follows_from_the_rewards(
-    words, deciding, tmp_path
-) -> None:
+def test_the_rewards_that_decide_a_signal_are_named_or_follow_from_all_rewards(words, deciding, tmp_path) -> None:
     run = [*CPU, "--hf-model", folder(tmp_path, QWEN3), *without(RUN, "--reward")]
     settings = parse_run(*run, "--grpo-filter-groups-with-same-reward", words)
     assert settings.sizes.plan.deciding_rewards == deciding
@@ -177,7 +175,7 @@ def test_a_slime_run_minimizes_what_it_does_there(words: str, loss: str, advanta
     assert parse(*DENSE).algorithm.aggregation == "token"
 
 
-def test_what_slime_estimates_otherwise_is_refused_with_what_to_write() -> None:
+def test_an_estimate_that_slime_computes_differently_is_refused_with_a_remedy() -> None:
     for name in ("reinforce_plus_plus", "ppo"):
         assert "for REINFORCE++ drop it and write --algorithm" in error(*DENSE, f"--advantage-estimator {name}")
     assert parse(*DENSE, "--eps-clip-c 3").algorithm.dual_clip == 3
@@ -230,7 +228,7 @@ def test_an_evaluation_of_a_slime_run_has_the_temperature_of_its_samples() -> No
         assert parse(*DENSE, SLIMES, words).evaluation.temperature == temperature
 
 
-def test_what_slime_leaves_out_is_implied() -> None:
+def test_a_flag_that_slime_leaves_out_is_implied() -> None:
     settings = parse(*without(DENSE, "--lr"), SLIMES)
     assert (settings.optimizer.lr, settings.data.shuffle, settings.data.prompt_key) == (1e-6, False, "input")
     assert parse(*DENSE, SLIMES, "--rollout-shuffle --prompts a").data.prompt_key == "prompt"
@@ -238,7 +236,7 @@ def test_what_slime_leaves_out_is_implied() -> None:
     assert "slime implies --grpo-group-size 1 must be at least 2" in error(*DENSE, "--rollout-batch-size 8")
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_flags_that_change_nothing_are_accepted() -> None:
     words = (
         "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 "
         "--moe-router-score-function softmax --first-k-dense-replace -1"

@@ -72,14 +72,14 @@ def test_a_device_that_is_not_visible_is_refused(model: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_no_engines_are_an_error_of_their_own(count: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_engines_is_an_error_of_its_own(count: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(UsageError) as raised:
         parse(f"{WORDS} --hf-model {model} --platform cuda --rollout-num-engines {count}".split())
     assert str(raised.value).splitlines() == [f"--rollout-num-engines {count} must be at least 1: write 1 or more"]
 
 
-def test_where_no_device_is_known_of_nothing_is_picked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_picked_if_no_device_is_known(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "list_files", lambda kind: [])
     assert parse(f"{WORDS} --hf-model {model} --platform cuda --rollout-num-engines 3".split()).rollout.devices is None

@@ -32,7 +32,7 @@ def test_short_iterations_and_those_that_differ_are_wanted_in_larger_numbers(sec
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=4, max_size=40))
-def test_as_many_iterations_as_are_wanted_are_long_enough_and_tell_their_mean(seconds):
+def test_the_required_number_of_iterations_is_long_enough_and_tells_their_mean(seconds):
     wanted, median = count_wanted(seconds), statistics.median(seconds)
     first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
     assert wanted >= LEAST_ITERATIONS

@@ -25,7 +25,7 @@ def collected_by_hand() -> Iterator[None]:
 
 @pytest.mark.usefixtures("collected_by_hand")
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_process_that_ends_well_lets_go_of_what_only_cycles_hold(code: int) -> None:
+def test_a_process_that_ends_well_releases_objects_that_only_cycles_hold(code: int) -> None:
     # After a failure a peer may be gone, and destroying the group would wait for it.
     held: list[weakref.ref[Holder]] = []
 

@@ -32,7 +32,7 @@ RECIPES = [
 ]
 
 
-def test_the_tiny_model_reads_any_text_and_is_of_a_family_that_is_known(tmp_path):
+def test_the_tiny_model_reads_any_text_and_belongs_to_a_known_family(tmp_path):
     tiny_model.save(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "What is 3 + 4? Drei, \u00e9\u4e09."

@@ -97,9 +97,7 @@ def test_only_k1_is_accepted_in_the_reward_where_it_alone_has_the_divergences_gr
         assert is_accepted("rloo", (estimator, "reward")) == (estimator == "k1")
 
 
-def test_of_the_divergence_in_the_loss_k1_has_no_gradient_and_is_refused_and_only_k3_is_biased_at_given_tokens() -> (
-    None
-):
+def test_in_the_loss_k1_of_the_divergence_is_refused_without_a_gradient_and_only_k3_is_biased_at_given_tokens() -> None:
     for estimator in ESTIMATORS:
         share, rest = find_share((estimator, "loss"), is_fixed=True)
         assert is_accepted("rloo", (estimator, "loss")) == (estimator != "k1")
@@ -157,7 +155,7 @@ def test_the_figures_of_the_page_are_those_that_are_computed() -> None:
 
 
 @pytest.mark.each_change
-def test_whatever_flags_can_combine_is_the_true_gradient_or_has_a_part_whose_bias_is_on_the_page() -> None:
+def test_every_combination_of_flags_has_the_true_gradient_or_a_part_whose_bias_is_on_the_page() -> None:
     of_advantages = read_table("| `--grpo-advantage` | left over")
     of_estimators = read_table("| `--grpo-kl-estimator` | of whole responses")
     of_aggregations = read_table("| `--grpo-aggregation` | left over")
@@ -181,7 +179,7 @@ def test_whatever_flags_can_combine_is_the_true_gradient_or_has_a_part_whose_bia
 
 @pytest.mark.parametrize("divergence", [None, ("k1", "reward")], ids=str)
 @pytest.mark.parametrize("advantage", ["batch", "global", "gdpo"])
-def test_what_is_divided_by_a_deviation_has_the_expected_gradient_of_its_paper(advantage, divergence) -> None:
+def test_advantages_divided_by_a_deviation_have_the_expected_gradient_of_their_paper(advantage, divergence) -> None:
     config = make_config(advantage, divergence, "token")
     found = expect_gradient(config, group_size=2)
     expected = expect_by_the_paper(advantage, 0.0 if divergence is None else BETA, group_size=2)

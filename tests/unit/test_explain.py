@@ -73,7 +73,7 @@ def grown(field: str, first: Mapping[str, float] | float, last: Mapping[str, flo
     return [healthy_record(version) | {field: first if version < 8 else last} for version in range(16)]
 
 
-def test_of_a_healthy_run_nothing_is_said() -> None:
+def test_a_healthy_run_has_no_findings() -> None:
     assert names() == []
 
 
@@ -194,7 +194,7 @@ def test_metrics_out_of_bounds_are_said_with_a_flag(name, records, flag) -> None
         grown("entropy", 2.0, 0.1)[6:12],
     ],
 )
-def test_what_is_within_bounds_is_not_said(records) -> None:
+def test_values_within_bounds_are_not_reported(records) -> None:
     assert names(records=records) == []
 
 
@@ -222,7 +222,7 @@ def test_every_flag_that_is_named_exists() -> None:
     assert named <= set(known)
 
 
-def test_the_command_says_when_there_is_no_trace(tmp_path, capsys) -> None:
+def test_the_command_says_when_a_run_has_no_trace(tmp_path, capsys) -> None:
     write_metrics(tmp_path / "metrics.jsonl", range(2))
     assert main(["explain", str(tmp_path)]) == 0
     assert "where the time went is not known" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_flags_that_only_a_run_needs_are_allowed_and_not_checked(flags: list[str
     assert result.returncode == ExitCode.OK, result.stderr
 
 
-def test_what_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> None:
+def test_a_model_that_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> None:
     result = fit("--device-gib", "0.001", "--fit", "1", *flags)
     assert result.returncode == ExitCode.RUN
     assert "does not fit: stage 0 takes 0.0 GiB of 0.001, most of it activations" in result.stdout

@@ -201,7 +201,7 @@ def test_a_backend_whose_process_crashes_or_hangs_fails_and_is_not_measured(monk
     assert excluded == {"merge", "gather"}
 
 
-def test_the_check_says_that_there_is_no_gpu() -> None:
+def test_the_check_says_that_the_machine_has_no_gpu() -> None:
     result = subprocess.run(CHECK, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 3
     assert "no GPU that torch can use" in result.stderr

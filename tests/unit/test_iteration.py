@@ -422,7 +422,7 @@ def test_a_reward_that_is_not_finite_is_refused_by_name() -> None:
             check_rewards(SUBMISSION, with_response(GROUP, 1, reward=reward))
 
 
-def test_too_many_tokens_are_refused_and_exactly_as_many_as_allowed_are_not() -> None:
+def test_more_tokens_than_allowed_are_refused_and_exactly_the_allowed_number_is_not() -> None:
     submission = make_submission(sampling=Sampling(max_tokens=2))
     with pytest.raises(GroupRefused, match="it has 3 tokens, and 2 were allowed"):
         check_group(submission, make_group(submission, 0))

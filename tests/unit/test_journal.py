@@ -296,7 +296,7 @@ def test_only_the_owner_can_read_and_a_folder_open_to_others_is_refused(path: Pa
 
 
 @pytest.mark.parametrize("retain", [1, 3])
-def test_as_many_journals_are_kept_as_were_asked_for_and_always_the_current_one(path: Path, retain: int) -> None:
+def test_the_requested_number_of_journals_is_kept_and_always_the_current_one(path: Path, retain: int) -> None:
     def kept() -> list[int]:
         return sorted(int(file.stem) for file in path.parent.glob("*.journal"))
 

@@ -50,7 +50,7 @@ def test_a_block_is_shown_for_the_platform_it_was_written_for_where_that_is_not_
     assert wrong == {}
 
 
-def test_there_are_blocks_of_each_project_and_family_and_most_parse() -> None:
+def test_each_project_and_family_has_blocks_and_most_parse() -> None:
     assert len(BLOCKS) >= 60
     assert len({block.repository for block in BLOCKS}) == 4
     families = {read_models()[block.model]["model_type"] for block in BLOCKS}
@@ -58,7 +58,7 @@ def test_there_are_blocks_of_each_project_and_family_and_most_parse() -> None:
     assert sum(not block.refused for block in BLOCKS) >= 55
 
 
-def test_what_a_block_does_not_get_is_said(tmp_path: Path) -> None:
+def test_every_flag_that_a_block_does_not_get_is_named(tmp_path: Path) -> None:
     """Check that every flag of a block is honoured, or named in a note."""
     block = next(block for block in BLOCKS if block.path == "scripts/run-qwen3-4B.sh")
     settings = parse_run(*CPU, *block.complete(tmp_path), world_size=block.ranks)

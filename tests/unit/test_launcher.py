@@ -151,7 +151,7 @@ def test_a_log_is_rotated_by_size_and_keeps_its_last_files(tmp_path):
     assert (tmp_path / "engine-0.log").stat().st_mode & 0o077 == 0
 
 
-def test_the_log_of_the_first_death_is_there_until_an_engine_is_given_up(tmp_path):
+def test_the_log_of_the_first_death_is_kept_until_an_engine_is_given_up(tmp_path):
     num_lives = 1 + SupervisorConfig().max_failures
     for life in range(num_lives):
         log_of(tmp_path / "engine-0.log", b"life %d" % life)
@@ -162,7 +162,7 @@ def test_the_log_of_the_first_death_is_there_until_an_engine_is_given_up(tmp_pat
     assert len(list(tmp_path.iterdir())) == LOG_FILES
 
 
-def test_what_a_process_has_printed_is_in_its_log_at_once(tmp_path):
+def test_the_output_of_a_process_is_in_its_log_at_once(tmp_path):
     reader, writer = os.pipe()
     log = Log(os.fdopen(reader, "rb", buffering=0), tmp_path / "engine-0.log")
     with os.fdopen(writer, "wb", buffering=0) as file:

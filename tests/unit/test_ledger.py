@@ -67,7 +67,7 @@ def test_handing_out_demonstrations_is_a_report_and_not_a_bubble() -> None:
     assert seconds_of("rank-0", rank(*loop, *passes)) == {"report": 2, "busy": 8}
 
 
-def test_what_the_device_computes_is_busy_whatever_the_host_waits_for() -> None:
+def test_computing_on_the_device_counts_as_busy_whatever_the_host_waits_for() -> None:
     found = seconds_of(
         "rank-0", rank(main("schedule", 0, 10), main("wait", 2, 8, 3), compute("forward", 1, 5)), sidecar(e=8)
     )

@@ -230,7 +230,7 @@ def test_no_loss_depends_on_how_responses_are_packed(config) -> None:
 
 
 @pytest.mark.parametrize("name", ["clip", "dual clip", "gspo", "cispo", "dppo", "truncated tokens", "masked responses"])
-def test_what_lies_beyond_a_bound_is_counted(name) -> None:
+def test_tokens_beyond_a_bound_are_counted(name) -> None:
     lengths = [40, 40, 25, 6, 5, 12, 8]
     config, batch = CONFIGS[name], draw_batch(lengths, seed=1, spread=0.3)
     *_, statistics = compute(config, batch)
@@ -375,7 +375,7 @@ def test_sums_over_responses_are_numpys(lengths, seed) -> None:
     st.lists(st.integers(1, MAX_TOKENS), min_size=2, max_size=9), st.sampled_from(["batch", "global", "gdpo"]),
     st.integers(0, 10**6), st.integers(1, 4), st.booleans(),
 )  # fmt: skip
-def test_the_deviation_is_of_the_advantages_less_the_divergence_however_responses_are_packed(
+def test_the_deviation_is_taken_of_advantages_less_the_divergence_however_responses_are_packed(
     lengths, name, seed, num_parts, has_reference
 ) -> None:
     config = AlgorithmConfig(advantage=name, kl_beta=0.3 if has_reference else 0.0, kl_in="reward")

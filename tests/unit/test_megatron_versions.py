@@ -58,7 +58,7 @@ def test_the_version_is_that_of_the_tree_that_an_import_takes_and_nothing_is_imp
     assert "megatron" not in sys.modules
 
 
-def test_a_tree_that_nobody_installed_is_not_refused(tree, monkeypatch):
+def test_a_tree_that_was_not_installed_is_not_refused(tree, monkeypatch):
     monkeypatch.setattr(versions, "installed_by_pip", lambda package: None)
     tree(0, 18, 2, '""')
     assert versions.problem(versions.MEGATRON_CORE) is None
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_incomplete_whatever_it_keeps_there(t
         serialization.read_common(tmp_path)
 
 
-def test_what_megatron_tells_every_run_of_its_plans_is_not_a_warning(caplog):
+def test_megatrons_notes_to_every_run_about_its_plans_are_not_warnings(caplog):
     module = SimpleNamespace(__name__="megatron.core.models.test_notices")
     megatron_patches.silence_notices(module)
     logger = logging.getLogger(module.__name__)

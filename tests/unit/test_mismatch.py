@@ -55,7 +55,7 @@ def test_the_bound_between_engines_is_tight_only_where_all_run_one_program_in_fl
     assert find_agreement(EngineKind(dtype="bfloat16", is_quantized=True)) == 2.0
 
 
-def test_the_mean_is_of_all_tokens_of_all_replicas() -> None:
+def test_the_mean_covers_all_tokens_of_all_replicas() -> None:
     found = combine_parts([ReplicaMismatch(3.0, 0.5, 30), ReplicaMismatch(1.0, 2.0, 10)], 0.2)
     assert found == Mismatch(mean=0.1, largest=2.0, bound=0.2)
     assert found.is_accepted

@@ -99,7 +99,7 @@ def write_nothing_but_the_tracker(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_prompts, write_config, write_nothing_but_the_tracker])
-def test_what_writes_a_file_names_it_when_a_real_write_finds_no_room(tmp_path, write: Callable[[Path], None]):
+def test_every_writer_of_a_file_names_it_when_a_real_write_finds_no_room(tmp_path, write: Callable[[Path], None]):
     with size_limited(0), pytest.raises(NoRoom, match=rf"^{tmp_path}/it.* cannot be written: File too large {FREE}"):
         write(tmp_path / "it")
 

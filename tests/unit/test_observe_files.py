@@ -66,7 +66,7 @@ def test_a_file_has_one_writer_and_its_versions_never_decrease(tmp_path):
     file.close()
 
 
-def test_what_a_file_holds_is_set_aside_under_the_next_number(tmp_path):
+def test_the_contents_of_a_file_are_set_aside_under_the_next_number(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     assert file.set_aside() is None
     file.write(metrics_record(0))
@@ -297,7 +297,7 @@ def test_wandb_resumes_the_run_of_this_id_over_its_versions(monkeypatch, tmp_pat
     assert (tmp_path / "w").is_dir()
 
 
-def test_a_sink_that_fails_is_said_once_and_left_out_and_the_others_go_on():
+def test_a_sink_that_fails_is_reported_once_and_left_out_and_the_others_continue():
     class Broken:
         def write(self, version, values):
             raise OSError("no room")

@@ -53,7 +53,7 @@ def test_each_moment_is_counted_once_and_the_parts_add_up():
     assert timeline.take() == {"iteration": 0.0, "other": 0.0}
 
 
-def test_a_span_that_raises_is_over_and_one_that_is_open_goes_on_in_the_next_iteration():
+def test_a_span_that_raises_is_over_and_an_open_one_continues_in_the_next_iteration():
     clock = _Clock()
     timeline = Timeline(clock)
     with contextlib.suppress(KeyError), timeline.span("publish"):
@@ -80,7 +80,7 @@ def _lines(**config):
     return progress.progress_of(ObserveConfig(**config), 10, stream), stream
 
 
-def test_without_a_terminal_there_is_an_aligned_line_an_interval_and_one_at_the_end():
+def test_without_a_terminal_an_aligned_line_is_printed_each_interval_and_at_the_end():
     shown, stream = _lines(log_interval=4)
     for version in range(10):
         shown.begin(version, 8)

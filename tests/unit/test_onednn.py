@@ -75,7 +75,7 @@ def test_gradients_go_through_products_of_the_same_kind():
     )
 
 
-def test_other_types_and_mistakes_are_torchs_own():
+def test_products_of_other_types_and_mistakes_are_torchs_own():
     run(
         """
         def outcome(a, b):
@@ -108,7 +108,7 @@ def test_other_types_and_mistakes_are_torchs_own():
         (None, False),
     ],
 )
-def test_they_are_taken_on_processors_that_mkl_has_no_kernels_for(
+def test_onednn_products_are_taken_on_processors_that_mkl_has_no_kernels_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str | None, is_taken: bool
 ) -> None:
     path = tmp_path / "cpuinfo"

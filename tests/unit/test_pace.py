@@ -9,12 +9,12 @@ seconds = st.floats(0.001, 1e4)
 
 
 @given(seconds)
-def test_what_was_never_measured_has_all_the_time_of_its_configuration(most):
+def test_a_step_that_was_never_measured_has_all_the_time_of_its_configuration(most):
     assert Pace().deadline("load", most) == most
 
 
 @given(st.lists(seconds, min_size=1, max_size=3 * NUM_KEPT), seconds, seconds)
-def test_what_was_measured_has_ten_times_the_longest_of_the_last_within_its_bounds(measured, most, least):
+def test_a_measured_step_has_ten_times_the_longest_of_the_last_within_its_bounds(measured, most, least):
     pace = Pace(least)
     for one in measured:
         pace.note("load", one)

@@ -136,14 +136,14 @@ def test_bounded_by_nothing_an_asynchronous_run_is_a_periodic_one():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 5))
-def test_no_group_is_more_updates_behind_than_a_strict_asynchronous_run_allows(staleness, seed):
+def test_no_group_is_older_by_more_updates_than_a_strict_asynchronous_run_allows(staleness, seed):
     setting = change(schedule="async", staleness=staleness)
     result = simulate(setting, COSTS, 6, seed)
     assert max(one.staleness for one in result.iterations) == staleness
     assert result.seconds <= simulate(change(schedule="periodic"), COSTS, 6, seed).seconds * 1.02
 
 
-def test_groups_that_nobody_waits_for_may_be_older_and_the_run_is_faster():
+def test_groups_that_no_rank_waits_for_may_be_older_and_the_run_is_faster():
     tail = change(schedule="async", responses=Lognormal(150, 1.6, 8000), num_replicas=1)
     strict, loose = (simulate(dataclasses.replace(tail, is_strict=strict), COSTS, 12) for strict in (True, False))
     assert max(one.staleness for one in loose.iterations) > 1
@@ -249,7 +249,7 @@ def test_a_prompt_is_prefilled_once_for_all_responses_of_its_group():
         assert pool.take(1)[0].sampled == 30
 
 
-def test_a_pause_delays_what_is_sampled_and_is_no_work():
+def test_a_pause_delays_sampling_and_does_not_count_as_work():
     engine = SimulatedBatching(BatchingCosts(1.0, max_running=4, max_in_flight=4))
     engine.begin(SimulatedGroup(0, 0, 1, [10]), 0.0)
     engine.pause(4.0, 3.0)
@@ -365,7 +365,7 @@ def test_a_run_that_does_not_divide_is_refused(changes, message):
         simulate(change(**changes), COSTS, 1)
 
 
-def test_what_4096_devices_take_follows_from_responses_and_not_from_tokens():
+def test_the_simulation_of_4096_devices_takes_time_by_responses_and_not_by_tokens():
     """Simulate 100 iterations in under a minute: a response is one event, a group one, a micro-batch one."""
     setting, costs = large_run()
     assert setting.num_devices == 4096

@@ -110,7 +110,7 @@ def recorded(monkeypatch):
     return make
 
 
-def test_what_a_batching_engine_and_the_trainer_take_is_found_in_a_run(recorded):
+def test_the_costs_of_a_batching_engine_and_of_the_trainer_are_found_in_a_run(recorded):
     # Engines that are ahead of the trainer: only a rank that need not wait shows the time of a micro-batch.
     run = recorded(SETTING, Costs(BATCHING.faster(10), TRAINER, publish=2.0), max_running=12, max_in_flight=24)
     found = calibrate([run])
@@ -122,14 +122,14 @@ def test_what_a_batching_engine_and_the_trainer_take_is_found_in_a_run(recorded)
         assert slot_seconds(found.trainer, *counted) == pytest.approx(slot_seconds(TRAINER, *counted), rel=0.03)
 
 
-def test_what_a_scripted_engine_takes_is_found_in_a_run(recorded):
+def test_the_costs_of_a_scripted_engine_are_found_in_a_run(recorded):
     run = recorded(SETTING, Costs(SCRIPTED, TRAINER), count=17, engine="scripted", max_in_flight=16)
     found = calibrate([run]).engine
     assert found.tokens_per_second == pytest.approx(900, rel=0.1)
     assert found.delay == (pytest.approx(0.5, abs=0.25), pytest.approx(1.5, abs=0.25))
 
 
-def test_a_run_that_lets_nobody_tell_parts_of_a_micro_batch_apart_has_a_cost_of_a_token(recorded):
+def test_a_run_in_which_the_parts_of_a_micro_batch_cannot_be_told_apart_has_a_cost_of_a_token(recorded):
     setting = dataclasses.replace(SETTING, responses=Uniform(100, 105))
     found = calibrate([recorded(setting, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)]).trainer
     assert found.per_micro_batch == found.per_pair == 0
@@ -169,7 +169,7 @@ def test_fitted_factors_are_not_negative_and_outliers_do_not_bend_them():
     assert min(fit(rows.tolist(), (rows @ [1.0, -3.0, 1.0]).tolist())) >= 0
 
 
-def test_what_noise_does_not_tell_apart_goes_to_the_columns_that_come_first():
+def test_costs_that_noise_does_not_tell_apart_go_to_the_first_columns():
     draw = np.random.default_rng(1)
     first = draw.uniform(1, 10, 200)
     # All grow together, like steps, responses, context and prompts of an engine that is always full.
@@ -249,7 +249,7 @@ def test_each_run_is_predicted_from_all_others(recorded):
     assert f"{abs(odd.error):.1%} worst" in text
 
 
-def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
+def test_settings_that_runs_do_not_cover_are_named_and_covered_ones_are_not(recorded):
     run = recorded(SETTING, Costs(BATCHING, TRAINER), max_running=12, max_in_flight=24)
     other = dataclasses.replace(run, record=dataclasses.replace(run.record, num_prompts=48))
     assert list(find_doubts(run.setting, [])) == [NO_RUN]
@@ -274,7 +274,7 @@ def test_what_runs_do_not_cover_is_named_and_what_they_cover_is_not(recorded):
         assert words in doubts
 
 
-def test_a_chip_that_nobody_knows_is_refused_with_those_that_are_known():
+def test_an_unknown_chip_is_refused_with_those_that_are_known():
     with pytest.raises(UsageError, match="write one of a100, h100, h200"):
         find_figures("b300")
 

@@ -109,7 +109,7 @@ def test_text_and_chats_may_be_mixed_and_keep_their_order(model, tmp_path):
     assert [wire.decode_tokens(prompt.tokens).tolist() for prompt in prompts] == expected
 
 
-def test_text_becomes_a_users_message_behind_the_systems_where_the_flags_say_so(model, tmp_path):
+def test_text_becomes_a_users_message_after_the_systems_if_the_flags_say_so(model, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": " n1 "})
     prompt = load(model, path, chat=True, system_message=" n9 ").take(1)[0]
     assert wire.decode_tokens(prompt.tokens).tolist() == [BOS, SYSTEM, *n(9), END, USER, *n(1), END, ASSISTANT]

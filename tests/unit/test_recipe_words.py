@@ -48,12 +48,12 @@ def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def test_their_flags_are_those_of_megatron_and_those_that_the_recipe_adds() -> None:
+def test_megatrons_parser_has_the_flags_of_megatron_and_those_that_the_recipe_adds() -> None:
     assert parsing.list_their_names(make_module(), None) == {"--lr", "-h", "--help"}
     assert parsing.list_their_names(make_module(), add_own) == {"--lr", "--own", "-h", "--help"}
 
 
-def test_their_parser_reads_its_words_alone_and_its_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_parser_reads_its_words_alone_and_its_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def parse(extra: parsing.ExtraArgs) -> argparse.Namespace:
         parser = make_module().add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         assert extra is not None
@@ -77,7 +77,7 @@ def test_a_failed_assertion_of_megatrons_about_arguments_is_an_error_with_its_te
 @pytest.mark.parametrize(
     ("name", "words"), [("__main__", ["pretrain_gpt.py"]), ("__mp_main__", ["x", "--prompts", "y"]), ("x", ["x"])]
 )
-def test_a_patched_script_goes_on_where_grpo_is_not_asked_for(
+def test_a_patched_script_continues_if_grpo_is_not_asked_for(
     monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", words)

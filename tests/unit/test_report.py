@@ -143,7 +143,7 @@ def test_a_choice_has_groups_of_every_version_and_the_same_rows_wherever_they_re
     assert max(b - a for a, b in itertools.pairwise(first)) <= 16
 
 
-def test_a_file_that_grows_is_read_on_and_one_that_a_resumed_run_cut_is_read_anew(tmp_path):
+def test_a_file_that_grows_is_read_on_and_one_that_a_resumed_run_cut_is_read_again(tmp_path):
     path = tmp_path / "samples.jsonl"
     file = SampleFile(path)
     file.update()
@@ -162,7 +162,7 @@ def test_a_file_that_grows_is_read_on_and_one_that_a_resumed_run_cut_is_read_ane
     assert [group["prompt"] for group in file.choose()["groups"]] == ["new"] * 20
 
 
-def test_lines_that_are_no_samples_are_counted_and_broken_letters_are_replaced(tmp_path):
+def test_lines_that_are_not_samples_are_counted_and_broken_letters_are_replaced(tmp_path):
     path = tmp_path / "samples.jsonl"
     good = {"version": 0, "row": "r", "prompt": "p", "responses": [{"text": "t", "reward": 1.0}]}
     lines = [
@@ -229,7 +229,7 @@ def test_tokens_that_do_not_fit_their_log_probs_are_left_out(tmp_path):
 # The page
 
 
-def test_what_runs_say_ends_no_element_and_comes_back_as_it_was(tmp_path):
+def test_text_of_runs_ends_no_element_and_comes_back_as_it_was(tmp_path):
     samples = [{"groups": [{"prompt": HOSTILE, "responses": [{"text": HOSTILE}]}]}]
     found = Elements(page.build_page(LIBRARY, {"runs": [{"label": HOSTILE}]}, samples))
     plain = Elements(page.build_page(LIBRARY, {"runs": [{"label": ""}]}, [{"groups": []}]))

@@ -81,7 +81,7 @@ def test_rollouts_come_by_the_number_of_their_run(server):
         assert ask(server, path, server.token).status_code == 404
 
 
-def test_a_run_that_cannot_be_read_is_said_and_the_server_goes_on(server, folder):
+def test_a_run_that_cannot_be_read_is_reported_and_the_server_continues(server, folder):
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("nonsense\n")
     answer = ask(server, "/summary", server.token)

@@ -47,7 +47,7 @@ def test_an_iteration_has_the_spans_of_every_process_since_its_begin():
     assert shown["num_left_out"] == 3
 
 
-def test_of_too_many_spans_the_longest_stay_and_the_others_are_counted():
+def test_the_longest_of_too_many_spans_stay_and_the_others_are_counted():
     shown = traces.describe_iteration(trace_of([1.0], num_groups=100), 0, most=20)
     spans = [span for _, spans in shown["lanes"] for span in spans]
     assert len(spans) == 20

@@ -122,7 +122,7 @@ def test_a_column_that_is_missing_is_named_with_those_there_are():
         called("gsm8k", ["1"], {"answer": "none"})
 
 
-def test_math_judges_by_meaning_and_does_not_apply_where_the_solution_is_no_mathematics():
+def test_math_judges_by_meaning_and_does_not_apply_if_the_solution_is_not_mathematics():
     pytest.importorskip("math_verify")
     assert called("math", [r"so $\boxed{\frac{1}{2}}$"], {"solution": "$0.5$"}) == [1.0]
     assert called("math", [r"so $\boxed{x+1}$"], {"solution": r"$1+x$"}) == [1.0]

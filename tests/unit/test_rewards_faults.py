@@ -367,7 +367,7 @@ def test_attacks_of_a_reward_function_are_refused(tmp_path, token, namespace):
 
 
 @pytest.mark.parametrize("namespace", [True, False])
-def test_processes_that_a_function_leaves_behind_end_with_its_worker(tmp_path, namespace):
+def test_processes_that_a_function_leaves_running_end_with_its_worker(tmp_path, namespace):
     file = tmp_path / "mine.py"
     marker = f"97{os.getpid()}"
     file.write_text(

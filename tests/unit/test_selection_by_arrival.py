@@ -32,7 +32,7 @@ def tailed(draw: st.DrawFn) -> tuple[Plan, int]:
 
 @at_any_speed
 @given(tailed(), st.integers(0, 1 << 30))
-def test_those_that_finish_first_are_trained_on_unless_all_were_put_off_before(drawn, seed) -> None:
+def test_groups_that_finish_first_are_trained_on_unless_all_were_put_off_before(drawn, seed) -> None:
     plan, num_carried = drawn
     finished: list[int] = []
     iteration = Iteration(

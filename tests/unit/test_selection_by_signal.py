@@ -72,7 +72,7 @@ def play(iteration: Iteration, signals: list[bool], drawn: random.Random, at_onc
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(filtered(most_spare=4))
-def test_what_is_known_is_what_holds_whatever_the_others_turn_out_to_be(drawn) -> None:
+def test_a_known_place_holds_whatever_the_other_signals_turn_out_to_be(drawn) -> None:
     plan, signals, order = drawn
     if len(signals) > 12:
         plan = msgspec.structs.replace(make_plan(num_prompts=4, num_updates=2, order=plan.order), num_spare=3)
@@ -100,7 +100,7 @@ def test_what_is_known_is_what_holds_whatever_the_others_turn_out_to_be(drawn) -
 
 @at_any_speed
 @given(filtered(), st.integers(0, 1 << 30))
-def test_what_is_trained_on_is_the_first_with_a_signal_however_they_finish(drawn, seed) -> None:
+def test_the_first_groups_with_a_signal_are_trained_on_however_they_finish(drawn, seed) -> None:
     plan, signals, _ = drawn
     iteration = Iteration(make_submission(plan))
     called_off = play(iteration, signals, random.Random(seed))
@@ -214,7 +214,7 @@ def test_prompts_are_sampled_ahead_as_far_as_the_last_iteration_needed() -> None
         assert iteration.next_prompt() is None
 
 
-def test_what_is_missing_is_said_without_what_is_sampled_ahead() -> None:
+def test_missing_groups_are_counted_without_those_sampled_ahead() -> None:
     iteration = Iteration(make_submission(make_plan(num_spare=8)), before=(4, 8))
     for _ in range(16):
         iteration.next_prompt()

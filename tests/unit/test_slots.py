@@ -162,7 +162,7 @@ def test_a_slot_that_was_not_sampled_from_this_version_is_refused(changes):
         slots_of(fetch).batch(0)
 
 
-def test_a_batch_holds_each_response_behind_one_copy_of_its_prompt():
+def test_a_batch_holds_each_response_after_one_copy_of_its_prompt():
     batch = Batcher(MEAN, multiple_of=8).batch(slot())
     assert batch.pack.num_tokens == 24  # two groups of 2 + 3 + 5, padded
     assert batch.lengths_S.tolist() == [3, 5, 3, 5]
@@ -180,7 +180,7 @@ def test_a_part_of_a_group_has_the_advantages_that_the_whole_group_gives_it():
     assert batch.advantages_S.tolist() == [-0.5]
 
 
-def test_without_sharing_each_response_is_behind_a_prompt_of_its_own():
+def test_without_sharing_each_response_follows_a_prompt_of_its_own():
     pack = Batcher(MEAN, is_shared=False).batch(slot()).pack
     assert pack.num_tokens == 2 * (2 + 3 + 2 + 5)
     shared = Batcher(MEAN).batch(slot()).pack
@@ -251,7 +251,7 @@ def test_a_batch_is_on_the_device_while_it_is_used_and_one_ahead(num_updates, nu
     until(lambda: device.num_alive == 0)
 
 
-def test_a_pass_of_its_own_makes_the_same_batches_anew_and_keeps_none():
+def test_a_pass_of_its_own_makes_the_same_batches_again_and_keeps_none():
     device = OnDevice()
     with device.counted():
         slots = ready_slots(12, 2)

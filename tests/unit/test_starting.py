@@ -85,7 +85,7 @@ def test_rewards_that_take_long_to_import_are_said_before_there_are_engines(tmp_
     assert [*news.lines(begun + 17)] == []
 
 
-def test_what_rewards_warn_of_is_said_once_before_engines_are(tmp_path):
+def test_warnings_of_rewards_are_printed_once_before_engines_start(tmp_path):
     StartProgress(engines={"engine-0": None}, warnings=["--reward f: it failed"]).write(tmp_path / FILE_NAME)
     news = News(tmp_path / FILE_NAME)
     assert [*news.lines(news._begun)] == [

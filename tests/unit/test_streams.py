@@ -312,7 +312,7 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
         }
 
 
-def test_what_a_held_tensor_proves_is_not_digested_again(tmp_path, monkeypatch):
+def test_a_tensor_that_a_held_one_proves_is_not_digested_again(tmp_path, monkeypatch):
     digested = []
 
     def counted(tensor, *place):

@@ -54,7 +54,7 @@ def test_ranks_come_first_and_by_number(tmp_path):
     assert [process.name for process in trace.read(tmp_path).ranks] == ["rank-2", "rank-10"]
 
 
-def test_what_rank_0_measured_of_another_clock_counts_more_than_what_its_lines_say(tmp_path):
+def test_rank_0s_measurement_of_another_clock_counts_more_than_the_clocks_own_lines(tmp_path):
     write(tmp_path, "rank-0", range(2), offset=1000.0, clocks={"sidecar": [-50.0, 0.001]})
     write(tmp_path, "sidecar", range(3), offset=7.0)
     rank, sidecar = trace.read(tmp_path).processes
@@ -111,7 +111,7 @@ def test_long_files_stay_below_their_bound_and_have_iterations_of_the_whole_run_
     assert set(range(0, num_lines, 64)) | set(range(num_lines - 8, num_lines)) <= set(found.versions)
 
 
-def test_a_file_that_is_thinned_goes_on_where_it_was_and_has_one_writer(tmp_path):
+def test_a_file_that_is_thinned_continues_in_its_place_and_has_one_writer(tmp_path):
     recorder = Recorder(Clock())
     file = TraceFile(tmp_path, "rank-0", {"offset": 0.0})
     for version in range(20):

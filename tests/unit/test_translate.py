@@ -77,7 +77,7 @@ def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: P
     assert {"--colocate", "--sglang-mem-fraction-static"} <= set(found.meaningless)
 
 
-def test_what_slime_averages_and_estimates_is_kept_or_named(tmp_path: Path) -> None:
+def test_slimes_averages_and_estimates_are_kept_or_named(tmp_path: Path) -> None:
     by_token = SLIME.replace("--eps-clip", "--calculate-per-token-loss --eps-clip")
     assert "--grpo-aggregation" not in translate_text(tmp_path, "run.sh", by_token).words
     found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo"))

@@ -74,7 +74,7 @@ def list_imports() -> set[str]:
     return found
 
 
-def test_all_that_is_imported_is_there(version):
+def test_every_imported_name_exists(version):
     imported = list_imports()
     assert imported, "the search for imports finds nothing"
     for symbol in {*imported, *(f"{NCCL}.{name}" for name in streams._LIBRARIES["nccl"][1:])}:
@@ -86,7 +86,7 @@ def test_the_check_of_flags_finds_the_parser(version, names):
     assert [name for name in names if FACTS[version]["symbols"][name]]
 
 
-def test_every_member_that_is_used_is_there(version):
+def test_every_used_member_exists(version):
     for symbol, description in FACTS[version]["symbols"].items():
         missing = {name for name, found in ((description or {}).get("members") or {}).items() if found is None}
         assert missing <= ALTERNATIVES, symbol
@@ -161,7 +161,7 @@ def test_our_client_takes_the_calls_that_a_sender_makes(version):
         assert list(ours.parameters) == list(signature(text).parameters)
 
 
-def test_what_is_patched_takes_the_parameters_that_patches_know(version):
+def test_every_patched_function_takes_the_parameters_that_patches_know(version):
     runner = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
     assert tuple(signature(member(version, runner, "_sample")).parameters) == patches._SAMPLE
     assert tuple(signature(member(version, runner, "_bookkeeping_sync")).parameters) == patches._BOOKKEEP

@@ -58,7 +58,7 @@ def test_two_folders_in_memory_stay_mapped_under_any_name_for_as_long_as_they_ex
         assert mapped.call_count == 4
 
 
-def test_what_was_removed_is_let_go(memory: Path) -> None:
+def test_a_removed_map_is_released(memory: Path) -> None:
     kept = Maps()
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):

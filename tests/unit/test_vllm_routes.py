@@ -94,7 +94,7 @@ def test_other_paths_are_for_vllm_to_answer():
     assert ask("/health")[0]["status"] == 404
 
 
-def test_what_vllm_refuses_is_answered_with_its_words(monkeypatch):
+def test_a_request_that_vllm_refuses_is_answered_with_its_words(monkeypatch):
     async def refuse(client, call):
         raise ValueError("the prompt is too long")
 
@@ -277,7 +277,7 @@ def test_a_server_proves_what_sampled_a_group_where_vllm_does_not_record_it(monk
     ("before", "spans"),
     [("no commit", [("", 0, 3)]), ("a load that is open", None), ("a pause without a commit", [("", 0, 3)])],
 )
-def test_a_group_that_begins_while_weights_are_not_committed_is_of_no_version(monkeypatch, before, spans):
+def test_a_group_that_begins_while_weights_are_not_committed_has_no_version(monkeypatch, before, spans):
     async def scenario() -> list[tuple] | None:
         server = Server()
         server.finish.set()

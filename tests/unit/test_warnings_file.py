@@ -20,7 +20,7 @@ def test_warnings_and_logged_ones_are_in_the_file_and_said_once(tmp_path, capfd,
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_warning_there_is_no_file(tmp_path):
+def test_without_a_warning_no_file_is_written(tmp_path):
     with keep_warnings(tmp_path / "warnings.log", lambda text: None):
         pass
     assert not list(tmp_path.iterdir())

@@ -414,7 +414,7 @@ def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once
     )
 
 
-def test_a_run_ends_after_so_many_iterations_or_a_multiple_of_them() -> None:
+def test_a_run_ends_after_the_given_number_of_iterations_or_a_multiple_of_it() -> None:
     limits = ExitLimits(3, None, lambda: 1e9)
     assert [version for version in range(1, 8) if limits.find_reason(version)] == [3, 6]
     assert limits.find_reason(3) == "--exit-interval 3"
