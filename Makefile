@@ -18,7 +18,7 @@ REPORT_VENV := .venv-report
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms sparse bench gpu-check flags docs english figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms sparse bench gpu-check flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,9 +63,10 @@ test-each-change-rest: env
 test-each-change-matrix:
 	$(MAKE) test-matrix-quick
 
-lint: env ## check the style
+lint: env ## check the style, of code and of prose
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m tools.check_english
 
 types: env ## check the types
 	$(VENV)/bin/mypy
@@ -131,9 +132,6 @@ flags: env ## write docs/flags.md from the installed megatron-core, and the tabl
 docs: ## build the site of the documents into build/site; a broken link fails it
 	@tools/make_environment $(DOCS_VENV) requirements/docs.lock 3.11 $(PYTHON)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
-
-english: env ## what is hard to read in the documents, errors and helps; a report, not a gate
-	$(VENV)/bin/python -m tools.check_english
 
 figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures

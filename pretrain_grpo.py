@@ -6,7 +6,7 @@ from megatron_rl.training.entry import Entry
 
 
 def main(entry: Entry) -> int:
-    """Returns the exit code: docs/operations.md lists them."""
+    """Return the exit code: docs/operations.md lists them."""
     late = entry.late()
     try:
         from megatron_rl.arguments.command_line import parse_run

@@ -295,7 +295,7 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
         left = len(writing.names) - num_written
         with pytest.raises(WeightsNotWritten, match=f"ended before it had written {left} tensors: "):
             await loaded
-        # Nobody writes any more, which is seen before a weight is touched.
+        # No trainer writes any more, which is seen before a weight is touched.
         with pytest.raises(WeightsNotWritten, match="lacks weights, and no trainer is writing them"):
             await engine.load(weights)
 

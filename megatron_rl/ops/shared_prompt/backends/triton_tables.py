@@ -148,7 +148,7 @@ def _split(
 
 
 def _number_each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number all counted items: return each one's owner, and the number of the owner's items before it."""
+    """Return the owner of each counted item, and the number of the owner's items before it."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
