@@ -1,5 +1,5 @@
 "use strict";
-// What runs say reaches the page through text nodes alone.
+// Texts of runs reach the page through text nodes alone.
 const at = id => document.getElementById(id);
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -14,7 +14,7 @@ function h(tag, attributes = {}, ...children) {
 }
 const fill = (id, ...children) => at(id).replaceChildren(...children.flat(9).filter(child => child != null && child !== false));
 
-// Where the data is: packed in this page, or on the server that follows the runs.
+// The source of the data: packed in this page, or the server that follows the runs.
 async function unpack(id) {
   const bytes = Uint8Array.from(atob(at(id).textContent), letter => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();

@@ -54,6 +54,6 @@ function showTimes() {
       });
       const title = `Seconds of an iteration${summary.runs.length > 1 ? `: ${run.label}` : ""}${last.some((x, bar) => x > first[bar]) ? ", means of neighbours" : ""}`;
       return new Chart({ title, series }, { wide: true, own: { from: first[0] - 0.5, to: last[last.length - 1] + 0.5 } }).element;
-    })), h("p", { class: "muted" }, "A tall part says what to change: the table “What to do about the time” of docs/metrics.md lists it."));
+    })), h("p", { class: "muted" }, "A tall part tells what to change: see the table “What to do about the time” of docs/metrics.md."));
 }
 

@@ -51,7 +51,7 @@ async function start() {
   at("smooth").onchange = () => { view.smooth = Number(at("smooth").value); redraw(); };
   at("view").onsubmit = event => event.preventDefault();
   if (isServed) {
-    // The token is kept for a reload, and out of the address that a person may copy.
+    // The token is kept for a reload, and removed from the address, which a person may copy.
     token = new URLSearchParams(location.hash.slice(1)).get("token") ?? sessionStorage.getItem("token") ?? "";
     sessionStorage.setItem("token", token);
     if (location.hash.includes("token=")) history.replaceState(null, "", location.pathname);
@@ -59,7 +59,7 @@ async function start() {
   }
   summary = JSON.parse(await unpack("summary"));
   showAll();
-  // Read when a person comes near, so that the page is there at once.
+  // Read when a person scrolls near, so that the page opens at once.
   new IntersectionObserver((entries, observer) => {
     if (entries.some(entry => entry.isIntersecting)) { observer.disconnect(); showBrowser().catch(fail); }
   }, { rootMargin: "600px" }).observe(at("rollouts"));

@@ -19,7 +19,7 @@ function putText(element, text, query) {
   element.append(...plain(text.slice(from)));
   return element;
 }
-// A token is tinted by how far it is from what is shown: 0 is none, 1 and more is all.
+// The strength of a token's tint: 0 is none, 1 and more is full.
 const TINTS = {
   difference: { name: "engine and trainer apart", of: (engine, trainer) => trainer == null || engine == null ? 0 : Math.abs(trainer - engine) / browse.apart },
   surprise: { name: "unlikely to the engine", of: engine => engine == null ? 0 : -engine / 5 },
@@ -52,7 +52,7 @@ async function loadAllRollouts() {
   browse.notes = of_runs.flatMap((of, place) => {
     const name = summary.runs.length > 1 ? `${summary.runs[place].label}: ` : "", kept = of.groups.length;
     const notes = [];
-    if (of.num_groups > kept) notes.push(`${name}${kept.toLocaleString("en")} of ${plural(of.num_groups, "group")} are in this report: as many as there is room for, of every version, the same prompts wherever they recur.`);
+    if (of.num_groups > kept) notes.push(`${name}${kept.toLocaleString("en")} of ${plural(of.num_groups, "group")} are in this report. They fill its room, come from every version, and keep a prompt in all versions that have it.`);
     if (of.num_unreadable) notes.push(`${name}${plural(of.num_unreadable, "line")} of samples.jsonl could not be read.`);
     return notes;
   });
@@ -72,7 +72,7 @@ async function showBrowser() {
   await loadAllRollouts();
   measureTokens();
   const groups = browse.groups;
-  if (!groups.length) { fill("browser", h("p", { class: "muted" }, "There are no samples: samples.jsonl is missing or empty (--log-samples).")); return; }
+  if (!groups.length) { fill("browser", h("p", { class: "muted" }, "The run has no samples: samples.jsonl is missing or empty (--log-samples).")); return; }
   const kinds = [...new Set(groups.map(group => group.kind))];
   fill("browser", h("form", { class: "bar panel filters", id: "filters", "aria-label": "Which rollouts", oninput: () => find(), onsubmit: event => event.preventDefault() },
       field("Search", h("input", { type: "search", id: "query", placeholder: "in prompts and responses", "aria-describedby": "found" })),

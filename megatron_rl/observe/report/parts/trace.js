@@ -29,7 +29,7 @@ class Gantt {
     this.rows = top;
     this.said = h("p", { class: "muted", "aria-live": "polite", style: { minHeight: "1.5em" } }, "Point at a span to read it.");
     this.plot = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", style: { height: `${Math.min(640, 60 + Math.max(top * 8, this.lanes.length * 20))}px` },
-      "aria-label": "What every process did in the iteration. Arrow keys move, plus and minus zoom, 0 shows all. The longest spans are in the table below.", onkeydown: event => this.press(event) });
+      "aria-label": "The steps of every process in the iteration. Arrow keys move, plus and minus zoom, 0 shows all. The longest spans are in the table below.", onkeydown: event => this.press(event) });
     this.table = h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "The longest spans in view" });
     this.details = h("details", { ontoggle: () => this.tabulate() }, h("summary", {}, "The longest spans in view, as a table"), this.table);
     this.colours = Object.fromEntries([...new Set(this.spans.map(span => span.what))].map((name, place) => [name, SPAN_COLOURS[name] ?? COLOURS[place % 8]]));
@@ -101,15 +101,15 @@ function showGantt() {
     forget("gantt");
     const iteration = choices[select.value][0];
     box.replaceChildren(...new Gantt(iteration).element, h("p", { class: "muted" }, [
-      iteration.num_left_out ? `${plural(iteration.num_left_out, "span")} were too short or too many to be here.` : null,
-      iteration.error === null ? null : ` Clocks of processes are together within ${number(iteration.error * 1e3)} ms.`].filter(Boolean).join("")));
+      iteration.num_left_out ? `${plural(iteration.num_left_out, "span")} are left out: too short, or beyond the bound.` : null,
+      iteration.error === null ? null : ` Clocks of processes agree within ${number(iteration.error * 1e3)} ms.`].filter(Boolean).join("")));
   };
   const select = h("select", { onchange: show }, choices.map(([, text], place) => h("option", { value: place }, text)));
-  // What comes after the last update is an iteration without a pass.
+  // The time after the last update is an iteration without a pass.
   const isWhole = ([iteration]) => iteration.lanes.some(([, spans]) => spans.some(([, what]) => what === "forward"));
   select.value = Math.max(0, choices.findLastIndex(isWhole));
   fill("gantt", problems, h("div", { class: "panel", style: { marginTop: ".9rem" } }, h("div", { class: "bar" }, h("h3", {}, "An iteration"), h("label", {}, "Which ", select)),
-    h("p", { class: "muted" }, "The first, the slowest and the newest are here; megatron-rl trace has all."), box));
+    h("p", { class: "muted" }, "The first, the slowest and the newest are shown; megatron-rl trace has all."), box));
   show();
 }
 
