@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.arguments.command_line import parse_run
-from megatron_rl.observe.metrics import read
+from megatron_rl.observe.metrics import read_metrics
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _iterations(folder: Path, seconds: list[float], is_sync: bool) -> list[dict]:
-    metrics = read(folder)[-len(seconds) :]
+    metrics = read_metrics(folder)[-len(seconds) :]
     generation = _read_generation(folder, len(seconds))
     return [
         {

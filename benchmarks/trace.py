@@ -96,9 +96,9 @@ def _find_error(values: list[float]) -> float:
 def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
     """Return, for iterations with a trace, the share of the time that has a cause, and the agreement of the samples."""
     from megatron_rl.observe.ledger import compute_ledger, divide_rank
-    from megatron_rl.observe.trace import read
+    from megatron_rl.observe.trace import read_trace
 
-    trace = read(run)
+    trace = read_trace(run)
     trace = trace.select(version for version in trace.versions if version % 2 == 0 and version >= 2)
     accounts = compute_ledger(trace)
     for account in accounts:
@@ -117,7 +117,7 @@ def _check_engine(folder: Path) -> dict[str, float]:
     While its main thread waits for another one of the process, the engine works, so all of its threads are asked too.
     """
     from megatron_rl.observe.ledger import compute_ledger, divide_engine
-    from megatron_rl.observe.trace import read
+    from megatron_rl.observe.trace import read_trace
     from tests.e2e import loop
 
     model = loop.draw_model(folder / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=SEQ_LENGTH)
@@ -135,7 +135,7 @@ def _check_engine(folder: Path) -> dict[str, float]:
     if any(codes):
         raise SystemExit(f"exit codes {codes}\n{ranks.text()}")
     run = folder / "runs" / "run"
-    trace = read(run)
+    trace = read_trace(run)
     trace = trace.select(version for version in trace.versions if version >= 2)
     (account,) = (account for account in compute_ledger(trace) if not account.is_rank)
     figures, offset = {}, _find_offset(run, "sidecar")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.arguments.command_line import parse_run
-from megatron_rl.observe.metrics import read
+from megatron_rl.observe.metrics import read_metrics
 
 
 class Cost:
@@ -91,7 +91,7 @@ def main() -> None:
             "recording": later[2] - now[2],
             "tokens": record["tokens"]["computed"],
         }
-        for record, (now, later) in zip(read(folder), itertools.pairwise(moments), strict=True)
+        for record, (now, later) in zip(read_metrics(folder), itertools.pairwise(moments), strict=True)
     ]
     Path(out).write_text(json.dumps(found))
 

@@ -227,7 +227,7 @@ class World:
         with _running(command, folder, environment) as process:
             if is_pinned:
                 _pin(process, folder / "run" / metrics.FILE_NAME)
-        seconds = [record[metrics.TIME][WHOLE] for record in metrics.read(folder / "run")]
+        seconds = [record[metrics.TIME][WHOLE] for record in metrics.read_metrics(folder / "run")]
         return size.num_prompts * size.group_size / statistics.median(seconds[1:])
 
     def run_colocated(self) -> float:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.observe.metrics import read
+from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.picture import make_figure, save_figure
 
 _COLUMNS = 4
@@ -45,7 +45,7 @@ def compare(variants: Mapping[str, Sequence[str]], seeds: Sequence[int], out: Pa
 
 def _read_curve(run: Path) -> list[tuple[int, float]]:
     """Share of the held-out problems answered, by iteration."""
-    return [(record["version"], record["evaluation"]["pass"]) for record in read(run) if "evaluation" in record]
+    return [(record["version"], record["evaluation"]["pass"]) for record in read_metrics(run) if "evaluation" in record]
 
 
 def _draw(curves: Mapping[str, Sequence[list[tuple[int, float]]]], out: Path) -> None:
@@ -72,4 +72,4 @@ def _draw(curves: Mapping[str, Sequence[list[tuple[int, float]]]], out: Path) ->
 
 def _count_prompts(run: Path) -> int:
     """Count the prompts that were sampled, those that were not trained on among them."""
-    return sum(record.get("prompts", {}).get("considered", record.get("groups", 0)) for record in read(run))
+    return sum(record.get("prompts", {}).get("considered", record.get("groups", 0)) for record in read_metrics(run))

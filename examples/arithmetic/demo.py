@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from examples.arithmetic import model, task, warm_up
-from megatron_rl.observe.metrics import read
+from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.picture import picture
 from megatron_rl.observe.summary import text_curves
 
@@ -57,7 +57,7 @@ def main() -> None:
     before = warm_up.make(out / "model", arguments.seed, warm_up.Recipe(forgotten=arguments.forgotten))
     flags = LAYOUTS[arguments.layout] + arguments.flags
     run = train(out, find_program(arguments.recipe), arguments.python, arguments.reward, arguments.seed, flags)
-    records = read(run)
+    records = read_metrics(run)
     print(text_curves({"arithmetic": records}))
     picture({"arithmetic": run}, out / "picture.png")
     after = records[-1]["evaluation"]["pass"]

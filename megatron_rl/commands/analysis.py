@@ -18,7 +18,7 @@ from megatron_rl.observe.ledger import ENGINE_CAUSES, RANK_CAUSES, Account, comp
 from megatron_rl.observe.report.data import ReportData
 from megatron_rl.observe.report.page import build_page, load_library, write_page
 from megatron_rl.observe.report.server import ReportServer
-from megatron_rl.observe.run_folder import CONFIG_FILE, find_run, label_runs, read_config
+from megatron_rl.observe.run_folder import CONFIG_FILE, find_run, label_runs, read_saved_config
 from megatron_rl.observe.trace import Trace
 
 _LARGEST_PORT = 65535
@@ -35,7 +35,7 @@ def explain(argv: list[str]) -> int:
     parser = _make_parser("explain", explain.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path)
     run = find_run(parser.parse_args(argv).run, metrics.FILE_NAME)
-    trace, records = _read_trace_if_any(run), metrics.read(run)
+    trace, records = _read_trace_if_any(run), metrics.read_metrics(run)
     if trace is not None and (lack := describe_lack_of_time(trace)) is not None:
         print(f"note: {lack}")
         trace = None
@@ -44,7 +44,7 @@ def explain(argv: list[str]) -> int:
         records = []
     # RUN may also be the path of the file of metrics, in its run's folder.
     folder = run if run.is_dir() else run.parent
-    for finding in list_findings(trace, records, read_config(folder / CONFIG_FILE)):
+    for finding in list_findings(trace, records, read_saved_config(folder / CONFIG_FILE)):
         print(finding.sentence)
     return ExitCode.OK
 
@@ -145,14 +145,14 @@ def _add_last(parser: argparse.ArgumentParser) -> None:
 
 def _read_last(arguments: argparse.Namespace) -> Trace:
     """Read the trace of the run, or of its newest iterations if --last is given."""
-    found = trace_file.read(find_run(arguments.run, metrics.FILE_NAME))
+    found = trace_file.read_trace(find_run(arguments.run, metrics.FILE_NAME))
     return found if arguments.last is None else found.select(found.versions[-max(1, arguments.last) :])
 
 
 def _read_trace_if_any(run: Path) -> Trace | None:
     """Read the trace without its first iteration, which warms up. If the run has none, say so and return None."""
     try:
-        found = trace_file.read(run)
+        found = trace_file.read_trace(run)
     except InputError as error:
         # Metrics can be explained without a trace.
         print(f"note: where the time went is not known: {error}")

@@ -33,7 +33,7 @@ class MetricsFile(LineFile):
         self.append(version, {**record, "nonfinite": nonfinite} if nonfinite else record)
 
 
-def read(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run, given its file or folder."""
     path = run / FILE_NAME if run.is_dir() else run
     records = read_lines(path)

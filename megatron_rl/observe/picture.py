@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     files = label_runs(arguments.runs, metrics.FILE_NAME)
     if arguments.out is None:
-        print(text_curves({label: metrics.read(path) for label, path in files.items()}))
+        print(text_curves({label: metrics.read_metrics(path) for label, path in files.items()}))
     else:
         picture(files, arguments.out)
         print(f"written to {arguments.out}")
@@ -52,7 +52,7 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
     `out` appears only when it is complete.
     """
     check_format(out)
-    runs = {label: metrics.read(path) for label, path in metrics_files.items()}
+    runs = {label: metrics.read_metrics(path) for label, path in metrics_files.items()}
     figure = make_figure()
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 2))
     _draw_curves(figure.add_subplot(grid[0, 0]), runs)

@@ -42,7 +42,7 @@ def find_run(path: Path, file_name: str) -> Path:
 
 def check_samples(folder: Path, wanted: str) -> None:
     """Raise a UsageError if the folder holds a supervised run, which samples nothing and so lacks `wanted`."""
-    config = read_config(folder / CONFIG_FILE) if folder.is_dir() else None
+    config = read_saved_config(folder / CONFIG_FILE) if folder.is_dir() else None
     stage = None if config is None else config.sections.get("run", {}).get("stage")
     if stage is not None and stage.text == "sft":
         raise UsageError(
@@ -89,7 +89,7 @@ class SavedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Values by their subject and their name."""
 
 
-def write_config(path: Path, config: SavedConfig) -> None:
+def write_saved_config(path: Path, config: SavedConfig) -> None:
     """Write the file, readable by its owner only, in place of an earlier start's."""
     unfinished = path.with_name(f".{path.name}")
     with room_checked(path):
@@ -100,7 +100,7 @@ def write_config(path: Path, config: SavedConfig) -> None:
     unfinished.replace(path)
 
 
-def read_config(path: Path) -> SavedConfig | None:
+def read_saved_config(path: Path) -> SavedConfig | None:
     """Read the file; None if it does not exist, as in the folder of a run that wrote none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SavedConfig)

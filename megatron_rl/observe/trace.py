@@ -219,7 +219,7 @@ class Trace:
         )
 
 
-def read(run: Path) -> Trace:
+def read_trace(run: Path) -> Trace:
     """Read the trace of a run's folder; it may grow meanwhile."""
     paths = sorted((run / FOLDER).glob("*.jsonl"), key=_order)
     lines = {path.stem: read_lines(path) for path in paths}

@@ -175,7 +175,7 @@ class TraceRecord:
     """The largest number of responses that an engine samples at once; None without the sidecar's trace."""
 
 
-def read_trace(lines: Iterable[Mapping[str, Any]]) -> TraceRecord | None:
+def read_trace_record(lines: Iterable[Mapping[str, Any]]) -> TraceRecord | None:
     """Read the lines of all files of a trace; return None if no line has the known format."""
     # By slot, then by stage and name: a number from each rank of the stage.
     seconds: defaultdict[_Slot, defaultdict[tuple[int, str], list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -10,7 +10,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics, run_folder
 from megatron_rl.observe.run_folder import SavedConfig, check_samples
 from megatron_rl.plan.calibrate import MeasuredRun, RunLayout
-from megatron_rl.plan.records import read_record, read_trace
+from megatron_rl.plan.records import read_record, read_trace_record
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_log import find_files, find_first_file, read_log_lines
 
@@ -22,9 +22,9 @@ _ENGINES = {"vllm": "batching", "scripted": "scripted"}
 def read_run(folder: Path, given: Mapping[str, Any]) -> MeasuredRun:
     """Read a run. For its layout, `given` has precedence over the trace, and the trace over the configuration."""
     check_samples(folder, "groups to calibrate a plan on")
-    config = run_folder.read_config(folder / run_folder.CONFIG_FILE)
+    config = run_folder.read_saved_config(folder / run_folder.CONFIG_FILE)
     layout = read_layout(config) if config is not None else {}
-    trace = read_trace(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
+    trace = read_trace_record(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
     if trace is not None:
         layout["num_stages"] = trace.num_stages
         # If the sidecar was started by itself, the run's configuration does not describe the engines.
@@ -32,7 +32,7 @@ def read_run(folder: Path, given: Mapping[str, Any]) -> MeasuredRun:
     layout = {name: value for name, value in (layout | dict(given)).items() if value is not None}
     if "max_running" in layout:
         layout.setdefault("max_in_flight", 2 * layout["max_running"])
-    record = read_record(folder.name, metrics.read(folder), _read_audit(folder))
+    record = read_record(folder.name, metrics.read_metrics(folder), _read_audit(folder))
     return MeasuredRun(record, RunLayout(**layout), trace)
 
 

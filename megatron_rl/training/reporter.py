@@ -286,7 +286,7 @@ def open_log(
         others = None if rank.recipe.open_sinks is None else rank.recipe.open_sinks()
         reporter = build_reporter(settings, version, advantages, others)
         rank.stack.callback(reporter.close)
-        run_folder.write_config(settings.folder / run_folder.CONFIG_FILE, describe_run(settings))
+        run_folder.write_saved_config(settings.folder / run_folder.CONFIG_FILE, describe_run(settings))
         if client is not None:
             reporter.follow(client.status)
         startup.say("all is ready")

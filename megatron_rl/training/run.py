@@ -154,7 +154,7 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
         audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
         tensorboard=settings.observe.tensorboard_dir,
     )
-    print_summary(metrics.read(settings.folder), places, sys.stdout)
+    print_summary(metrics.read_metrics(settings.folder), places, sys.stdout)
 
 
 def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:

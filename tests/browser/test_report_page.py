@@ -31,7 +31,7 @@ LINE = "one line of a megabyte " * 45_000
 def write_configs(*folders):
     for number, folder in enumerate(folders):
         values = {"lr": Value(str(number), f"--lr {number}"), "note": Value(HOSTILE, "--note")}
-        run_folder.write_config(folder / "config.json", SavedConfig(num_devices=1, sections={"training": values}))
+        run_folder.write_saved_config(folder / "config.json", SavedConfig(num_devices=1, sections={"training": values}))
 
 
 def page_of(folders, path):

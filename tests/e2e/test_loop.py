@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.observe import run_folder
-from megatron_rl.observe.metrics import read, seconds_by_span, without_times
+from megatron_rl.observe.metrics import read_metrics, seconds_by_span, without_times
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
@@ -57,7 +57,7 @@ def run_to_its_end(
     words = words_of(world, folder, rollout_script=script(world, seed), **changes)
     loop.run(folder, world_size, words, OMP_NUM_THREADS=str(num_threads))
     assert_the_start_is_told(folder, world_size)
-    assert run_folder.read_config(folder / "run" / run_folder.CONFIG_FILE).num_devices == world_size
+    assert run_folder.read_saved_config(folder / "run" / run_folder.CONFIG_FILE).num_devices == world_size
     return folder
 
 
@@ -73,7 +73,7 @@ def assert_the_start_is_told(folder: Path, world_size: int) -> None:
     ):
         assert any(part in text for _, text in starts), (part, said)
     assert said.rindex("all is ready") < said.index("iteration 1/")
-    times = [line["time"] for line in read(folder / "run") if "time" in line]
+    times = [line["time"] for line in read_metrics(folder / "run") if "time" in line]
     assert times[0]["start"] == pytest.approx(float(starts[-1][0]), abs=0.1)
     assert not any("start" in later for later in times[1:])
     assert not any("\nstart " in path.read_text() for path in folder.glob("rank-[1-9].output"))
@@ -98,7 +98,7 @@ def assert_same_runs(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
-    left, right = (without_times(read(folder / "run")) for folder in (one, other))
+    left, right = (without_times(read_metrics(folder / "run")) for folder in (one, other))
     assert left == right
 
 
@@ -117,7 +117,7 @@ def compare_schedules(world: loop.World, name: str, world_size: int, seeds: list
 
 def test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival(world):
     compare_schedules(world, "dp2", 2, [0], use_distributed_optimizer=True, log_num_zeros_in_grad=True)
-    for line in read(world.folder / "dp2-0" / "run"):
+    for line in read_metrics(world.folder / "dp2-0" / "run"):
         parts = seconds_by_span(line)
         assert parts.keys() >= {"publish", "wait", "train", "update", "other"}
         assert parts["update"] > 0
@@ -130,7 +130,7 @@ def test_periodic_and_sync_end_in_the_same_weights_over_context_parallel_ranks(w
     changes = {"context_parallel_size": 2, "micro_batch_size": 8, "log_samples": 32, "log_sample_tokens": True}
     compare_schedules(world, "cp2", 2, [21], num_threads=1, **changes)
     samples = read_lines(world.folder / "cp2-21" / "run" / "samples.jsonl")
-    for line in read(world.folder / "cp2-sync" / "run"):
+    for line in read_metrics(world.folder / "cp2-sync" / "run"):
         tokens = [
             response["tokens"]
             for sample in samples
@@ -156,11 +156,11 @@ def test_periodic_and_sync_end_in_the_same_weights_where_groups_without_a_signal
     }  # fmt: skip
     compare_schedules(world, "filtered", 2, [41], **changes)
     folders = [world.folder / name / "run" for name in ("filtered-sync", "filtered-41")]
-    for line in read(folders[0]):
+    for line in read_metrics(folders[0]):
         prompts = line["prompts"]
         assert line["reward"]["all_equal_groups"] == 0
         assert prompts["considered"] == 8 + prompts["without_signal"]
-    considered = [line["prompts"]["considered"] for line in read(folders[0])]
+    considered = [line["prompts"]["considered"] for line in read_metrics(folders[0])]
     assert 8 < sum(considered) / len(considered) < 24
     # The groups that the next iteration trains on begin where the one before ended.
     rows = sorted({sample["row"] for sample in read_lines(folders[0] / "samples.jsonl")})
@@ -174,7 +174,7 @@ def test_periodic_and_sync_let_the_same_prompts_rest(world):
     """Run two epochs, with the mean rewards of the first one."""
     changes = {"grpo_prompts_per_step": 16, "prompts_rest_below": 0.9, "prompts_rest_above": 1.1}
     compare_schedules(world, "resting", 2, [51], **changes)
-    resting = [line["prompts"]["resting"] for line in read(world.folder / "resting-51" / "run")]
+    resting = [line["prompts"]["resting"] for line in read_metrics(world.folder / "resting-51" / "run")]
     assert 0 < max(resting) < 40
 
 
@@ -186,7 +186,7 @@ def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_nam
     if name == "gdpo":
         changes["grpo_kl_in"] = "reward"
     compare_schedules(world, name, 2, [61], **changes)
-    assert any(line["ratio"] != 1 for line in read(world.folder / f"{name}-sync" / "run"))
+    assert any(line["ratio"] != 1 for line in read_metrics(world.folder / f"{name}-sync" / "run"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
-from megatron_rl.observe.metrics import read, without_times
+from megatron_rl.observe.metrics import read_metrics, without_times
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
 from tests.processes import ROOT
@@ -36,9 +36,9 @@ def test_a_run_trains_with_functions_of_its_own_and_does_not_resume_once_their_f
     for folder, end in ((whole, None), (part, 2)):
         places = {"rollout_folder": folder, "save": folder.parent / "ckpt", "exit_interval": end}
         loop.run(folder.parent, 1, world.words("run", **words, **places))
-    lines = read(whole)
+    lines = read_metrics(whole)
     assert all(0 < line["metric"]["kept"] < 1 for line in lines)
-    recorded = run_folder.read_config(whole / run_folder.CONFIG_FILE).sections["plug-ins"]
+    recorded = run_folder.read_saved_config(whole / run_folder.CONFIG_FILE).sections["plug-ins"]
     config = AlgorithmConfig(loss=words["grpo_loss"], advantage=words["grpo_advantage"], metrics=[words["grpo_metric"]])
     assert {name: value.text for name, value in recorded.items()} == describe_plug_ins(config)
 
@@ -55,4 +55,4 @@ def test_a_run_trains_with_functions_of_its_own_and_does_not_resume_once_their_f
         assert f"--grpo-loss {file}:ce_gppo: the file has changed since" in ranks.text()
     file.write_text(before)
     loop.run(part.parent, 1, world.words("run", **resumed))
-    assert without_times(read(part)) == without_times(lines)
+    assert without_times(read_metrics(part)) == without_times(lines)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.observe.metrics import read, without_times
+from megatron_rl.observe.metrics import read_metrics, without_times
 from megatron_rl.records.append_file import read_lines
 from megatron_rl.records.audit_check import verify
 from tests.e2e import loop
@@ -112,7 +112,7 @@ def uninterrupted(world: loop.World, name: str, world_size: int, **changes) -> P
 
 def assert_same(folder: Path, whole: Path) -> None:
     """Compare bit for bit: metrics, samples (with their prompts), and the weights."""
-    assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
+    assert without_times(read_metrics(folder / "run")) == without_times(read_metrics(whole / "run"))
     assert read_lines(folder / "run" / "samples.jsonl") == read_lines(whole / "run" / "samples.jsonl")
     ours, theirs = (load_file(f / "hf" / f"iter_{ITERATIONS:07d}" / "model.safetensors") for f in (folder, whole))
     for name, tensor in ours.items():
@@ -125,7 +125,7 @@ def test_a_run_that_ends_at_a_limit_resumes_as_if_it_had_not_ended(world):
     """Let advantages take the mean reward of the iteration before."""
     whole = uninterrupted(world, "unlimited", 1, grpo_advantage="global")
     folder = uninterrupted(world, "limited", 1, exit_interval=3, grpo_advantage="global")
-    assert [row["version"] for row in read(folder / "run") if "fingerprint" in row] == [0, 1, 2]
+    assert [row["version"] for row in read_metrics(folder / "run") if "fingerprint" in row] == [0, 1, 2]
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     # It continues beyond the limit that it ended at.
     resumed(world, folder, 1, exit_interval=3, grpo_advantage="global")
@@ -156,7 +156,7 @@ def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_sched
     ) in ranks.text()
     assert not (folder / "run" / "sidecar.log").exists()
     resumed(world, folder, 1, override_opt_param_scheduler=True, **longer)
-    assert [line["version"] for line in read(folder / "run")] == [*range(ITERATIONS + 1), ITERATIONS + 1]
+    assert [line["version"] for line in read_metrics(folder / "run")] == [*range(ITERATIONS + 1), ITERATIONS + 1]
 
 
 @pytest.mark.each_change
@@ -193,7 +193,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_somet
     (run / "metrics.jsonl").write_text("".join(iterations))
     text, has_started = start_again()
     assert (said in text, has_started) == (False, True), text
-    assert without_times(read(run))[-1]["evaluation"], "the last evaluation is made up for"
+    assert without_times(read_metrics(run))[-1]["evaluation"], "the last evaluation is made up for"
     assert start_again()[1] is False
 
     text, _ = start_again(4, rollout_folder=folder / "another")
@@ -218,7 +218,7 @@ def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_again_keeps_th
         assert ranks.wait() == [0], ranks.text()
     assert f"what an earlier run wrote into {metrics} is now metrics.jsonl.1" in ranks.text()
     assert (folder / "run" / "metrics.jsonl.1").read_text() == before
-    assert len(read(folder / "run")) == len(before.splitlines())
+    assert len(read_metrics(folder / "run")) == len(before.splitlines())
 
 
 @pytest.mark.each_change
@@ -229,7 +229,7 @@ def test_a_moved_reference_is_restored_after_a_kill_in_the_same_and_in_another_l
         "overlap_param_gather": True,
     }  # fmt: skip
     whole = uninterrupted(world, "moved-whole", 2, **changes)
-    divergences = [line["kl"] for line in read(whole / "run")[:ITERATIONS]]
+    divergences = [line["kl"] for line in read_metrics(whole / "run")[:ITERATIONS]]
     assert divergences[0] == divergences[2] == 0.0, "the reference is the policy that the iteration starts from"
     assert min(divergences[1], divergences[3]) > 0
     saved = [tensors_of(whole / "save" / f"iter_{version:07d}") for version in (1, 2, 3)]
@@ -245,7 +245,7 @@ def test_a_moved_reference_is_restored_after_a_kill_in_the_same_and_in_another_l
     assert_same(folder, whole)
     resumed(world, other, 2, pipeline_model_parallel_size=2, **changes)
     for key in ("loss", "kl", "gradient_norm"):
-        ours, theirs = (read(run / "run")[ITERATIONS - 1][key] for run in (other, whole))
+        ours, theirs = (read_metrics(run / "run")[ITERATIONS - 1][key] for run in (other, whole))
         assert abs(ours - theirs) < 1e-5 * abs(theirs), key
 
 
@@ -266,7 +266,7 @@ def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(world):
             world, f"pp-{moment}-{kill}", 2, {rank: fault(moment, kill, calls.get(moment, 2))},
             pipeline_model_parallel_size=2,
         )  # fmt: skip
-        at = len(read(folder / "run")) if (folder / "run" / "metrics.jsonl").stat().st_size else 0
+        at = len(read_metrics(folder / "run")) if (folder / "run" / "metrics.jsonl").stat().st_size else 0
         resumed(world, folder, 2, pipeline_model_parallel_size=2)
         assert_same(folder, whole)
         print(f"{kill} killed at {moment}, {at} iterations written: the same")
@@ -312,7 +312,7 @@ def test_a_run_resumes_in_another_layout(world):
         whole = uninterrupted(world, f"{name}-whole", world_size, **before)
         folder = killed(world, name, world_size, {0: fault("optimizer", "rank", call=3)}, **before)
         resumed(world, folder, other_size, **after)
-        ours, theirs = read(folder / "run"), read(whole / "run")
+        ours, theirs = read_metrics(folder / "run"), read_metrics(whole / "run")
         assert [line["version"] for line in ours] == [line["version"] for line in theirs]
         for key in ("loss", "gradient_norm"):
             difference = abs(ours[2][key] - theirs[2][key]) / abs(theirs[2][key])

@@ -11,7 +11,7 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.demonstrations import load_demonstrations
 from megatron_rl.observe import run_folder, trace
 from megatron_rl.observe.ledger import compute_ledger
-from megatron_rl.observe.metrics import read, without_times
+from megatron_rl.observe.metrics import read_metrics, without_times
 from tests import hf_models
 from tests.e2e import loop
 from tests.supervised_twin import Row, Rules, Twin
@@ -92,8 +92,8 @@ def test_a_run_that_was_killed_resumes_as_the_run_that_was_not(world, pairs, who
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
     ranks = loop.run(folder, 2, words)
     assert "continues from" in ranks.text()
-    assert without_times(read(folder / "run")) == without_times(read(whole / "run"))
-    assert run_folder.read_config(folder / "run" / run_folder.CONFIG_FILE).sections["run"]["stage"].text == "sft"
+    assert without_times(read_metrics(folder / "run")) == without_times(read_metrics(whole / "run"))
+    assert run_folder.read_saved_config(folder / "run" / run_folder.CONFIG_FILE).sections["run"]["stage"].text == "sft"
     ours, theirs = (load_file(one / "hf" / LAST / "model.safetensors") for one in (folder, whole))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
@@ -115,7 +115,7 @@ def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
     ]
     twins = [Twin(world.model, dtype) for dtype in (torch.float32, torch.float64)]
     (theirs, their_weights), (truth, true_weights) = (twin.train(updates, RULES) for twin in twins)
-    *metrics, last = read(whole / "run")
+    *metrics, last = read_metrics(whole / "run")
     losses = torch.tensor([line["loss"] for line in metrics])
     found = {"losses": error_over_bound(losses, theirs, truth)}
     error, tensor = worst_of(load_file(whole / "hf" / LAST / "model.safetensors"), their_weights, true_weights)
@@ -138,10 +138,10 @@ def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
 
 
 def test_a_run_leaves_its_configuration_and_what_every_rank_did_when(whole):
-    config = run_folder.read_config(whole / "run" / run_folder.CONFIG_FILE)
+    config = run_folder.read_saved_config(whole / "run" / run_folder.CONFIG_FILE)
     assert ("stage", "sft", "--stage sft") in {given[1:] for given in run_folder.list_given(config)}
     assert config.num_engine_devices is None
-    found = trace.read(whole / "run")
+    found = trace.read_trace(whole / "run")
     assert [*found.versions] == [*range(ITERATIONS + 1)]
     for account in compute_ledger(found):
         assert sum(account.seconds.values()) == pytest.approx(account.wall)
@@ -160,7 +160,7 @@ def test_the_checkpoint_and_the_folder_of_weights_lead_to_the_same_grpo(world, w
         folder = world.folder / name
         words = world.words("grpo", rollout_folder=folder / "grpo", train_iters=2, save=folder / "save", **changes)
         loop.run(folder, 1, words)
-        lines = read(folder / "grpo")
+        lines = read_metrics(folder / "grpo")
         assert [line["version"] for line in lines] == [0, 1]
         assert (folder / "save" / "iter_0000002").is_dir()
         fingerprints.append([line["fingerprint"] for line in lines])

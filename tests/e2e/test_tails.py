@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.observe.metrics import read
+from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.records.audit_check import verify
 from megatron_rl.records.audit_log import hash_content
 from tests.e2e import loop
@@ -76,7 +76,7 @@ def test_prompts_that_are_put_off_are_trained_on_next_also_by_a_run_that_was_kil
     # The last iteration's are named, and a run that resumes trains on them.
     assert "4 prompts that --rollout-tail carry put off were not trained on, nor were their 16 responses" in text
     assert text.count("put off were not trained on") == 1
-    assert [line["prompts"]["put_off"] for line in read(folder / "run")] == [4, 8, 0, 4]
+    assert [line["prompts"]["put_off"] for line in read_metrics(folder / "run")] == [4, 8, 0, 4]
     left = verify(folder / "run").put_off
     assert left is not None
     assert [one.version for one in left] == [3] * 4
@@ -106,7 +106,7 @@ def test_responses_that_are_cut_off_are_trained_on_and_counted_as_truncated(worl
         if event["event"] == "group"
     ]
     assert 0 < sum("cut" in of_group for of_group in reasons) <= 4 * ITERATIONS
-    assert any(line["responses"]["truncated"] > 0 for line in read(folder / "run"))
+    assert any(line["responses"]["truncated"] > 0 for line in read_metrics(folder / "run"))
 
 
 @pytest.mark.slow

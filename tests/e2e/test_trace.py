@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.observe import trace
 from megatron_rl.observe.ledger import compute_ledger
-from megatron_rl.observe.metrics import read
+from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.trace import Process, Trace
 from tests.e2e import loop
 
@@ -36,7 +36,7 @@ def run(world) -> Path:
 
 @pytest.fixture(scope="module")
 def found(run: Path) -> Trace:
-    return trace.read(run)
+    return trace.read_trace(run)
 
 
 def of_version(process: Process, version: int) -> Counter:
@@ -125,6 +125,6 @@ def test_a_trace_changes_no_bit_of_training_and_can_be_turned_off(world, run, tm
     words = SHARED | {"rollout_folder": other, "trace": "off", "train_iters": 1}
     loop.run(tmp_path / "off", 2, world.words("run", **words))
     assert not (other / "trace").exists()
-    of_on, of_off = read(run)[0], read(other)[0]
+    of_on, of_off = read_metrics(run)[0], read_metrics(other)[0]
     for name in ("loss", "gradient_norm", "fingerprint", "mismatch"):
         assert of_on[name] == of_off[name]

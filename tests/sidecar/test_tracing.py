@@ -60,7 +60,7 @@ def record(folder: Path, versions: range, fatal: str | None = None, evaluates: b
             written.close()
 
     asyncio.run(run())
-    found = trace.read(folder).sidecar
+    found = trace.read_trace(folder).sidecar
     assert found is not None
     return found
 
@@ -127,7 +127,7 @@ def test_a_resumed_run_drops_what_is_done_again(tmp_path):
 
 def test_the_ledger_accounts_for_all_of_every_engines_time(tmp_path):
     record(tmp_path, range(2), evaluates=True)
-    accounts = compute_ledger(trace.read(tmp_path))
+    accounts = compute_ledger(trace.read_trace(tmp_path))
     assert [account.name for account in accounts] == list(ENGINES)
     assert all(account.seconds["other"] == 0 for account in accounts)
 

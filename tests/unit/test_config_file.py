@@ -24,8 +24,8 @@ def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_pa
     model = folder(tmp_path, QWEN3)
     settings = command_line.parse_run([*CPU, *RUN, "--hf-model", model])
     path = tmp_path / "run.json"
-    run_folder.write_config(path, describe.describe_run(settings))
-    kept = run_folder.read_config(path)
+    run_folder.write_saved_config(path, describe.describe_run(settings))
+    kept = run_folder.read_saved_config(path)
     printed = describe.print_config(settings)
     for section, values in kept.sections.items():
         assert f"[{section}]" in printed
@@ -63,10 +63,10 @@ def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():
 
 
 def test_a_folder_without_a_configuration_has_none_and_an_unreadable_one_is_named(tmp_path):
-    assert run_folder.read_config(tmp_path / "config.json") is None
+    assert run_folder.read_saved_config(tmp_path / "config.json") is None
     (tmp_path / "config.json").write_text('{"sections": 3}')
     with pytest.raises(InputError, match="config.json cannot be read"):
-        run_folder.read_config(tmp_path / "config.json")
+        run_folder.read_saved_config(tmp_path / "config.json")
 
 
 def test_a_token_is_not_multiplied_with_the_table_of_embeddings_nor_with_other_tokens_experts():

@@ -86,7 +86,7 @@ def write_prompts(path: Path) -> None:
 
 def write_config(path: Path) -> None:
     value = run_folder.Value(text="1" * 99, source="flag")
-    run_folder.write_config(path, run_folder.SavedConfig(sections={"run": {"value": value}}))
+    run_folder.write_saved_config(path, run_folder.SavedConfig(sections={"run": {"value": value}}))
 
 
 def write_weights(path: Path) -> None:

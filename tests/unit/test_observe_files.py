@@ -33,8 +33,8 @@ def test_a_resumed_runs_file_is_that_of_a_run_that_was_never_stopped(tmp_path, c
     for version in range(continued_from, 8):
         file.write(metrics_record(version, seconds=9.0))
     file.close()
-    assert metrics.without_times(metrics.read(resumed)) == metrics.without_times(metrics.read(whole))
-    assert metrics.read(resumed) != metrics.read(whole)
+    assert metrics.without_times(metrics.read_metrics(resumed)) == metrics.without_times(metrics.read_metrics(whole))
+    assert metrics.read_metrics(resumed) != metrics.read_metrics(whole)
 
 
 def test_a_torn_last_line_is_cut_off_when_the_file_is_opened(tmp_path):
@@ -42,7 +42,7 @@ def test_a_torn_last_line_is_cut_off_when_the_file_is_opened(tmp_path):
     write_metrics(path, range(2))
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"version": 2')
-    assert [record["version"] for record in metrics.read(path)] == [0, 1]
+    assert [record["version"] for record in metrics.read_metrics(path)] == [0, 1]
     MetricsFile(path).close()
     assert path.read_bytes() == whole
 
@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_cut_off_when_the_file_is_opened(tmp_path):
 def test_a_line_can_be_read_as_soon_as_write_returns(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(metrics_record(0))
-    assert [record["version"] for record in metrics.read(tmp_path)] == [0]
+    assert [record["version"] for record in metrics.read_metrics(tmp_path)] == [0]
     file.close()
 
 
@@ -74,7 +74,7 @@ def test_the_contents_of_a_file_are_set_aside_under_the_next_number(tmp_path):
     file.restart(0)
     file.close()
     copy = tmp_path / "metrics.jsonl.2"
-    assert [record["version"] for record in metrics.read(copy)] == [0]
+    assert [record["version"] for record in metrics.read_metrics(copy)] == [0]
     assert copy.stat().st_mode & 0o077 == 0
 
 
@@ -87,7 +87,7 @@ def test_a_damaged_line_is_named_and_nothing_is_dropped(tmp_path):
         with pytest.raises(InputError, match="metrics.jsonl, line 2: .*correct the line"):
             MetricsFile(path)
     with pytest.raises(InputError, match="line 2"):
-        metrics.read(path)
+        metrics.read_metrics(path)
     assert path.read_bytes() == before
 
 
@@ -98,7 +98,7 @@ def test_a_restart_drops_all_lines_from_the_first_later_version_on(tmp_path):
     file = MetricsFile(path)
     assert file.restart(4) == 2
     file.close()
-    assert metrics.read(path) == [{"version": 0}]
+    assert metrics.read_metrics(path) == [{"version": 0}]
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(tmp_path):
@@ -126,7 +126,7 @@ def test_a_number_comes_back_bit_for_bit(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"version": 0, "values": values})
     file.close()
-    assert metrics.read(tmp_path)[0]["values"] == values
+    assert metrics.read_metrics(tmp_path)[0]["values"] == values
 
 
 def _group(row, num_responses, text="a"):

@@ -260,7 +260,7 @@ def test_the_summary_has_results_times_and_places(tmp_path):
     write_metrics(path, range(5))
     places = summary.RunPaths(metrics=path, checkpoint=tmp_path / "nothing")
     stream = io.StringIO()
-    summary.print_summary(metrics.read(path), places, stream)
+    summary.print_summary(metrics.read_metrics(path), places, stream)
     assert (
         stream.getvalue()
         == f"""

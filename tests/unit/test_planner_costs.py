@@ -18,7 +18,7 @@ from megatron_rl.plan.figures import DeviceSplit, count_parameters, estimate
 from megatron_rl.plan.lengths import Uniform
 from megatron_rl.plan.memory import Micro, count_running, count_trainer_bytes
 from megatron_rl.plan.pipeline import count_slot, slot_seconds
-from megatron_rl.plan.records import read_record, read_trace
+from megatron_rl.plan.records import read_record, read_trace_record
 from megatron_rl.plan.simulate import _Run
 from megatron_rl.types import Experts
 from megatron_rl.weights import families
@@ -201,12 +201,12 @@ def test_a_trace_says_what_micro_batches_took_over_stages_of_the_policy_alone():
         {**trace_line("sidecar", None, []), "engines": {"engine-0": 32, "engine-1": 16}},
         {**trace_line("rank-9", 7, []), "format": 2},
     ]
-    trace = read_trace(lines)
+    trace = read_trace_record(lines)
     (one,) = trace.micro_batches
     assert (trace.num_stages, trace.max_running) == (2, 32)
     assert (one.version, one.replica, one.slot, one.tokens) == (1, 0, 0, 500)
     assert (one.forward, one.backward) == (pytest.approx(0.003), pytest.approx(0.009))
-    assert read_trace([]) is None
+    assert read_trace_record([]) is None
 
 
 def test_a_trace_tells_the_shape_even_of_a_run_that_always_waits(recorded):
@@ -221,7 +221,7 @@ def test_a_trace_tells_the_shape_even_of_a_run_that_always_waits(recorded):
             micros = 1e6 * slot_seconds(TRAINER, tokens, pairs)
             spans[version] += [[0, 0, 0.25 * micros, claim.index, tokens], [1, 0, 0.75 * micros, claim.index, tokens]]
     lines = [{**trace_line("rank-0", 0, of_version), "version": version} for version, of_version in spans.items()]
-    found = calibrate([dataclasses.replace(run, trace=read_trace(lines))]).trainer
+    found = calibrate([dataclasses.replace(run, trace=read_trace_record(lines))]).trainer
     assert found.per_micro_batch == pytest.approx(0.03, rel=0.02)
     assert found.per_token == pytest.approx(4e-4, rel=0.02)
     assert found.backward_share == pytest.approx(0.75)

@@ -175,7 +175,9 @@ def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, 
     assert "do not believe it: 384 responses an iteration, and the runs cover 96" in after
     # What is appended may stand in the run's configuration.
     rollout = {"max_num_seqs": run_folder.Value("12", "a flag")}
-    run_folder.write_config(folder / run_folder.CONFIG_FILE, run_folder.SavedConfig(sections={"rollout": rollout}))
+    run_folder.write_saved_config(
+        folder / run_folder.CONFIG_FILE, run_folder.SavedConfig(sections={"rollout": rollout})
+    )
     assert cli.main(["plan", str(folder), "--out", str(tmp_path / "plan.svg")]) == ExitCode.OK
     assert capsys.readouterr().out == before
     # Two runs say how wrong they are about each other.

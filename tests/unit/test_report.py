@@ -275,7 +275,7 @@ def test_several_runs_share_the_room_and_are_compared_by_their_configurations(tm
     folders = {name: write_run(tmp_path / name, num_versions=20) for name in ("a", "b")}
     for name, folder in folders.items():
         values = {"lr": Value(name, "--lr"), "seed": Value("1", "default")}
-        run_folder.write_config(folder / "config.json", SavedConfig(num_devices=2, sections={"training": values}))
+        run_folder.write_saved_config(folder / "config.json", SavedConfig(num_devices=2, sections={"training": values}))
     data = ReportData(folders)
     summary = data.read()
     assert summary["differences"] == [("training", "lr", ["a", "b"])]

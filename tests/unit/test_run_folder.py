@@ -15,7 +15,7 @@ def write_run(folder: Path, stage: str) -> Path:
     """Write a run's metrics and configuration, without an audit log."""
     folder.mkdir(parents=True)
     config = SavedConfig(sections={"run": {"stage": Value(stage, f"--stage {stage}")}})
-    run_folder.write_config(folder / run_folder.CONFIG_FILE, config)
+    run_folder.write_saved_config(folder / run_folder.CONFIG_FILE, config)
     lines = [{"version": version, "loss": 1.0, "demonstrations": 8} for version in range(3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

@@ -40,7 +40,7 @@ def write(run: Path, process: str, versions: range, offset: float = 0.0, **facts
 
 def test_spans_are_read_as_they_were_written(tmp_path):
     write(tmp_path, "rank-0", range(2), replica=1)
-    (process,) = trace.read(tmp_path).processes
+    (process,) = trace.read_trace(tmp_path).processes
     first, second = process.windows
     assert (first.version, first.begin, first.end, first.facts["replica"]) == (0, 100, 102, 1)
     assert second.spans == (Span("compute", "forward", 102.25, 102.75, 3, 640, {"role": "policy", "chunk": 0}),)
@@ -50,14 +50,14 @@ def test_spans_are_read_as_they_were_written(tmp_path):
 def test_ranks_come_first_and_by_number(tmp_path):
     for process in ("sidecar", "rank-10", "rank-2"):
         write(tmp_path, process, range(1))
-    assert [process.name for process in trace.read(tmp_path).processes] == ["rank-2", "rank-10", "sidecar"]
-    assert [process.name for process in trace.read(tmp_path).ranks] == ["rank-2", "rank-10"]
+    assert [process.name for process in trace.read_trace(tmp_path).processes] == ["rank-2", "rank-10", "sidecar"]
+    assert [process.name for process in trace.read_trace(tmp_path).ranks] == ["rank-2", "rank-10"]
 
 
 def test_rank_0s_measurement_of_another_clock_counts_more_than_the_clocks_own_lines(tmp_path):
     write(tmp_path, "rank-0", range(2), offset=1000.0, clocks={"sidecar": [-50.0, 0.001]})
     write(tmp_path, "sidecar", range(3), offset=7.0)
-    rank, sidecar = trace.read(tmp_path).processes
+    rank, sidecar = trace.read_trace(tmp_path).processes
     assert rank.windows[0].begin == 1100
     # No process measured it in iteration 2, and clocks run alike.
     assert [(window.begin, window.error) for window in sidecar.windows] == [(50, 0.001), (52, 0.001), (54, 0.001)]
@@ -65,7 +65,7 @@ def test_rank_0s_measurement_of_another_clock_counts_more_than_the_clocks_own_li
 
 def test_a_process_whose_clock_was_not_measured_says_so(tmp_path):
     write(tmp_path, "sidecar", range(1), offset=7.0)
-    (window,) = trace.read(tmp_path).processes[0].windows
+    (window,) = trace.read_trace(tmp_path).processes[0].windows
     assert (window.begin, window.error) == (107, None)
 
 
@@ -74,15 +74,15 @@ def test_a_resumed_run_writes_the_file_of_a_run_that_was_never_stopped(tmp_path)
     write(tmp_path / "resumed", "rank-0", range(4))
     with find_path(tmp_path / "resumed", "rank-0").open("ab") as file:
         file.write(b'{"version": 4, "spa')
-    assert len(trace.read(tmp_path / "resumed").processes[0].windows) == 4
+    assert len(trace.read_trace(tmp_path / "resumed").processes[0].windows) == 4
     write(tmp_path / "resumed", "rank-0", range(2, 6))
-    assert trace.read(tmp_path / "resumed") == trace.read(tmp_path / "whole")
+    assert trace.read_trace(tmp_path / "resumed") == trace.read_trace(tmp_path / "whole")
 
 
 def test_only_iterations_that_every_process_has_are_common(tmp_path):
     write(tmp_path, "rank-0", range(4))
     write(tmp_path, "sidecar", range(1, 6))
-    found = trace.read(tmp_path)
+    found = trace.read_trace(tmp_path)
     assert found.versions == [1, 2, 3]
     assert [len(process.windows) for process in found.select([2]).processes] == [1, 1]
 
@@ -106,7 +106,7 @@ def test_long_files_stay_below_their_bound_and_have_iterations_of_the_whole_run_
             file.write(version, recorder.take())
             assert file.size <= most
         file.close()
-    found = trace.read(tmp_path)
+    found = trace.read_trace(tmp_path)
     assert all(len(process.windows) < num_lines / 4 for process in found.processes)
     assert set(range(0, num_lines, 64)) | set(range(num_lines - 8, num_lines)) <= set(found.versions)
 
@@ -121,18 +121,18 @@ def test_a_file_that_is_thinned_continues_in_its_place_and_has_one_writer(tmp_pa
     with pytest.raises(ValueError, match="version 3 cannot follow 20"):
         file.write(3, recorder.take())
     file.close()
-    assert [window.version for window in trace.read(tmp_path).processes[0].windows] == [0, *range(12, 21)]
+    assert [window.version for window in trace.read_trace(tmp_path).processes[0].windows] == [0, *range(12, 21)]
     assert find_path(tmp_path, "rank-0").stat().st_mode & 0o077 == 0
 
 
 def test_a_folder_without_a_trace_and_a_line_of_another_format_are_named(tmp_path):
     with pytest.raises(InputError, match="has no trace: wait for the end of the first iteration"):
-        trace.read(tmp_path)
+        trace.read_trace(tmp_path)
     write(tmp_path, "rank-0", range(1))
     path = find_path(tmp_path, "rank-0")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}) + "\n")
     with pytest.raises(InputError, match=r"rank-0\.jsonl has the format 9, and this version reads 1"):
-        trace.read(tmp_path)
+        trace.read_trace(tmp_path)
 
 
 def test_spans_of_the_loop_are_recorded_and_parts_change_no_metric(tmp_path):
@@ -149,7 +149,7 @@ def test_spans_of_the_loop_are_recorded_and_parts_change_no_metric(tmp_path):
     file = TraceFile(tmp_path, "rank-0", {"offset": 0.0})
     file.write(0, recorder.take())
     file.close()
-    assert sorted(trace.read(tmp_path).processes[0].windows[0].spans, key=lambda span: span.begin) == [
+    assert sorted(trace.read_trace(tmp_path).processes[0].windows[0].spans, key=lambda span: span.begin) == [
         Span("main", "train", 100, 107),
         Span("main", "wait", 101, 103, 5),
         Span("main", "schedule", 103, 107),

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def converted(run: Path) -> list[dict]:
-    return perfetto.convert(trace.read(run))["traceEvents"]
+    return perfetto.convert(trace.read_trace(run))["traceEvents"]
 
 
 def test_the_ledger_is_a_table_of_shares_and_an_object_of_seconds(run, capsys):

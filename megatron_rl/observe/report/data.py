@@ -41,11 +41,11 @@ class RunFiles:
         return (*(_sign(folder / name) for name in names), _sign_all(folder / trace_file.FOLDER, "*.jsonl"))
 
     def read_config(self) -> SavedConfig | None:
-        return run_folder.read_config(self._metrics.with_name(run_folder.CONFIG_FILE))
+        return run_folder.read_saved_config(self._metrics.with_name(run_folder.CONFIG_FILE))
 
     def read(self, config: SavedConfig | None, peak_tflops: float | None) -> dict[str, Any]:
         """Read all but the samples."""
-        records = metrics.read(self._metrics)
+        records = metrics.read_metrics(self._metrics)
         known = config or SavedConfig()
         peak = None if peak_tflops is None else peak_tflops * 1e12
         curves = collect_curves(records)

@@ -25,7 +25,7 @@ def summarize_trace(folder: Path) -> dict[str, Any] | None:
     if not any((folder / trace_file.FOLDER).glob("*.jsonl")):
         return None
     try:
-        trace = trace_file.read(folder)
+        trace = trace_file.read_trace(folder)
     except InputError as error:
         return {"problem": str(error)}
     accounts = compute_ledger(trace)
