@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
-from megatron_rl.sidecar.vllm.held import Held, NotHeld, compare, digesting, learn_order, looking
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, compare, digesting, learn_order, looking
 from megatron_rl.weights.fingerprint import digest
 from megatron_rl.weights.mapping import TensorSpec
 
@@ -85,7 +85,7 @@ def drawn(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
 
-def loaded(worker: Worker, order: Any, tensors: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Held:
+def loaded(worker: Worker, order: Any, tensors: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> LoadProof:
     """Return the proof after a worker has loaded `tensors` and was given `given`."""
     name = str(next(iter(given.values())).dtype).removeprefix("torch.")
     specs = [TensorSpec(key, tuple(tensor.shape), name) for key, tensor in given.items()]

@@ -299,12 +299,13 @@ class NotHeld(MegatronRLError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class LoadProof:
     """The facts that are proved about a model after a load."""
 
     num_compared: int
-    """Parameters whose digests were compared."""
+    """The number of parameters whose digests were compared."""
     num_parameters: int
+    """The number of all parameters."""
     uncompared: tuple[str, ...]
     """Names of the other parameters."""
     shares: dict[str, list[tuple[Rectangle, Lanes]]]
@@ -344,7 +345,7 @@ def compare(
     readings: Readings[torch.Tensor | None],
     given: Mapping[str, Sequence[int]],
     specs: Sequence[TensorSpec],
-) -> Held:
+) -> LoadProof:
     """Compare the digests of the parameters with those of the given tensors; raise NotHeld if they differ."""
     if left := sorted(order.handed_over - readings.handed_over.keys()):
         raise NotHeld(f"the layers of {len(left)} parameters did not process the loaded weights: {_first(left)}")
@@ -379,7 +380,7 @@ def compare(
     unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
     uncompared = tuple(sorted({*order.rows, *order.unknown} - digests.keys()))
     num_parameters = len(order.rows) + len(order.unknown)
-    return Held(len(digests), num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
+    return LoadProof(len(digests), num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
 
 
 def _first(names: Sequence[str]) -> str:

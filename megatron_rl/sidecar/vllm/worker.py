@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.sidecar.engines import RefusalCode
-from megatron_rl.sidecar.vllm.held import Held, NotHeld, Order, Readings, compare, digesting, learn_order
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digesting, learn_order
 from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 from megatron_rl.weights.arrival import Arrival
@@ -146,14 +146,14 @@ class WorkerExtension:
                 f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}"
             )
         try:
-            held = self.megatron_rl_compared(record, digests)
+            proof = self.megatron_rl_compared(record, digests)
         except NotHeld as error:
             _must_be_those_of(received, digests, error.tensors)
             raise
         share = self.megatron_rl_pick_share(received)
-        _must_be_those_of(received, digests, [name for name in share if name not in held.proved])
+        _must_be_those_of(received, digests, [name for name in share if name not in proof.proved])
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **_describe(held, digests)}
+        return {"fingerprint": found, **_describe(proof, digests)}
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
@@ -202,9 +202,9 @@ class WorkerExtension:
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
-        held = self.megatron_rl_compared(record, record.digests)
+        proof = self.megatron_rl_compared(record, record.digests)
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **_describe(held, record.digests)}
+        return {"fingerprint": found, **_describe(proof, record.digests)}
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
@@ -274,10 +274,10 @@ class WorkerExtension:
                 model, specs, dtype, lambda tensors: self.megatron_rl_reload(tensors.items())
             )
 
-    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> Held:
+    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> LoadProof:
         """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.readings is None:
-            return Held(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
+            return LoadProof(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
         return compare(self.megatron_rl_order, record.readings, digests, record.specs)
 
     def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
@@ -330,13 +330,13 @@ class Record:
             raise Refusal(f"{len(missing)} parameters were not loaded: {', '.join(missing[:5])}")
 
 
-def _describe(held: Held, digests: Mapping[str, list[int]]) -> RpcAnswer:
+def _describe(proof: LoadProof, digests: Mapping[str, list[int]]) -> RpcAnswer:
     return {
-        "compared": held.num_compared,
-        "parameters": held.num_parameters,
-        "uncompared": held.uncompared,
-        "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in held.shares.items()},
-        "unheld": [name for name in held.unheld if name != _TIED],
+        "compared": proof.num_compared,
+        "parameters": proof.num_parameters,
+        "uncompared": proof.uncompared,
+        "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in proof.shares.items()},
+        "unheld": [name for name in proof.unheld if name != _TIED],
     }
 
 
