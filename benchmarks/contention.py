@@ -129,7 +129,7 @@ class _OtherCore:
             self._shared.kind.value = IDLE
 
     def watch(self, action: Callable[[], float]) -> tuple[float, float]:
-        """Return what the action does, and the process's counts a second meanwhile."""
+        """Return the action's result, and the process's counts a second meanwhile."""
         count, seconds = self._shared.count.value, self._shared.seconds.value
         result = action()
         counted = self._shared.count.value - count

@@ -102,7 +102,7 @@ def check(name: str, device: str) -> Iterator[str]:
 
 
 def check_rightness(name: str, device: str) -> Iterator[str]:
-    """Yield errors that are too large; print the largest of each case as a part of what is allowed."""
+    """Yield errors that are too large; print the largest of each case as a part of its bound."""
     end = time.perf_counter() + CASE_SECONDS
     asked = [one for one in questions(device) if BACKENDS[name].refusal(one.conditions(device)) is None]
     for number, question in enumerate(asked):
@@ -120,7 +120,7 @@ def check_rightness(name: str, device: str) -> Iterator[str]:
 
 
 def compare(question: Question, attention: Attention, device: str) -> dict[str, float]:
-    """Return how wrong each tensor is, as a part of what is allowed."""
+    """Return the error of each tensor, as a part of its bound."""
     if question.dtype_name == "fp32":
         return _compare_largest(question.case(device), attention)
     return _compare_tokens((question.case(device, draw) for draw in range(DRAWS)), attention)

@@ -126,7 +126,7 @@ def main() -> None:
 def _predict(
     world: "_World", bases: Mapping[str, Trial], trials: Mapping[str, Trial], num_simulated: int, file: Path
 ) -> None:
-    """Measure the calibrating runs, and write down what they say of all others."""
+    """Measure the calibrating runs, and write down their predictions of all others."""
     measured = [world.run(name, trial) for name, trial in bases.items()]
     costs = calibrate(measured)
     print(f"calibrated: {costs}")
@@ -139,7 +139,10 @@ def _predict(
 
 
 def predict(trial: Trial, costs: Costs, num_iterations: int = SIMULATED) -> float:
-    """Predict an iteration; what a script changes is what is known before the run: speed, delay and lengths."""
+    """Predict an iteration.
+
+    A script changes values that are known before the run: speed, delay and lengths.
+    """
     engine = costs.engine
     if isinstance(engine, ScriptedCosts):
         assert trial.speed is not None
@@ -158,7 +161,7 @@ def predict(trial: Trial, costs: Costs, num_iterations: int = SIMULATED) -> floa
 
 
 def _measure(world: "_World", trials: Mapping[str, Trial], file: Path) -> dict[str, float]:
-    """Run what was predicted, and compare."""
+    """Run the predicted settings, and compare."""
     predictions = json.loads(file.read_text())["seconds"]
     print(f"\n{'':<28}{'predicted':>10}{'measured':>10}{'error':>8}{'load':>6}  measured iterations, s")
     errors = {}

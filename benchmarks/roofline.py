@@ -97,7 +97,7 @@ def bound_triton(shape: Shape, speeds: Speeds) -> Bound:
 
 
 def bound_merge(shape: Shape, speeds: Speeds) -> Bound:
-    """Bound the calls, and what happens to rows between them."""
+    """Bound the calls, and the moves of rows between them."""
     strands = find_strands(shape.layout)
     flops = (1 + BACKWARD) * shape.flops(is_shared=True)
     num_tokens = shape.layout.num_tokens

@@ -36,7 +36,7 @@ class _Lengths:
         self._draw = random.Random(seed)
 
     def draw_prompt(self) -> float:
-        """Return what the lengths of its responses lie around."""
+        """Return the length that its responses lie around."""
         return MEDIAN_TOKENS * self._draw.lognormvariate(0.0, SPREAD / 2)
 
     def draw_group(self, around: float) -> list[int]:

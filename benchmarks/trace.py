@@ -112,7 +112,7 @@ def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
 
 
 def _check_engine(folder: Path) -> dict[str, float]:
-    """Run with an engine of vLLM's, and compare what the ledger says of it with samples of its state.
+    """Run with an engine of vLLM's, and compare its ledger with samples of its state.
 
     While its main thread waits for another one of the process, the engine works, so all of its threads are asked too.
     """

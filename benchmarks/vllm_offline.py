@@ -20,9 +20,9 @@ Generate = Callable[[Prompts, Sampling], float]
 def start(
     model: Path, core: int, max_model_len: int, max_num_seqs: int, in_one_process: bool = False
 ) -> Iterator[Generate]:
-    """Give a function that samples a group for each prompt, and returns how many tokens a second it made.
+    """Return a function that samples a group for each prompt and returns its tokens a second.
 
-    In one process vLLM starts in a third of the time, and is not what a person would compare with.
+    In one process vLLM starts in a third of the time, but is not the rival that a user would choose.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (str(model), core, max_model_len, max_num_seqs, in_one_process, theirs)

@@ -20,7 +20,7 @@ from tests.ranks import ROOT
 
 
 def read_requirements(folder: Path) -> list[Requirement]:
-    """Read what setup.py makes of this project: its requirements, with those of extras."""
+    """Read the metadata that setup.py gives this project: its requirements, with those of extras."""
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     metadata = importlib.metadata.PathDistribution(folder / "megatron_rl.egg-info")
@@ -95,7 +95,7 @@ def _link(distribution: importlib.metadata.Distribution, owners: dict[PurePosixP
 
 
 def run(python: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter without what this process was told about imports."""
+    """Run the interpreter without this process's settings for imports."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
         [str(python), *words], cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=900

@@ -133,7 +133,7 @@ class Twin:
         self._policy.load_state_dict(weights)
 
     def step(self) -> Tensors:
-        """Clip the last gradients and go along them, without momentum; returns the weights."""
+        """Clip the last gradients and follow them, without momentum; return the weights."""
         torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self.rules.clip_norm)
         torch.optim.SGD(self._policy.parameters(), lr=self.rules.learning_rate).step()
         return {name: value.detach().clone() for name, value in self._policy.named_parameters()}
@@ -199,7 +199,7 @@ class Twin:
     def _log_probs(
         self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies."""
+        """Return log-probs and entropies."""
         with torch.set_grad_enabled(with_gradients), everything_in(self._dtype):
             parts = [
                 log_probs_and_entropies(model, ids_BL, attention_BL, self.rules.temperature)

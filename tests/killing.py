@@ -9,7 +9,7 @@ from tests.processes import ROOT
 
 
 def kill_while_appending(code: str, random_number: random.Random) -> int:
-    """Run code that prints a line after each append; kill -9 it later. Returns how many lines it had printed."""
+    """Run code that prints a line after each append; kill -9 it later. Return the number of lines it had printed."""
     command = [sys.executable, "-u", "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -81,7 +81,7 @@ def _nursery(platform: str) -> subprocess.Popen[bytes]:
 
 
 def fork(folder: Path, environment: Mapping[str, str], platform: str = "cpu") -> None:
-    """Fork a rank off for the job in the folder; `process-RANK` and `exit-RANK` will say which and how it ended."""
+    """Fork a rank for the job in the folder; `process-RANK` and `exit-RANK` will hold its process and its end."""
     nursery = _nursery(platform)
     assert nursery.stdin is not None
     nursery.stdin.write(json.dumps([str(folder), dict(environment)]).encode() + b"\n")

@@ -216,7 +216,7 @@ _CALLS = {
 
 
 def make_tree(folder: Path, shape: str) -> Path:
-    """Write the tree; the path of its script."""
+    """Write the tree; return the path of its script."""
     training = folder / "megatron" / "training"
     training.mkdir(parents=True)
     (folder / "megatron" / "core").symlink_to(find_core())

@@ -66,7 +66,7 @@ class Twin:
         return losses.detach(), hf_models.gradients_of(self.model)
 
     def train(self, updates: Sequence[Sequence[Row]], rules: Rules) -> tuple[torch.Tensor, Tensors]:
-        """Make the updates; returns their losses, and the weights at the end."""
+        """Make the updates; return their losses, and the weights at the end."""
         # Norms and biases do not decay.
         decaying = [one for one in self.model.parameters() if one.dim() > 1]
         others = [one for one in self.model.parameters() if one.dim() <= 1]

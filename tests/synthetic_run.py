@@ -21,7 +21,7 @@ def write_samples(path: Path, num_versions: int, groups_per_version: int, group_
 
 
 def write_run(folder: Path, num_versions: int, groups_per_version: int = 4, group_size: int = 4, num_words: int = 40):
-    """Write metrics and samples; returns the folder."""
+    """Write metrics and samples; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_metrics(folder / "metrics.jsonl", range(num_versions))
     write_samples(folder / "samples.jsonl", num_versions, groups_per_version, group_size, num_words)

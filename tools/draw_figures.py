@@ -30,7 +30,7 @@ STYLE = {
 
 
 def draw_all(folder: Path, suffix: str = ".svg") -> list[Path]:
-    """Draw every picture into the folder; returns the files."""
+    """Draw every picture into the folder; return the files."""
     figures = json.loads((IMAGES / "figures.json").read_text(encoding="utf-8"))
     with pyplot.rc_context(STYLE):
         drawn = {

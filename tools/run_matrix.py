@@ -71,7 +71,7 @@ class Result:
 
 
 def run(version: str, name: str, words: list[str]) -> tuple[int, float, str]:
-    """Run a module in the version's environment; its exit code, the seconds and what it printed."""
+    """Run a module in the version's environment; return its exit code, the seconds and its output."""
     log = OUT / f"{version.replace(' ', '-')}-{name}.log"
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -91,7 +91,7 @@ def run_tests(version: str, part: str, words: tuple[str, ...]) -> Result:
 
 
 def write_numbers(version: str, folder: Path) -> Result:
-    """Train on a version, and keep what comes of it."""
+    """Train on a version, and keep the results."""
     code, seconds, output = run(version, "numbers", ["tests.matrix.across", "write", str(folder), version])
     return _tell(version, "numbers", Result(code == 0, seconds, "written" if code == 0 else "failed"), output)
 

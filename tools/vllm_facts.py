@@ -136,7 +136,7 @@ class Sources:
 
 
 def extract(sources: Sources) -> dict[str, object]:
-    """Extract the facts of one vLLM; what is missing is null or left out."""
+    """Extract the facts of one vLLM; missing ones are null or left out."""
     flags = "\n".join(sources.read(name) for name in FLAG_FILES)
     routes = {
         f"{verb.upper()} {path}"
@@ -163,7 +163,7 @@ def _has_flag(text: str, flag: str) -> bool:
 
 
 def describe(sources: Sources, name: str, members: tuple[str, ...]) -> dict[str, object] | None:
-    """Describe a class or a function: how it is called, and what its members are; None if it is missing."""
+    """Describe a class or a function: its call and its members; None if it is missing."""
     module, _, last = name.rpartition(".")
     node = sources.find(module, last)
     if node is None:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/algorithms.md from what the algorithms declare.
+"""Write the tables of docs/algorithms.md from the algorithms' own declarations.
 
 python -m tools.write_tables
 """

@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser, out: Path) -> None:
 
 
 def compare(variants: Mapping[str, Sequence[str]], seeds: Sequence[int], out: Path) -> dict[str, list[float]]:
-    """Run each of them with each seed, by its words for the demo; accuracies on the held-out problems."""
+    """Run each of them with each seed, by its words for the demo; return accuracies on the held-out problems."""
     folders = {name: [out / f"{name.replace(' ', '-')}-{seed}" for seed in seeds] for name in variants}
     for name, words in variants.items():
         for seed, folder in zip(seeds, folders[name], strict=True):

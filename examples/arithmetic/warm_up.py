@@ -45,7 +45,7 @@ class Recipe:
 def warm_up(
     model: transformers.Qwen3ForCausalLM, sets: task.Split, seed: int, recipe: Recipe = Recipe()
 ) -> Iterator[tuple[int, float, float]]:
-    """Train in place; gives step, loss and accuracy at every check."""
+    """Train in place; yield step, loss and accuracy at every check."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     draw = random.Random(seed)
     solved = encode(sets.warm_up, [task.careless(problem, draw, recipe.forgotten) for problem in sets.warm_up])
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def make(folder: Path, seed: int, recipe: Recipe = Recipe()) -> float:
-    """Save a model that has been warmed up; its accuracy on the held-out problems."""
+    """Save a model that has been warmed up; return its accuracy on the held-out problems."""
     start = said = time.monotonic()
     sets = task.split(seed)
     model = tiny.draw(seed)

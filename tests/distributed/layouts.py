@@ -118,7 +118,7 @@ class Model:
         return list(packs)[parallel_state.get_data_parallel_rank() :: size]
 
     def forward(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[torch.Tensor]:
-        """Log-probs of all packs in their order, on every rank."""
+        """Gather the log-probs of all packs in their order, on every rank."""
         return self._everywhere(compute_log_probs(self.wrapped, self.mine(packs), temperature))
 
     def forward_backward(self, packs: Sequence[Pack], loss: Loss, temperature: float = 1.0) -> list[torch.Tensor]:

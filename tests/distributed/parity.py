@@ -173,7 +173,7 @@ def run_shared_and_separate(
 
 
 def run_layouts(case_names: list[str], folders: dict[str, Path]) -> dict[tuple[str, str], tuple[Computed, str]]:
-    """Compute every model on each rank, in every layout of that many ranks, and the fingerprints of its weights."""
+    """Compute every model on each rank, in every layout for the number of ranks, and the weights' fingerprints."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for case_name in case_names:

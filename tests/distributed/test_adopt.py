@@ -55,7 +55,7 @@ def build(settings: Settings, **changes: Any) -> list[PackedGPTModel]:
 
 
 def results(trained: Training) -> dict[str, torch.Tensor]:
-    """Log-probs and the gradients of an accumulation, and the weights after its update."""
+    """Return log-probs and the gradients of an accumulation, and the weights after its update."""
     packs = shared_packs(divisor(trained.session.sizes))
     found = {f"log-probs {index}": values for index, values in enumerate(trained.forward(packs))}
     trained.accumulate()

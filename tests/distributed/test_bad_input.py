@@ -26,7 +26,7 @@ Change = Callable[[Path], object]
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Change what the weights' file holds."""
+    """Change the contents of the weights' file."""
 
     def write(folder: Path) -> None:
         values = load_file(folder / WEIGHTS)

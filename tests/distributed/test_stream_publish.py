@@ -71,7 +71,7 @@ class Group:
 
 
 def stream(session: Any, weights: Any, dtype: str | None) -> dict[str, Any]:
-    """Publish version 7 to a stand-in; what came over on rank 0."""
+    """Publish version 7 to a stand-in, and return the tensors that arrived on rank 0."""
     sidecar = Sidecar()
     groups: list[Group] = []
 

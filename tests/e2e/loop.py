@@ -66,7 +66,10 @@ class Ranks:
     outputs: list[Path]
 
     def wait(self, seconds: float = 600.0) -> list[int]:
-        """Exit codes; whoever has not ended by then is killed, and the test fails with what they printed."""
+        """Return the exit codes.
+
+        A process that has not ended by then is killed, and the test fails with the output of all.
+        """
         deadline = time.monotonic() + seconds
         try:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]

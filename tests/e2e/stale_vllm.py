@@ -112,7 +112,7 @@ def _keep_tied(plant: dict[str, Any]) -> None:
 
 
 def _shift_log_probs(plant: dict[str, Any]) -> None:
-    """Log-probs of sampled tokens, and theirs alone, are others."""
+    """Change the log-probs of sampled tokens, and nothing else."""
     from vllm.v1.sample.sampler import Sampler
 
     forward = Sampler.forward

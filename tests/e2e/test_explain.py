@@ -1,4 +1,4 @@
-"""`megatron-rl explain` names what is planted in a run; of a healthy run it reports nothing."""
+"""`megatron-rl explain` names a fault planted in a run; of a healthy run it reports nothing."""
 
 import contextlib
 import dataclasses

@@ -464,7 +464,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def until(is_so: Callable[[], bool], ranks: loop.Ranks, is_over: bool = False) -> None:
-    """Wait for it, while the ranks run or, where they are over, without them."""
+    """Wait until it is true, while the ranks run; if they are over, without them."""
     deadline = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < deadline, ranks.text()

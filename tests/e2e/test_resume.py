@@ -167,7 +167,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_somet
     before = (run / "metrics.jsonl").read_text()
 
     def start_again(code: int = 0, **changes) -> tuple[str, bool]:
-        """Return what the ranks print, and whether a sidecar was started."""
+        """Return the output of the ranks, and whether a sidecar was started."""
         for path in run.parent.glob("*/sidecar.log*"):
             path.unlink()
         with loop.running(folder, 2, words(world, folder, **changes)) as ranks:

@@ -20,14 +20,14 @@ OURS = "--platform cpu"
 
 
 def write_and_read(folder: Path, tensor: int, pipeline: int) -> tuple[int, list[str]]:
-    """Save with megatron.training, load with ours in the same layout; the parameters that differ."""
+    """Save with megatron.training, load with ours in the same layout; return the parameters that differ."""
     layout = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
     stock = _write(folder, f"{ARGUMENTS} {layout} --save {folder} --save-interval 1")
     return _read(folder, layout, stock)
 
 
 def write_ours(folder: Path, layout: str) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
-    """Save an optimizer that has stepped; what each rank had of it."""
+    """Save an optimizer that has stepped; return each rank's part of it."""
     from megatron_rl.arguments import command_line
     from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
     from megatron_rl.mcore.model.gpt import build_model, wrap
@@ -59,7 +59,7 @@ def write_ours(folder: Path, layout: str) -> list[tuple[int, str, dict[str, torc
 
 
 def load_ours(folder: Path, layout: str) -> tuple[int, list[tuple[int, str, dict[str, torch.Tensor]]]]:
-    """Load a checkpoint of ours with Megatron's `load_checkpoint`: the iteration, and what the rank has then."""
+    """Load a checkpoint of ours with Megatron's `load_checkpoint`; return the iteration, and the rank's tensors."""
     words = f"{ARGUMENTS} {layout} --load {folder} --no-load-rng --use-checkpoint-opt-param-scheduler"
     model, optimizer, scheduler = _build_stock(words)
     from megatron.training.checkpointing import load_checkpoint

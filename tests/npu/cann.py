@@ -82,7 +82,7 @@ def without_cann() -> dict[str, str]:
 
 
 def add_mindspeed(clone: str, folder: Path, version: str | None = None) -> dict[str, str]:
-    """Return what makes a clone of MindSpeed a package: its path, and the version that its setup.py says."""
+    """Make a clone of MindSpeed a package, with setup.py's version; return the environment that finds it."""
     if version is None:
         version = re.findall(r"__version__ = .([\d.]+)", Path(clone, "setup.py").read_text())[0]
     about = folder / f"mindspeed-{version}.dist-info"
@@ -92,7 +92,7 @@ def add_mindspeed(clone: str, folder: Path, version: str | None = None) -> dict[
 
 
 def stand_in_for_packages() -> None:
-    """Fill in what MindSpeed and torch_npu import of CANN's Python packages, and what asks triton for a device."""
+    """Stand in for the CANN packages that MindSpeed and torch_npu import, and for triton's question for a device."""
     import triton
 
     triton.autotune = lambda *_, **__: lambda function: function

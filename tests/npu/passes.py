@@ -132,7 +132,7 @@ PASSES: dict[str, Callable[..., Passes]] = {
 
 
 def main(name: str, *arguments: str) -> None:
-    """Print what was found, as JSON."""
+    """Print the outcomes as JSON."""
     found = configuration(*arguments) if name == "configuration" else _run(name, *arguments)
     print(json.dumps(found))
 
@@ -163,7 +163,7 @@ def _on_npu(pack: Pack) -> Pack:
 
 
 def _describe(*tensors: torch.Tensor | None) -> str:
-    """Return the devices of what was computed, and how many gradients are missing."""
+    """Return the devices of the results, and the number of missing gradients."""
     there = [tensor for tensor in tensors if tensor is not None]
     assert all(tensor.isfinite().dtype == torch.bool for tensor in there)
     devices = sorted({str(tensor.device) for tensor in there})

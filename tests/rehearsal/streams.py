@@ -148,7 +148,7 @@ class State:
                 block.late = copy
 
     def allocate(self, num_bytes: int) -> Use:
-        """Count new memory, which every block of this stream that is gone could have been."""
+        """Count new memory, which may be that of any freed block of this stream."""
         with self._lock:
             stream = self.current().number
             clock = self.clocks[stream]

@@ -37,7 +37,7 @@ class Named(logging.Handler):
 
 @contextlib.contextmanager
 def naming(engine: str) -> Iterator[Named]:
-    """Listen to what the sidecar's tasks of this context say; several contexts may be open at the same time."""
+    """Listen to the messages of the sidecar's tasks in this context; several contexts may be open at the same time."""
     named = Named(engine)
     logger = logging.getLogger("megatron_rl.sidecar")
     logger.addHandler(named)

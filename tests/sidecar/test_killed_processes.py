@@ -76,7 +76,7 @@ Break = Callable[[str, int, float], Coroutine[Any, Any, float]]
 
 
 def break_often(what: str, fault: str, break_once: Break) -> None:
-    """Break each process at each moment, some at a time, and print how long it took until that was named."""
+    """Break each process at each moment, some at a time, and print the seconds until that was named."""
     number, kinds = FAULTS[fault]
     room = asyncio.Semaphore(NUM_AT_A_TIME)
 

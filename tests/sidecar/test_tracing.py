@@ -30,7 +30,7 @@ class Factory(ScriptedFactory):
 
 
 def record(folder: Path, versions: range, fatal: str | None = None, evaluates: bool = False) -> Process:
-    """Run iterations with a trace, and return what it is."""
+    """Run iterations with a trace, and return the trace."""
 
     async def run() -> None:
         written = SidecarTrace(folder, lambda: ENGINES)

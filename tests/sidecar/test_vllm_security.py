@@ -162,7 +162,7 @@ ATTEMPTS = """
 
 
 def attempts(*prefix: str, **asked: Any) -> dict[str, Any]:
-    """Return what a process of its own is able to do."""
+    """Return the attempts that succeed in a process of their own."""
     ended = subprocess.run(
         [*prefix, sys.executable, "-c", textwrap.dedent(ATTEMPTS)],
         input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False,

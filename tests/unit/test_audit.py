@@ -59,7 +59,7 @@ def run_iteration(log: AuditLog, submission: Submission, order: list[int]) -> No
 
 
 def write_log(path: Path, plan: Plan | None = None, versions: tuple[int, ...] = (3, 4)) -> str:
-    """Write a log of these iterations, each of two groups of two responses without `plan`; return its head."""
+    """Write a log of these iterations, by default each of two groups of two responses; return its head."""
     plan = plan or make_plan(num_prompts=2, group_size=2, micro_batch_size=2)
     with AuditLog(path, "run", clock=lambda: 1.0) as log:
         for version in versions:

@@ -205,7 +205,7 @@ def test_keys_that_name_one_column_are_refused(tmp_path):
     assert said == "--prompt-key and --completion-key are both completion: they must name two columns"
 
 
-# What is left out, and the order.
+# The rows that are left out, and the order.
 
 
 def test_demonstrations_that_are_too_long_are_left_out_and_counted(model, tmp_path):

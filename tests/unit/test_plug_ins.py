@@ -1,4 +1,4 @@
-"""Losses, advantages and metrics of a person's own file: what is checked of them, and when."""
+"""Losses, advantages and metrics of a user's own file: the checks of them, and their times."""
 
 import dataclasses
 import math

@@ -131,7 +131,7 @@ def test_log_probs_of_scripted_engines_differ_by_chance_and_are_warned_of_only_i
 
 
 def report_equal_groups(to: SamplesReporter, counts: Sequence[int]) -> list[str]:
-    """Report iterations of two groups, of which `counts` have equal rewards; return what was said of rewards."""
+    """Report iterations of two groups, of which `counts` have equal rewards; return the warnings about rewards."""
     to._progress = said = Said()
     for version, count in enumerate(counts):
         metrics = {"version": version, "mismatch": {"mean": 0.0}, "groups": 2, "reward": {"all_equal_groups": count}}

@@ -76,7 +76,7 @@ def test_an_iteration_that_is_restored_trains_on_what_had_finished_first(drawn, 
 
 
 def write_log(path: Path, submissions: list[Submission], last_prompts: list[int] | None = None) -> list[list[int]]:
-    """Write iterations down, with `last_prompts` in place of what the last claim took; return what each has put off."""
+    """Write iterations down, with `last_prompts` in place of the last claim's; return the prompts that each put off."""
     put_off = []
     with AuditLog(path, "run") as log:
         for submission in submissions:

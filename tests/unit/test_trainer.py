@@ -1,4 +1,4 @@
-"""The loop, whatever its stage: what it calls in which order, and where it ends."""
+"""The loop of every stage: the order of its calls, and its end."""
 
 import dataclasses
 import threading
@@ -92,7 +92,7 @@ def alone() -> Any:
 def trained(
     version: int, num_iterations: int, interval: int | None = None, is_asked: bool = False, fingerprint: str = "weights"
 ) -> tuple[int, list[Any], list[dict[str, Any]]]:
-    """Run the loop, which may be asked to stop in its first iteration: the version reached, the calls, the metrics."""
+    """Run the loop, which may be asked to stop in its first iteration; return the version, the calls, the metrics."""
     events: list[Any] = []
     told = Told(events)
     stop = StopRequest(1.0, lambda reason: None)

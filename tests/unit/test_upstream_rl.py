@@ -87,7 +87,7 @@ def groups(models: dict[str, Tensors]) -> list[Group]:
 
 
 def engine(models: dict[str, Tensors], prompt: list[int], response: list[int], chance: random.Random) -> list[float]:
-    """Log-probs near the old policy's, as float32 has them."""
+    """Draw log-probs near the old policy's, as float32 has them."""
     tokens = torch.tensor(prompt[-1:] + response)
     with torch.no_grad():
         exact = log_probs(models["old"], tokens[:-1], tokens[1:])

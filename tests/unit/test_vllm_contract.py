@@ -64,7 +64,7 @@ def member(version: str, symbol: str, name: str) -> str:
 
 @functools.cache
 def list_imports() -> set[str]:
-    """List what the package's files import from vLLM."""
+    """List the names that the package's files import from vLLM."""
     found = set()
     for path in (ROOT / "megatron_rl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
