@@ -386,7 +386,7 @@ def test_an_engine_that_keeps_any_one_tensor_says_so(run, engine, models):
     assert report.num_compared == report.num_parameters > 0
     for name in names:
         keep(name)
-        with pytest.raises(WrongWeights, match=f"engine-0, worker 0, load: 1 tensors are held .*: {name}$"):
+        with pytest.raises(WrongWeights, match=f"engine-0, worker 0, load: 1 tensors do not hold .*: {name}$"):
             load(models.second)
         keep("")
         load(models.first)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,9 @@ input()
     try:
         assert server.stdout is not None
         core = int(server.stdout.readline())
+        # The kernel tells a parent of an exec a moment before the title can be read.
+        while not Path(f"/proc/{core}/cmdline").read_bytes().startswith(b"VLLM::"):
+            time.sleep(0.01)
         watch = ProcessWatch(server.pid)
         assert watch.find_fault() is None
         os.kill(core, signal.SIGKILL)

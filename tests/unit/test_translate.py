@@ -196,7 +196,7 @@ FILTER = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric"
         (
             f"{FILTER}=seq_final_reward {IN_REWARD}",
             {"--grpo-filter-by": ["sum"]},
-            "algorithm.filter_groups.metric = seq_final_reward: the divergence is no part",
+            "algorithm.filter_groups.metric = seq_final_reward: the compared rewards do not include the divergence",
         ),
         (
             f"{FILTER}=acc",
