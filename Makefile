@@ -125,7 +125,7 @@ gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its pytho
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
 
 flags: env ## write docs/flags.md from the installed megatron-core, and the tables of docs/algorithms.md
-	$(VENV)/bin/python -m megatron_rl.arguments --docs > docs/flags.md.unfinished
+	$(VENV)/bin/python -m megatron_rl.config --docs > docs/flags.md.unfinished
 	mv docs/flags.md.unfinished docs/flags.md
 	$(VENV)/bin/python -m tools.write_tables
 

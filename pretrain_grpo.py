@@ -2,14 +2,14 @@
 
 import sys
 
-from megatron_rl.training.entry import Entry
+from megatron_rl.trainer.loop.entry import Entry
 
 
 def main(entry: Entry) -> int:
     """Return the exit code: docs/operations.md lists them."""
     late = entry.late()
     try:
-        from megatron_rl.arguments.command_line import parse_run
+        from megatron_rl.config.command_line.parse import parse_run
 
         settings = entry.parse(parse_run)
     finally:

@@ -18,9 +18,9 @@ setup(
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={
         "megatron_rl": ["needs.toml"],
-        "megatron_rl.arguments": ["megatron_flags.toml", "other_flags.toml"],
-        "megatron_rl.commands": ["translations.toml"],
-        "megatron_rl.observe.report": ["parts/*"],
+        "megatron_rl.config.command_line": ["megatron_flags.toml", "other_flags.toml"],
+        "megatron_rl.migrate": ["translations.toml"],
+        "megatron_rl.analysis.report": ["parts/*"],
     },
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
     install_requires=NEEDS["always"],

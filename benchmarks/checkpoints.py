@@ -68,14 +68,14 @@ def main() -> None:
 
 def _measure(architecture: Architecture, bucket: int, folder: Path, names: Sequence[str]) -> dict[str, list[float]]:
     """Return the bytes that this rank takes, by action."""
-    from megatron_rl.arguments import command_line
-    from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-    from megatron_rl.mcore.model import gpt
-    from megatron_rl.mcore.model.weights import ModelWeights
-    from megatron_rl.mcore.session import start_session
-    from megatron_rl.mcore.step.optimizer import build_optimizer, build_scheduler
-    from megatron_rl.mcore.step.policy import Policy
+    from megatron_rl.config.command_line import parse as command_line
     from megatron_rl.platforms.megatron_patches import allocate_adam_state
+    from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
+    from megatron_rl.trainer.mcore.model import gpt
+    from megatron_rl.trainer.mcore.model.weights import ModelWeights
+    from megatron_rl.trainer.mcore.session import start_session
+    from megatron_rl.trainer.mcore.step.optimizer import build_optimizer, build_scheduler
+    from megatron_rl.trainer.mcore.step.policy import Policy
 
     words = f"{FLAGS} --ddp-bucket-size {bucket} {_describe(architecture)} --save {folder} --load {folder}"
     settings = command_line.parse(words.split())

@@ -11,19 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.arguments.command_line import parse_run
+from megatron_rl.config.command_line.parse import parse_run
 from megatron_rl.observe.metrics import read_metrics
 
 
 def main() -> None:
     out, schedules, *words = sys.argv[1:]
     settings = parse_run(words)
-    from megatron_rl.data.slots import IterationSlots
-    from megatron_rl.mcore.session import Session
-    from megatron_rl.training.learner import Learner
-    from megatron_rl.training.measures import Learned
-    from megatron_rl.training.rollouts import SCHEDULES
-    from megatron_rl.training.run import train
+    from megatron_rl.trainer.data.slots import IterationSlots
+    from megatron_rl.trainer.loop.learner import Learner
+    from megatron_rl.trainer.loop.measures import Learned
+    from megatron_rl.trainer.loop.rollouts import SCHEDULES
+    from megatron_rl.trainer.loop.run import train
+    from megatron_rl.trainer.mcore.session import Session
 
     seconds: list[float] = []
 

@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import report
-from megatron_rl.plan.calibrate import MeasuredRun, calibrate
-from megatron_rl.plan.costs import BatchingCosts, Costs, Schedule, ScriptedCosts, Setting, TrainerCosts
-from megatron_rl.plan.lengths import Lognormal, Uniform
-from megatron_rl.plan.runs import read_run
-from megatron_rl.plan.simulate import simulate
+from megatron_rl.analysis.plan.calibrate import MeasuredRun, calibrate
+from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, Schedule, ScriptedCosts, Setting, TrainerCosts
+from megatron_rl.analysis.plan.lengths import Lognormal, Uniform
+from megatron_rl.analysis.plan.runs import read_run
+from megatron_rl.analysis.plan.simulate import simulate
 
 ITERATIONS, SIMULATED = 6, 60
 MODEL = {

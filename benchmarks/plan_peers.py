@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
-from megatron_rl.plan.chips import find_figures
-from megatron_rl.plan.costs import Costs, Schedule, Setting
-from megatron_rl.plan.figures import DeviceSplit, estimate
-from megatron_rl.plan.lengths import Lognormal, Uniform
-from megatron_rl.plan.simulate import simulate
+from megatron_rl.analysis.plan.chips import find_figures
+from megatron_rl.analysis.plan.costs import Costs, Schedule, Setting
+from megatron_rl.analysis.plan.figures import DeviceSplit, estimate
+from megatron_rl.analysis.plan.lengths import Lognormal, Uniform
+from megatron_rl.analysis.plan.simulate import simulate
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.types import Architecture
-from megatron_rl.weights.families import read_architecture
 from tests.ranks import ROOT
 
 _VERL = "https://github.com/volcengine/verl/blob"

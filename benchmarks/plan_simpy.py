@@ -18,9 +18,9 @@ import numpy as np
 import simpy
 
 from benchmarks.plan import large_run
-from megatron_rl.plan.costs import BatchingCosts
-from megatron_rl.plan.engines import SimulatedBatching, SimulatedGroup
-from megatron_rl.plan.pool import Pool
+from megatron_rl.analysis.plan.costs import BatchingCosts
+from megatron_rl.analysis.plan.engines import SimulatedBatching, SimulatedGroup
+from megatron_rl.analysis.plan.pool import Pool
 
 SETTING, COSTS = large_run()
 PAUSE = 10.0

@@ -70,14 +70,14 @@ def main() -> None:
 
 def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
     from megatron_rl import platforms
-    from megatron_rl.arguments.resolve import build_transformer_config
-    from megatron_rl.mcore.model.gpt import build_chunks
-    from megatron_rl.mcore.model.weights import ModelWeights
-    from megatron_rl.mcore.publish.probe import Probe
-    from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
-    from megatron_rl.mcore.session import ParallelSizes, Session
-    from megatron_rl.protocol.client import RolloutClient, read_token
-    from megatron_rl.weights.families import read_architecture
+    from megatron_rl.config.command_line.resolve import build_transformer_config
+    from megatron_rl.shared.protocol.client import RolloutClient, read_token
+    from megatron_rl.shared.weights.families import read_architecture
+    from megatron_rl.trainer.mcore.model.gpt import build_chunks
+    from megatron_rl.trainer.mcore.model.weights import ModelWeights
+    from megatron_rl.trainer.mcore.publish.probe import Probe
+    from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+    from megatron_rl.trainer.mcore.session import ParallelSizes, Session
 
     platform, architecture = platforms.select("cpu"), read_architecture(model)
     overrides: dict[str, Any] = {"bf16": True} if architecture.dtype == "bfloat16" else {}

@@ -7,11 +7,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.shared.weights import files
+from megatron_rl.shared.weights.families import derive_config
+from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.types import Architecture
-from megatron_rl.weights import files
-from megatron_rl.weights.families import derive_config
-from megatron_rl.weights.fingerprint import DTYPES
-from megatron_rl.weights.mapping import Mapping
 
 
 def make(folder: Path, architecture: Architecture) -> int:

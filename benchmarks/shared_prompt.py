@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import report, shared_prompt_step
-from megatron_rl.data.packing import pack_groups, separated
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend, find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.trainer.data.packing import pack_groups, separated
 from tests.ranks import run_ranks
 
 NUM_HEADS, HEAD_DIM = 8, 64

@@ -16,11 +16,11 @@ import torch
 
 from benchmarks import random_models
 from megatron_rl.config.settings import Settings
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
 from megatron_rl.types import Architecture
 
 if TYPE_CHECKING:
-    from megatron_rl.mcore.session import Session
+    from megatron_rl.trainer.mcore.session import Session
 
 ARCHITECTURE = Architecture(
     family="qwen3", num_layers=8, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8, num_query_groups=4,
@@ -34,8 +34,8 @@ FLAGS = (
 
 def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
     """Return seconds of each way, in turns, on one thread."""
-    from megatron_rl.arguments import command_line
-    from megatron_rl.mcore.session import start_session
+    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.trainer.mcore.session import start_session
 
     torch.set_num_threads(1)
     slot = draw_slot(prompt, response, num_responses)
@@ -94,12 +94,12 @@ def draw_slot(
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
     """Return a step as a run makes it."""
     from megatron_rl.algorithm.objective import Objective
-    from megatron_rl.arguments.run import compute_sizes
-    from megatron_rl.data.slots import Identity, IterationSlots
-    from megatron_rl.mcore.step.policy import build_policy
-    from megatron_rl.mcore.step.roles import build_roles
-    from megatron_rl.training.learner import Learner
-    from megatron_rl.training.rollouts import build_batcher
+    from megatron_rl.config.command_line.run import compute_sizes
+    from megatron_rl.trainer.data.slots import Identity, IterationSlots
+    from megatron_rl.trainer.loop.learner import Learner
+    from megatron_rl.trainer.loop.rollouts import build_batcher
+    from megatron_rl.trainer.mcore.step.policy import build_policy
+    from megatron_rl.trainer.mcore.step.roles import build_roles
 
     sizes = compute_sizes(settings, 1)
     policy = build_policy(settings, session, settings.training.train_iters)
@@ -124,9 +124,9 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_rl.mcore.model.gpt import wrap
-    from megatron_rl.mcore.step.forward_step import ForwardStep, loss_scale, run_schedule
-    from megatron_rl.mcore.step.optimizer import apply_update, build_optimizer, build_scheduler
+    from megatron_rl.trainer.mcore.model.gpt import wrap
+    from megatron_rl.trainer.mcore.step.forward_step import ForwardStep, loss_scale, run_schedule
+    from megatron_rl.trainer.mcore.step.optimizer import apply_update, build_optimizer, build_scheduler
 
     config = copy.copy(settings.transformer)
     model = GPTModel(

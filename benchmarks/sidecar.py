@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks import report
 from benchmarks.connection import Connection
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.recorder import RunRecorder

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from benchmarks import random_models
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import RolloutClient
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.group_maker import PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve

@@ -23,8 +23,8 @@ import psutil
 from benchmarks import random_models, vllm_offline
 from benchmarks.connection import Connection
 from benchmarks.pinning import pin
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import RolloutClient
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.vllm.answers import Limits, build_call
 from megatron_rl.sidecar.vllm.routes import GENERATE, GroupAnswer, GroupCall

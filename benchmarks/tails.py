@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from benchmarks import report
-from megatron_rl.protocol.wire import Tail
+from megatron_rl.shared.protocol.wire import Tail
 from megatron_rl.sidecar.iteration import Iteration
 from tests.submissions import make_group, make_plan, make_submission
 

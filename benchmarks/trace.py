@@ -95,7 +95,7 @@ def _find_error(values: list[float]) -> float:
 
 def _check(run: Path, samples: list[tuple[float, str]]) -> dict[str, float]:
     """Return, for iterations with a trace, the share of the time that has a cause, and the agreement of the samples."""
-    from megatron_rl.observe.ledger import compute_ledger, divide_rank
+    from megatron_rl.analysis.ledger import compute_ledger, divide_rank
     from megatron_rl.observe.trace import read_trace
 
     trace = read_trace(run)
@@ -116,7 +116,7 @@ def _check_engine(folder: Path) -> dict[str, float]:
 
     While its main thread waits for another one of the process, the engine works, so all of its threads are asked too.
     """
-    from megatron_rl.observe.ledger import compute_ledger, divide_engine
+    from megatron_rl.analysis.ledger import compute_ledger, divide_engine
     from megatron_rl.observe.trace import read_trace
     from tests.e2e import loop
 
@@ -191,7 +191,7 @@ def _compare_with_samples(seconds: Mapping[str, float], sampled: Mapping[str, li
 
 def _find_offset(run: Path, process: str = "rank-0") -> float:
     from megatron_rl.observe.trace import find_path
-    from megatron_rl.records.append_file import read_lines
+    from megatron_rl.shared.records.append_file import read_lines
 
     return float(read_lines(find_path(run, process))[0]["offset"])
 

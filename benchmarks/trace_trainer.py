@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.arguments.command_line import parse_run
+from megatron_rl.config.command_line.parse import parse_run
 from megatron_rl.observe.metrics import read_metrics
 
 
@@ -44,12 +44,12 @@ class Cost:
 def main() -> None:
     out, *words = sys.argv[1:]
     settings = parse_run(words)
-    from megatron_rl.data.slots import Identity
-    from megatron_rl.mcore.step.trace import StepTrace
     from megatron_rl.observe.trace import Recorder
-    from megatron_rl.training.grpo import GrpoStage
-    from megatron_rl.training.run import train
-    from megatron_rl.training.tracing import RankTrace
+    from megatron_rl.trainer.data.slots import Identity
+    from megatron_rl.trainer.loop.grpo import GrpoStage
+    from megatron_rl.trainer.loop.run import train
+    from megatron_rl.trainer.loop.tracing import RankTrace
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
     cost = Cost()
     for owner, names in (

@@ -25,17 +25,23 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from benchmarks import log_probs_memory, report
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.model.frozen import copy_weights, freeze
-from megatron_rl.mcore.model.gpt import build_model
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment, compute_log_probs, loss_scale, run_schedule
-from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.roles import SeparateRoles, TriModel
-from megatron_rl.protocol.wire import Slot
-from megatron_rl.training.learner import Learner
+from megatron_rl.shared.protocol.wire import Slot
+from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.loop.learner import Learner
+from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
+from megatron_rl.trainer.mcore.model.gpt import build_model
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.forward_step import (
+    PolicyStep,
+    RoleAssignment,
+    compute_log_probs,
+    loss_scale,
+    run_schedule,
+)
+from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
+from megatron_rl.trainer.mcore.step.roles import SeparateRoles, TriModel
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
 from tests.distributed.training import settings_of

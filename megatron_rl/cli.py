@@ -14,24 +14,24 @@ _COMMANDS = {
     "audit": ("megatron_rl.commands.audit:main", "check the audit log of a run: who sampled what, under which weights"),
     "convert": ("megatron_rl.commands.convert:main", "convert weights between Hugging Face's format and Megatron's"),
     "doctor": ("megatron_rl.commands.doctor:main", "show platform, versions, what is missing, and what to do"),
-    "explain": ("megatron_rl.commands.analysis:explain", "say what of a run is out of bounds, and the flags to try"),
+    "explain": ("megatron_rl.analysis.commands:explain", "say what of a run is out of bounds, and the flags to try"),
     "ledger": (
-        "megatron_rl.commands.analysis:ledger",
+        "megatron_rl.analysis.commands:ledger",
         "account for every second of a run's ranks and engines, by cause",
     ),
     "patch": (
         "megatron_rl.commands.patch:main",
         "let the scripts of a Megatron-LM tree train with GRPO, or take that back",
     ),
-    "picture": ("megatron_rl.observe.picture:main", "draw the curves of runs, and where their time went"),
-    "plan": ("megatron_rl.commands.plan:main", "predict how long iterations take, and how to divide devices"),
+    "picture": ("megatron_rl.analysis.picture:main", "draw the curves of runs, and where their time went"),
+    "plan": ("megatron_rl.analysis.plan.command:main", "predict how long iterations take, and how to divide devices"),
     "report": (
-        "megatron_rl.commands.analysis:report",
+        "megatron_rl.analysis.commands:report",
         "write a page about runs: curves, rollouts, audit; or follow live ones",
     ),
-    "trace": ("megatron_rl.commands.analysis:trace", "write what every process of a run did when, for ui.perfetto.dev"),
+    "trace": ("megatron_rl.analysis.commands:trace", "write what every process of a run did when, for ui.perfetto.dev"),
     "translate": (
-        "megatron_rl.commands.translate:main",
+        "megatron_rl.migrate.translate:main",
         "print our command line for a run of slime, Megatron-LM, verl or TRL",
     ),
 }

@@ -16,16 +16,16 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.arguments.command_line import RunSettings
+from megatron_rl.config.command_line.parse import RunSettings
 from megatron_rl.config.settings import Settings
-from megatron_rl.mcore import session
-from megatron_rl.mcore.checkpoint import checkpointer
-from megatron_rl.mcore.model import gpt, rope
-from megatron_rl.mcore.step import optimizer, roles
 from megatron_rl.observe import progress, sinks
-from megatron_rl.training import stop
-from megatron_rl.training.evaluator import EngineEvaluator
-from megatron_rl.training.saver import is_save_due
+from megatron_rl.trainer.loop import stop
+from megatron_rl.trainer.loop.evaluator import EngineEvaluator
+from megatron_rl.trainer.loop.saver import is_save_due
+from megatron_rl.trainer.mcore import session
+from megatron_rl.trainer.mcore.checkpoint import checkpointer
+from megatron_rl.trainer.mcore.model import gpt, rope
+from megatron_rl.trainer.mcore.step import optimizer, roles
 
 # This tells one stand-in from another of the same name.
 _IDENTITY = re.compile(r" id='\d+'|0x[0-9a-f]+")

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from megatron_rl.protocol.provenance import derive_group_seed
-from megatron_rl.protocol.wire import (
+from megatron_rl.shared.protocol.provenance import derive_group_seed
+from megatron_rl.shared.protocol.wire import (
     Group,
     Plan,
     Prompt,

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.analysis.picture import make_figure, save_figure
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.picture import make_figure, save_figure
 
 _COLUMNS = 4
 

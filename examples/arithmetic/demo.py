@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from examples.arithmetic import model, task, warm_up
+from megatron_rl.analysis.picture import picture
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.picture import picture
 from megatron_rl.observe.summary import text_curves
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from examples.arithmetic.demo import LAYOUTS
-from megatron_rl.observe.picture import picture
+from megatron_rl.analysis.picture import picture
 
 SEEDS = (0, 1, 2)
 # Accuracy on the held-out problems: at most before, at least after, and at most gained by the control.

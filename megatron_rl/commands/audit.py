@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe.run_folder import find_run
-from megatron_rl.records.audit_chain import Breach
-from megatron_rl.records.audit_check import Report, describe_weaker_proof, verify
-from megatron_rl.records.audit_log import FILE_NAME
-from megatron_rl.records.audit_samples import read_kept
+from megatron_rl.shared.records.audit_chain import Breach
+from megatron_rl.shared.records.audit_check import Report, describe_weaker_proof, verify
+from megatron_rl.shared.records.audit_log import FILE_NAME
+from megatron_rl.shared.records.audit_samples import read_kept
 
 if TYPE_CHECKING:
     from megatron_rl.commands.rescore import Outcome

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.arguments import command_line
+from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, InputError, UsageError
 
@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _convert(settings: Settings) -> str:
     # Imported after the platform is installed, which `parse` has done.
-    from megatron_rl.mcore.checkpoint.serialization import load_model, save_model
-    from megatron_rl.mcore.model.gpt import build_model
-    from megatron_rl.mcore.model.weights import ModelWeights
-    from megatron_rl.mcore.session import start_session
+    from megatron_rl.trainer.mcore.checkpoint.serialization import load_model, save_model
+    from megatron_rl.trainer.mcore.model.gpt import build_model
+    from megatron_rl.trainer.mcore.model.weights import ModelWeights
+    from megatron_rl.trainer.mcore.session import start_session
 
     checkpoint, hf_model = settings.checkpoint, settings.model.hf_model
     with start_session(settings) as session:
@@ -70,8 +70,8 @@ def _convert(settings: Settings) -> str:
 
 def _read_stops(load: Path, step: int | None) -> list[int]:
     """Return the tokens that end a response besides those of the model's files; the checkpoint's run found them."""
-    from megatron_rl.mcore.checkpoint import folders, serialization
-    from megatron_rl.mcore.checkpoint.checkpointer import EXTRA
+    from megatron_rl.trainer.mcore.checkpoint import folders, serialization
+    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
 
     _, source = folders.find(load, step)
     stops: list[int] = serialization.read_common(source).get(EXTRA, {}).get("stops", [])

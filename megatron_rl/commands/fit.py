@@ -9,13 +9,13 @@ missing.
 import os
 from typing import TYPE_CHECKING
 
-from megatron_rl.arguments import command_line
-from megatron_rl.arguments.run import Sizes
+from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.config.command_line.run import Sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from megatron_rl.mcore.footprint import Footprint, Workload
+    from megatron_rl.trainer.mcore.footprint import Footprint, Workload
 
 _GIB = 1 << 30
 _HOST = "GiB of a rank on the host (publish: of one replica's ranks)"
@@ -30,7 +30,7 @@ def main(words: list[str], device_gib: float) -> int:
     os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, 8))
     settings, sizes = command_line.parse_sizes(words[1:], world_size)
     # Megatron is imported after the platform is installed, which `parse_sizes` has done.
-    from megatron_rl.mcore import footprint
+    from megatron_rl.trainer.mcore import footprint
 
     work = make_workload(sizes, world_size)
     footprints = footprint.count(settings, work)
@@ -41,7 +41,7 @@ def main(words: list[str], device_gib: float) -> int:
 
 def make_workload(sizes: Sizes, world_size: int) -> "Workload":
     """Return the largest micro-batch that a run can have, and the number of micro-batches in a schedule."""
-    from megatron_rl.mcore.footprint import Workload
+    from megatron_rl.trainer.mcore.footprint import Workload
 
     plan = sizes.plan
     num_responses = min(plan.group_size, plan.micro_batch_size)

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
-from megatron_rl.records.audit_chain import Breach, BreachName
-from megatron_rl.records.audit_samples import Kept, Sample, choose_samples
-from megatron_rl.weights.families import read_architecture
-from megatron_rl.weights.files import Checkpoint
-from megatron_rl.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.weights.mapping import Mapping
+from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
+from megatron_rl.shared.records.audit_chain import Breach, BreachName
+from megatron_rl.shared.records.audit_samples import Kept, Sample, choose_samples
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import Mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

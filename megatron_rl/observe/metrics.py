@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.observe.timeline import START, WHOLE
-from megatron_rl.records.append_file import LineFile, read_lines
+from megatron_rl.shared.records.append_file import LineFile, read_lines
 
 FILE_NAME = "metrics.jsonl"
 # The object with durations and throughputs, the only one that differs between two identical runs.

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError, UsageError, room_checked
-from megatron_rl.weights.mapping import ModelSize
+from megatron_rl.shared.weights.mapping import ModelSize
 
 CONFIG_FILE = "config.json"
 WARNINGS_FILE = "warnings.log"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.observe.metrics import plain
-from megatron_rl.records.append_file import LineFile
+from megatron_rl.shared.records.append_file import LineFile
 
 FILE_NAME = "samples.jsonl"
 

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from megatron_rl.config.cores import CoreShares
 from megatron_rl.config.settings import Settings
-from megatron_rl.weights.mapping import Mapping
+from megatron_rl.shared.weights.mapping import Mapping
 
 
 class Startup:

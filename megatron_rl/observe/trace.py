@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError
-from megatron_rl.records.append_file import LineFile, read_lines
+from megatron_rl.shared.records.append_file import LineFile, read_lines
 
 FOLDER = "trace"
 FORMAT = 1

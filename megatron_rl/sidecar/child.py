@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
-from megatron_rl.protocol.client import RolloutClient, RolloutError, read_token
-from megatron_rl.protocol.wire import Prompt
-from megatron_rl.records.append_file import make_private_folder
+from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, read_token
+from megatron_rl.shared.protocol.wire import Prompt
+from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec

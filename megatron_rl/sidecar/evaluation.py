@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.group_maker import Work
 
 MakeAll = Callable[[wire.Evaluation, Work], Awaitable[str | None]]

@@ -11,8 +11,10 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import GROUPS, Recorder
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import (
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.types import RewardRequest
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.provenance import (
     Assignment,
     GroupRefused,
     check_group,
@@ -20,8 +22,6 @@ from megatron_rl.protocol.provenance import (
     derive_first_seed,
     may_be_cut,
 )
-from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)

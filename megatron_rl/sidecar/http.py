@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.wire import ErrorAnswer, ErrorCode
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.wire import ErrorAnswer, ErrorCode
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService

@@ -6,8 +6,8 @@ Pure Python: no I/O of its own, no clock, no tasks. Every answer follows from th
    finished group serves the request that has waited longest.
 2. With order "completion" a slot of an update takes that update's groups in the order in which they finished. With
    order "prompt" it takes the groups that are bound to it, in the order of their numbers.
-3. A slot takes only groups that the selection has bound to its update, or to itself (`protocol/selection.py`). With
-   spare prompts, the groups that are trained on do not depend on which finished first. They do only where the last
+3. A slot takes only groups that the selection has bound to its update, or to itself (`shared/protocol/selection.py`).
+   With spare prompts, the groups that are trained on do not depend on which finished first. They do only where the last
    groups are put off.
 4. No slot waits while the groups that it would take are finished and bound.
 5. All answers for a slot have the same bytes.
@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.selection import Binding, clip_rewards, has_signal, open_selection
-from megatron_rl.protocol.slots import Claim, Place, divide
-from megatron_rl.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, open_selection
+from megatron_rl.shared.protocol.slots import Claim, Place, divide
+from megatron_rl.shared.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
 
 
 class WrongVersion(MegatronRLError):

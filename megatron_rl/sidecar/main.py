@@ -17,10 +17,11 @@ from typing import Any
 from megatron_rl.config.cores import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.records.append_file import make_private_folder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.records.append_file import make_private_folder
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
@@ -37,7 +38,6 @@ from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm
 from megatron_rl.sidecar.vllm.server import configure_server, find_packages, run_folder
-from megatron_rl.weights.families import read_architecture
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"

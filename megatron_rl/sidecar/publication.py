@@ -29,9 +29,10 @@ from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import Recorder
-from megatron_rl.protocol import probe, wire
-from megatron_rl.protocol.probe import Difference, find_coarsest_dtype
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
+from megatron_rl.shared.protocol import probe, wire
+from megatron_rl.shared.protocol.probe import Difference, find_coarsest_dtype
+from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
+from megatron_rl.shared.weights.arrival import is_being_written
 from megatron_rl.sidecar.engines import (
     Engine,
     EngineLost,
@@ -42,7 +43,6 @@ from megatron_rl.sidecar.engines import (
     WrongWeights,
 )
 from megatron_rl.sidecar.pace import Pace
-from megatron_rl.weights.arrival import is_being_written
 
 T = TypeVar("T")
 

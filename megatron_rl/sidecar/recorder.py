@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.slots import Claim
-from megatron_rl.records.audit_log import FILE_NAME, AuditLog, EngineReport, ProbeRecord
-from megatron_rl.records.journal import Journal, JournalFolder
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog, EngineReport, ProbeRecord
+from megatron_rl.shared.records.journal import Journal, JournalFolder
 from megatron_rl.sidecar.publication import Proof
 
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import SERVICE
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import Assignment
-from megatron_rl.protocol.slots import Claim, Place
-from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.provenance import Assignment
+from megatron_rl.shared.protocol.slots import Claim, Place
+from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.iteration import Iteration

@@ -26,14 +26,14 @@ from megatron_rl.config.settings import (
     TrainingConfig,
 )
 from megatron_rl.errors import InputError, UsageError, room_checked
-from megatron_rl.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
-from megatron_rl.weights.families import read_architecture
 
 _SUBJECTS: dict[str, type] = {
     "run": RunConfig,

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.errors import room_checked
-from megatron_rl.protocol.wire import Prompt, decode, encode
 from megatron_rl.rewards.types import RewardRequest
+from megatron_rl.shared.protocol.wire import Prompt, decode, encode
 
 FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import Weights
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.weights.mapping import TensorSpec
+    from megatron_rl.shared.weights.mapping import TensorSpec
 
 
 RECEIVE = "/update_weights"
@@ -203,6 +203,6 @@ def _describe(tensors: Tensors) -> list[Any]:
     """Describe each tensor to vLLM; without owners, because the sender has all of them whole."""
     from vllm.distributed.weight_transfer.base import ParamMeta
 
-    from megatron_rl.weights.fingerprint import DTYPES
+    from megatron_rl.shared.weights.fingerprint import DTYPES
 
     return [ParamMeta(spec.name, DTYPES[spec.dtype], tuple(spec.shape)) for spec in tensors.manifest]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.observe.trace import Recorder
-from megatron_rl.protocol.wire import ProbeAnswer, Response, Weights
+from megatron_rl.shared.protocol.wire import ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_rl.observe.trace import SIDECAR, Recorder, TraceFile, find_own_offset
-from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.shared.records.append_file import AppendFailed
 
 _log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
+from megatron_rl.analysis.report.data import ReportData
+from megatron_rl.analysis.report.page import build_page, load_library, write_page
+from megatron_rl.analysis.report.server import ReportServer
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
-from megatron_rl.observe.report.data import ReportData
-from megatron_rl.observe.report.page import build_page, load_library, write_page
-from megatron_rl.observe.report.server import ReportServer
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from tests.observed import metrics_record
 from tests.synthetic_run import write_run, write_trace

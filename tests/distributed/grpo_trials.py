@@ -14,21 +14,21 @@ import torch
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.library.grpo import subtract_mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.arguments.run import compute_sizes
-from megatron_rl.data.batch import Batch
-from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.forward_step import is_reporter
-from megatron_rl.mcore.step.policy import Policy, build_policy, build_reference
-from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.mcore.step.trace import StepTrace
+from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.observe.trace import Recorder
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import tag_version
-from megatron_rl.protocol.slots import Division
-from megatron_rl.training import learner
-from megatron_rl.training.measures import Measures, UpdateOutcome, compute_metrics
-from megatron_rl.training.rollouts import build_batcher
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.provenance import tag_version
+from megatron_rl.shared.protocol.slots import Division
+from megatron_rl.trainer.data.batch import Batch
+from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.loop import learner
+from megatron_rl.trainer.loop.measures import Measures, UpdateOutcome, compute_metrics
+from megatron_rl.trainer.loop.rollouts import build_batcher
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.forward_step import is_reporter
+from megatron_rl.trainer.mcore.step.policy import Policy, build_policy, build_reference
+from megatron_rl.trainer.mcore.step.roles import build_roles
+from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.grpo_problem import Problem, Trial

@@ -14,16 +14,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 
 from megatron_rl import platforms
-from megatron_rl.arguments.resolve import build_transformer_config
-from megatron_rl.data.packing import Pack
-from megatron_rl.mcore.model import gpt
-from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.mcore.session import ParallelSizes, Session
-from megatron_rl.mcore.step import auxiliary
-from megatron_rl.mcore.step.forward_step import ForwardStep, Report, compute_log_probs, loss_scale, run_schedule
+from megatron_rl.config.command_line.resolve import build_transformer_config
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.shards import map_shards
+from megatron_rl.trainer.data.packing import Pack
+from megatron_rl.trainer.mcore.model import gpt
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.session import ParallelSizes, Session
+from megatron_rl.trainer.mcore.step import auxiliary
+from megatron_rl.trainer.mcore.step.forward_step import ForwardStep, Report, compute_log_probs, loss_scale, run_schedule
 from megatron_rl.types import Architecture
-from megatron_rl.weights.families import read_architecture
-from megatron_rl.weights.shards import map_shards
 from tests.nursery import platform_name
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.data.packing import Pack, pack_groups, pack_sequences
+from megatron_rl.trainer.data.packing import Pack, pack_groups, pack_sequences
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.truth import error_over_bound, everything_in, worst_of

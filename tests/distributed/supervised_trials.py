@@ -6,19 +6,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.arguments.checks import count_interleaved
-from megatron_rl.arguments.run import compute_sizes
-from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource
-from megatron_rl.data.slots import Identity
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.policy import build_policy
-from megatron_rl.training.measures import Measures
-from megatron_rl.training.supervised.packs import Demonstrations, build_packer, divide_held_out
-from megatron_rl.training.supervised.stage import (
-    SupervisedEvaluator,
-    SupervisedLearner,
-    compute_supervised_metrics,
-)
+from megatron_rl.config.command_line.checks import count_interleaved
+from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.trainer.data.slots import Identity
+from megatron_rl.trainer.loop.measures import Measures
+from megatron_rl.trainer.loop.supervised.packs import Demonstrations, build_packer, divide_held_out
+from megatron_rl.trainer.loop.supervised.stage import SupervisedEvaluator, SupervisedLearner, compute_supervised_metrics
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.policy import build_policy
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import settings_of
 from tests.supervised_twin import Tensors

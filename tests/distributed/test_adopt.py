@@ -15,9 +15,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
-from megatron_rl.mcore.model.adopt import adopt
-from megatron_rl.mcore.model.gpt import PackedGPTModel, padded_vocab_size
-from megatron_rl.mcore.session import start_session
+from megatron_rl.trainer.mcore.model.adopt import adopt
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, padded_vocab_size
+from megatron_rl.trainer.mcore.session import start_session
 from tests import hf_models
 from tests.distributed.layouts import divisor
 from tests.distributed.parity import shared_packs

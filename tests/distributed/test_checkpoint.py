@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint.serialization import load_model, save_model
+from megatron_rl.trainer.mcore.checkpoint.serialization import load_model, save_model
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders
 def test_a_folder_without_a_checkpoint_is_an_error_that_says_what_is_missing(
     files: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    from megatron_rl.mcore.checkpoint.serialization import find
+    from megatron_rl.trainer.mcore.checkpoint.serialization import find
 
     for name, text in files.items():
         (tmp_path / name).write_text(text)

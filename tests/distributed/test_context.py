@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.packing import pack_groups
-from megatron_rl.mcore.model import context
 from megatron_rl.ops.shared_prompt.backends import naive
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.trainer.data.packing import pack_groups
+from megatron_rl.trainer.mcore.model import context
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.distributed.parity import Computed, Groups, expected, shared_loss

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint import serialization
+from megatron_rl.trainer.mcore.checkpoint import serialization
 from tests.distributed.layouts import CASES, start_session
 from tests.ranks import run_ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.data.packing import pack_sequences
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.trainer.data.packing import pack_sequences
 from megatron_rl.types import Architecture
-from megatron_rl.weights.families import read_architecture
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 

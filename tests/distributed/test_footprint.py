@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.data.packing import pack_groups
-from megatron_rl.mcore import footprint
-from megatron_rl.mcore.footprint import Footprint, Workload
+from megatron_rl.trainer.data.packing import pack_groups
+from megatron_rl.trainer.mcore import footprint
+from megatron_rl.trainer.mcore.footprint import Footprint, Workload
 from tests import hf_models
 from tests.distributed.layouts import forward_backward
 from tests.distributed.parity import shared_loss

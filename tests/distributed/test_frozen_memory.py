@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.arguments.run import compute_sizes
-from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.forward_step import PolicyStep
-from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.training.learner import Learner
+from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.loop.learner import Learner
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.forward_step import PolicyStep
+from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
+from megatron_rl.trainer.mcore.step.roles import build_roles
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
 from tests.distributed.training import settings_of

@@ -14,7 +14,7 @@ PROGRAM = """
 import datetime
 from megatron_rl import platforms
 platforms.select("cpu").install()
-from megatron_rl.mcore.session import ParallelSizes, Session
+from megatron_rl.trainer.mcore.session import ParallelSizes, Session
 Session(ParallelSizes(), platforms.select("cpu"), seed=1, timeout=datetime.timedelta(seconds=2))
 """
 

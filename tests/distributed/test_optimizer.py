@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.mcore.step.optimizer import (
+from megatron_rl.trainer.mcore.step.optimizer import (
     NonFiniteGradient,
     UpdateResult,
     apply_update,

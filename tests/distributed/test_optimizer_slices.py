@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.mcore.checkpoint import state_dict
+from megatron_rl.trainer.mcore.checkpoint import state_dict
 from tests import hf_models
 from tests.distributed.test_training_checkpoint import ADAM, EXTRA, remembered
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training

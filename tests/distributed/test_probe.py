@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.model.gpt import unwrap
-from megatron_rl.mcore.publish.probe import Probe, ReplicasDiffer
-from megatron_rl.protocol import probe
-from megatron_rl.protocol.wire import ProbeAnswer, decode_log_probs, decode_tokens
+from megatron_rl.shared.protocol import probe
+from megatron_rl.shared.protocol.wire import ProbeAnswer, decode_log_probs, decode_tokens
+from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.mcore.publish.probe import Probe, ReplicasDiffer
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.ranks import run_ranks

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.arguments.rank_errors import report_once
+from megatron_rl.config.command_line.rank_errors import report_once
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture
-from megatron_rl.weights import families
 from tests.command_lines import CPU, RUN
 from tests.processes import ROOT
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
-from megatron_rl.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.weights.arrival import Arrival
+from megatron_rl.shared.weights.files import Writer, read_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.maps import map_tensors
-from megatron_rl.weights.arrival import Arrival
-from megatron_rl.weights.files import Writer, read_digests
-from megatron_rl.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks

@@ -16,19 +16,19 @@ import torch
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.arguments.run import compute_sizes
-from megatron_rl.data.batch import Batch, Batcher
-from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
-from megatron_rl.mcore import relay
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.roles import build_roles
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import IterationLost, RolloutError
-from megatron_rl.protocol.slots import divide
-from megatron_rl.training.learner import Learner
-from megatron_rl.training.measures import Measures
-from megatron_rl.training.rollouts import Rollouts, SubmissionTerms, build_batcher, start_at_once, wait_for_all
+from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import IterationLost, RolloutError
+from megatron_rl.shared.protocol.slots import divide
+from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.data.slots import Identity, IterationSlots, SlotRefused
+from megatron_rl.trainer.loop.learner import Learner
+from megatron_rl.trainer.loop.measures import Measures
+from megatron_rl.trainer.loop.rollouts import Rollouts, SubmissionTerms, build_batcher, start_at_once, wait_for_all
+from megatron_rl.trainer.mcore import relay
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
+from megatron_rl.trainer.mcore.step.roles import build_roles
 from tests import hf_models
 from tests.distributed.grpo_trials import Source
 from tests.distributed.training import settings_of

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.mcore.publish.stream import StreamPublisher, WholeModel
-from megatron_rl.protocol.client import OtherWorkers, RolloutError
-from megatron_rl.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.protocol.client import OtherWorkers, RolloutError
+from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.streams import find_library, open_sender
-from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
-from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.trainer.mcore.publish.stream import StreamPublisher, WholeModel
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks

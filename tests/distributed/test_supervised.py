@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.data.demonstrations import Demonstration
+from megatron_rl.trainer.data.demonstrations import Demonstration
 from tests import hf_models
 from tests.distributed.supervised_trials import DEMONSTRATIONS_PER_UPDATE, NUM_UPDATES, Seen, Trial, run_trials
 from tests.ranks import run_ranks

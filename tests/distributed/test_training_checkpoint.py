@@ -18,13 +18,13 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.mcore.checkpoint import checkpointer as checkpointing
-from megatron_rl.mcore.checkpoint import state_dict
-from megatron_rl.mcore.checkpoint.checkpointer import Loaded
-from megatron_rl.mcore.checkpoint.folders import TRACKER
-from megatron_rl.mcore.model.gpt import named_shards
-from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.training.saver import RunState, Saver
+from megatron_rl.trainer.loop.saver import RunState, Saver
+from megatron_rl.trainer.mcore.checkpoint import checkpointer as checkpointing
+from megatron_rl.trainer.mcore.checkpoint import state_dict
+from megatron_rl.trainer.mcore.checkpoint.checkpointer import Loaded
+from megatron_rl.trainer.mcore.checkpoint.folders import TRACKER
+from megatron_rl.trainer.mcore.model.gpt import named_shards
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from tests import hf_models
 from tests.distributed.parity import Expected, expected_at
 from tests.distributed.training import LAYOUTS, Training, checkpointer, training

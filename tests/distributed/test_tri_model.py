@@ -13,17 +13,17 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.config.settings import Settings
-from megatron_rl.data.slots import Identity, IterationSlots
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step import roles as roles_of_updates
-from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
-from megatron_rl.mcore.step.piggyback import Piggyback
-from megatron_rl.mcore.step.policy import build_policy, build_reference
-from megatron_rl.mcore.step.roles import TriModel, build_roles
-from megatron_rl.training.learner import Learner
-from megatron_rl.training.rollouts import build_batcher
+from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.loop.learner import Learner
+from megatron_rl.trainer.loop.rollouts import build_batcher
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step import roles as roles_of_updates
+from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, RoleAssignment
+from megatron_rl.trainer.mcore.step.piggyback import Piggyback
+from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
+from megatron_rl.trainer.mcore.step.roles import TriModel, build_roles
 from tests.distributed.grpo_trials import Source, Witness
 from tests.distributed.layouts import Model
 from tests.distributed.training import settings_of

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.arguments import command_line
+from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.settings import Settings
-from megatron_rl.mcore.checkpoint.checkpointer import Checkpointer
-from megatron_rl.mcore.model.gpt import PackedGPTModel, build_model, wrap
-from megatron_rl.mcore.model.weights import ModelWeights
-from megatron_rl.mcore.session import Session, start_session
-from megatron_rl.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
-from megatron_rl.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_model, wrap
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
+from megatron_rl.trainer.mcore.step.policy import Policy
 from tests.distributed.layouts import Model, divisor, forward_backward, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 from tests.nursery import platform_name

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.weights.ends import read_ends
+from megatron_rl.shared.weights.ends import read_ends
 from tests import chat_models
 from tests.e2e import loop
 

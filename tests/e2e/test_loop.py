@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.observe import run_folder
 from megatron_rl.observe.metrics import read_metrics, seconds_by_span, without_times
-from megatron_rl.records.append_file import read_lines
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.records.append_file import read_lines
+from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 
 ITERATIONS = 5
@@ -221,7 +221,7 @@ KEEP_GRADIENTS = """
 import torch
 from megatron_rl import platforms
 platforms.select("cpu").install()
-from megatron_rl.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.step.policy import Policy
 inner = Policy.update
 def update(self, scale):
     gradients = {{name: p.main_grad * scale for chunk in self.chunks for name, p in chunk.named_parameters()}}

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.records.audit_chain import BreachName
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 from tests.ranks import ROOT
 
@@ -69,7 +69,7 @@ def test_an_exception_on_one_replica_ends_the_other_too(world):
 
 
 PATCH_SLOTS = """
-    from megatron_rl.data.slots import IterationSlots
+    from megatron_rl.trainer.data.slots import IterationSlots
     batch = IterationSlots.batch
     def faulty(self, index):
         if index == 2:
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_while_it_waits_for_a_slot_ends_the_other_by_name(
     marker = folder / "there"
     fault = f"""
         import pathlib
-        from megatron_rl.data.slots import IterationSlots
+        from megatron_rl.trainer.data.slots import IterationSlots
         batch = IterationSlots.batch
         def telling(self, index):
             pathlib.Path({str(marker)!r}).touch()
@@ -118,7 +118,7 @@ def test_a_loss_of_nan_ends_the_run_before_the_update(world):
 def test_tokens_of_another_policy_end_the_run_before_the_update(world):
     """Let scripted engines sample by chance, so that their tokens are far off by the trainer's log-probs."""
     fault = """
-        from megatron_rl.training.mismatch import MismatchBounds
+        from megatron_rl.trainer.loop.mismatch import MismatchBounds
         MismatchBounds.error = lambda self, kind: 0.125
     """
     reason = (
@@ -157,7 +157,7 @@ PATCH_FULL = """
 @pytest.mark.each_change
 @pytest.mark.parametrize("what", ["save", "save_hf"])
 def test_a_checkpoint_or_a_weights_file_that_finds_no_room_ends_the_run_by_its_path(world, what):
-    fault = PATCH_LIMIT.format(module="megatron_rl.training.saver", owner="Saver", name="save_if_due")
+    fault = PATCH_LIMIT.format(module="megatron_rl.trainer.loop.saver", owner="Saver", name="save_if_due")
     place = world.folder / f"full-{what}" / what
     reason = rf"^{place}\S* cannot be written: File too large \(\d+ bytes are free\); raise the limit"
     ended(world, f"full-{what}", reason, 5, {0: fault, 1: fault}, train_iters=1, **{what: place})
@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_where_a_run_begins_ends_it_by_name_and_without_a_tr
 # The place where a rank of a run that starts stays, until it is killed.
 MOMENTS = {
     "before megatron is imported": """
-        from megatron_rl.training.watch import Watch
+        from megatron_rl.trainer.loop.watch import Watch
         make = Watch.of_environment
         def stay_here():
             watch = make()
@@ -183,13 +183,13 @@ MOMENTS = {
         Watch.of_environment = stay_here
     """,
     "before the ranks meet": """
-        import megatron_rl.arguments.run as settings
+        import megatron_rl.config.command_line.run as settings
         settings.resolve_sizes = stay
     """,
     "while weights are loaded": """
         from megatron_rl import platforms
         platforms.select("cpu").install()
-        from megatron_rl.mcore.model.weights import ModelWeights
+        from megatron_rl.trainer.mcore.model.weights import ModelWeights
         ModelWeights.load_hf = stay
     """,
     "while engines start": """
@@ -197,7 +197,7 @@ MOMENTS = {
         OwnSidecar.address = stay
     """,
     "while the lease is taken": """
-        from megatron_rl.protocol.client import RolloutClient
+        from megatron_rl.shared.protocol.client import RolloutClient
         RolloutClient.take_lease = stay
     """,
 }
@@ -287,7 +287,7 @@ def test_an_interrupt_says_which_checkpoint_is_the_newest_what_is_lost_and_how_t
         from megatron_rl import platforms
         platforms.select("cpu").install()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        from megatron_rl.training.saver import Saver
+        from megatron_rl.trainer.loop.saver import Saver
         inner = Saver.save_if_due
         def interrupting(self, version, *arguments):
             inner(self, version, *arguments)

@@ -12,7 +12,7 @@ from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
 from megatron_rl.observe.metrics import read_metrics, without_times
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 from tests.processes import ROOT
 

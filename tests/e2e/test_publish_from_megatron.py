@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megatron_rl.cli import main as megatron_rl
-from megatron_rl.data.packing import pack_groups
-from megatron_rl.mcore.model.gpt import unwrap
-from megatron_rl.mcore.publish.probe import Probe
-from megatron_rl.mcore.publish.shared_memory import SharedMemoryPublisher
-from megatron_rl.mcore.step.forward_step import compute_log_probs
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import RolloutClient, read_token
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import RolloutClient, read_token
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.trainer.data.packing import pack_groups
+from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.mcore.publish.probe import Probe
+from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.step.forward_step import compute_log_probs
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.distributed.parity import expected_at

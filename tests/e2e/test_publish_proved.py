@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.analysis.report.data import RunFiles
 from megatron_rl.cli import main as megatron_rl
-from megatron_rl.observe.report.data import RunFiles
-from megatron_rl.records.audit_chain import BreachName
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop, stale_vllm
 
 ITERATIONS = 5

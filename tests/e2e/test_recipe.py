@@ -102,7 +102,7 @@ def test_a_recipe_trains_with_vllm_as_the_stand_alone_script(world: loop.World) 
 def test_a_patched_script_trains_where_prompts_are_given_and_pretrains_where_not(world: loop.World) -> None:
     script = stand_in_tree.make_tree(world.folder / "trees" / "patched", "0.16")
     first, rest = script.read_text().split("\n\n", 1)
-    line = "from megatron_rl.recipe.script import start; start(__name__)"
+    line = "from megatron_rl.recipe import start; start(__name__)"
     script.write_text(f"{first}\n\n{line}\n{rest}")
     assert len(run(world, "patched", [str(script)], 1)) == 2
     ranks = loop.start(world.folder / "outputs" / "pretrained", 1, MODEL.split(), program=[str(script)])

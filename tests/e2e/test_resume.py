@@ -11,19 +11,19 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.observe.metrics import read_metrics, without_times
-from megatron_rl.records.append_file import read_lines
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.records.append_file import read_lines
+from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 
 ITERATIONS = 4
 # Code that a rank runs before it begins: `now()` is called at the moment, and kills in the second iteration.
 AT = {
     "publish": """
-        from megatron_rl.mcore.model.weights import FilesBegun as Owner
+        from megatron_rl.trainer.mcore.model.weights import FilesBegun as Owner
         name = "write"
     """,
     "generation": """
-        from megatron_rl.data.slots import IterationSlots as Owner
+        from megatron_rl.trainer.data.slots import IterationSlots as Owner
         name = "batch"
     """,
     "backward": """
@@ -31,15 +31,15 @@ AT = {
         name = "loss"
     """,
     "optimizer": """
-        from megatron_rl.mcore.step.policy import Policy as Owner
+        from megatron_rl.trainer.mcore.step.policy import Policy as Owner
         name = "update"
     """,
     "save": """
-        from megatron_rl.mcore.checkpoint import serialization as Owner
+        from megatron_rl.trainer.mcore.checkpoint import serialization as Owner
         name = "_plan"
     """,
     "latest": """
-        from megatron_rl.mcore.checkpoint import folders as Owner
+        from megatron_rl.trainer.mcore.checkpoint import folders as Owner
         name = "put_in_place"
     """,
 }

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.model.gpt import unwrap
-from megatron_rl.mcore.publish.probe import Probe
-from megatron_rl.mcore.publish.stream import StreamPublisher
-from megatron_rl.protocol.wire import ProbeAnswer, PublishAnswer, Weights
+from megatron_rl.shared.protocol.wire import ProbeAnswer, PublishAnswer, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import Steps
 from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
+from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.mcore.publish.probe import Probe
+from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import ROOT, run_ranks
 from tests.sidecar import vllm_models

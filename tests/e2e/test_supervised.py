@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.analysis.ledger import compute_ledger
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.demonstrations import load_demonstrations
 from megatron_rl.observe import run_folder, trace
-from megatron_rl.observe.ledger import compute_ledger
 from megatron_rl.observe.metrics import read_metrics, without_times
+from megatron_rl.trainer.data.demonstrations import load_demonstrations
 from tests import hf_models
 from tests.e2e import loop
 from tests.supervised_twin import Row, Rules, Twin
@@ -28,7 +28,7 @@ KILL = """
 import os, signal
 from megatron_rl import platforms
 platforms.select("cpu").install()
-from megatron_rl.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.step.policy import Policy
 inner, calls = Policy.update, []
 def update(self, scale):
     result = inner(self, scale)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.prompts import load_prompts
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.records.audit_check import verify
-from megatron_rl.records.audit_log import hash_content
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.records.audit_log import hash_content
+from megatron_rl.trainer.data.prompts import load_prompts
 from tests.e2e import loop
 from tests.e2e.test_resume import fault
 

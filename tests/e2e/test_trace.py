@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.analysis.ledger import compute_ledger
 from megatron_rl.observe import trace
-from megatron_rl.observe.ledger import compute_ledger
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.trace import Process, Trace
 from tests.e2e import loop

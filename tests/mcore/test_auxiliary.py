@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_rl.mcore.step.auxiliary import take_losses
+from megatron_rl.trainer.mcore.step.auxiliary import take_losses
 
 VALUES = {"load_balancing_loss": [2.0, 4.0], "z_loss": [6.0, 10.0], "another": [1.0, 1.0]}
 

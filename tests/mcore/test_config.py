@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl import platforms
-from megatron_rl.arguments import resolve as config
-from megatron_rl.arguments.resolve import build_transformer_config
-from megatron_rl.mcore.model.gpt import settle_bucket_size
+from megatron_rl.config.command_line import resolve as config
+from megatron_rl.config.command_line.resolve import build_transformer_config
+from megatron_rl.trainer.mcore.model.gpt import settle_bucket_size
 from megatron_rl.types import Architecture, Experts
 
 MODEL = Architecture(

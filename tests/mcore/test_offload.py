@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.model import frozen
 from megatron_rl.platforms.cpu_torch import Event, Stream
+from megatron_rl.trainer.mcore.model import frozen
 
 NUM_LAYERS, WIDTH, VOCAB = 5, 4, 11
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.mcore.step import policy as reference
-from megatron_rl.mcore.step.policy import Reference
+from megatron_rl.trainer.mcore.step import policy as reference
+from megatron_rl.trainer.mcore.step.policy import Reference
 
 
 def weights_of(identity: str, dtype: str = "float32", exact: str = "") -> Any:

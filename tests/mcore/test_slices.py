@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.mcore.checkpoint.slices import boxes
+from megatron_rl.trainer.mcore.checkpoint.slices import boxes
 
 
 @st.composite

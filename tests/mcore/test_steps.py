@@ -5,9 +5,9 @@ import torch
 from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.data.batch import Batch, Batcher
-from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
+from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, RoleAssignment
 
 RESPONSES = [[3, 4], [5]]
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.arguments import command_line, flags
-from megatron_rl.arguments import resolve as config
+from megatron_rl.config.command_line import flags
+from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.config.command_line import resolve as config
 from megatron_rl.config.flag import index_by_name
 from megatron_rl.config.settings import Settings
 from tests import recipes

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_rl.data.packing import Pack, pack_groups
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.platforms import Platform
+from megatron_rl.trainer.data.packing import Pack, pack_groups
 from megatron_rl.types import Architecture
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED
 from tests.npu import cann
@@ -80,9 +80,9 @@ def models(folder: str) -> "Passes":
     # The generator of a missing device has no state.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
 
-    from megatron_rl.arguments.resolve import build_transformer_config
-    from megatron_rl.mcore.model.gpt import build_chunks
-    from megatron_rl.weights.families import read_architecture
+    from megatron_rl.config.command_line.resolve import build_transformer_config
+    from megatron_rl.shared.weights.families import read_architecture
+    from megatron_rl.trainer.mcore.model.gpt import build_chunks
 
     for model, implementation, backend in itertools.product(
         sorted(Path(folder).iterdir()), ("local", "transformer_engine"), ON_NPU
@@ -115,7 +115,7 @@ def _install() -> Platform:
 
 def configuration(*words: str) -> dict[str, str]:
     _install()
-    from megatron_rl.arguments.command_line import parse
+    from megatron_rl.config.command_line.parse import parse
 
     return describe(parse([*words, "--platform", "npu"]).transformer)
 

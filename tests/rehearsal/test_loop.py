@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.records.append_file import read_lines
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.records.append_file import read_lines
+from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 
 REHEARSED = """

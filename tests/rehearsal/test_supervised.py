@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_rl.training.supervised import stage
+from megatron_rl.trainer.loop.supervised import stage
 from tests import hf_models
 from tests.distributed.supervised_trials import DEMONSTRATIONS_PER_UPDATE, Seen, Trial, run_trials
 from tests.distributed.test_supervised import HELD_OUT, LAYOUTS, ROWS, check_update, twins_at

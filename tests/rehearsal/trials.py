@@ -8,10 +8,10 @@ from typing import Any
 from unittest import mock
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.data.batch import Batch
-from megatron_rl.mcore.model import frozen
-from megatron_rl.mcore.step.trace import StepTrace
-from megatron_rl.training import learner
+from megatron_rl.trainer.data.batch import Batch
+from megatron_rl.trainer.loop import learner
+from megatron_rl.trainer.mcore.model import frozen
+from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.grpo_trials import Seen, run_trials
 from tests.grpo_problem import Problem, Trial
 from tests.rehearsal import device

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, encode_log_probs
+from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, encode_log_probs
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
     EngineLost,

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.slots import Claim
-from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines import EngineLost, GroupRequest
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.protocol.client import RolloutClient, read_token
+from megatron_rl.shared.protocol.client import RolloutClient, read_token
 from megatron_rl.sidecar import parent
 from tests.ranks import ROOT
 

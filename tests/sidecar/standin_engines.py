@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.protocol.wire import ProbeAnswer, Sampling, encode_log_probs
+from megatron_rl.shared.protocol.wire import ProbeAnswer, Sampling, encode_log_probs
 from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher, ProcessSpec
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from megatron_rl.protocol.wire import ProbeAnswer
+from megatron_rl.shared.protocol.wire import ProbeAnswer
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.publication import AwaitAnswer, StepDeadlines
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig

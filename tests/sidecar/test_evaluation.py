@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import EvaluationLost, RolloutError
-from megatron_rl.protocol.provenance import derive_evaluation_seed
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import EvaluationLost, RolloutError
+from megatron_rl.shared.protocol.provenance import derive_evaluation_seed
+from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.sidecar.engines import EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine

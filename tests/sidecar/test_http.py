@@ -19,8 +19,8 @@ import uvicorn
 from fastapi.routing import APIRoute
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import (
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import (
     EvaluationLost,
     IterationLost,
     OtherWorkers,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main as megatron_rl
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import IterationLost, RolloutClient, RolloutError
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import IterationLost, RolloutClient, RolloutError
 from tests.ranks import ROOT
 from tests.sidecar.scripted_service import submission, weights
 from tests.sidecar.sidecar_process import alive, sidecar

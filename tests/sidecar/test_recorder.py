@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from megatron_rl.cli import main as megatron_rl
-from megatron_rl.protocol import wire
-from megatron_rl.records.audit_check import verify
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.sidecar.iteration import IterationFailed
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService

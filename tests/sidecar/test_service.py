@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.protocol import wire
-from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.group_maker import Scorer

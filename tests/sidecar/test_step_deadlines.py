@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.weights import arrival
 from megatron_rl.sidecar.pace import FACTOR, Pace
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.streams import StreamPlace
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
-from megatron_rl.weights import arrival
 from tests.sidecar.fake_engines import STEPS, FakeFactory, weights
 from tests.sidecar.standin_engines import standing_in
 from tests.sidecar.supervised import CONFIG, supervised, until

@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+from megatron_rl.analysis.ledger import compute_ledger
 from megatron_rl.observe import trace
-from megatron_rl.observe.ledger import compute_ledger
 from megatron_rl.observe.trace import Process, Span
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine, ScriptedFactory
 from megatron_rl.sidecar.service import RolloutService

@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import decode_log_probs, decode_tokens
+from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
+from megatron_rl.shared.weights import arrival
+from megatron_rl.shared.weights.arrival import Counter
 from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
@@ -30,8 +32,6 @@ from megatron_rl.sidecar.engines import (
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.sidecar.vllm.worker import _specs
-from megatron_rl.weights import arrival
-from megatron_rl.weights.arrival import Counter
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
     VOCAB_SIZE,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.shared.weights.fingerprint import digest
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, compare, digesting, learn_order, looking
-from megatron_rl.weights.fingerprint import digest
-from megatron_rl.weights.mapping import TensorSpec
 
 HIDDEN, HEADS, WIDTH, EXPERTS, VOCABULARY = 24, 16, 40, 3, 20_000
 SHAPES = {

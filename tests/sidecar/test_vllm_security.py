@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
 from tests.sidecar.sidecar_process import SidecarProcess, sidecar
 from tests.sidecar.vllm_models import MAX_MODEL_LEN, draw_with_tokenizer, in_shared_memory
 

@@ -12,13 +12,13 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_rl.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
+from megatron_rl.shared.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
+from megatron_rl.shared.weights.files import write_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.worker import _specs
-from megatron_rl.weights.files import write_digests
-from megatron_rl.weights.fingerprint import compute_fingerprint, digest
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in
 

@@ -10,11 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_rl.arguments import command_line, describe, flags
 from megatron_rl.config import settings as config
+from megatron_rl.config.command_line import describe, flags
+from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
 from megatron_rl.errors import ExitCode, InputError
-from megatron_rl.mcore.model import gpt
+from megatron_rl.trainer.mcore.model import gpt
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 from tests import recipes
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, SPARSE, error, folder, parse, parse_run

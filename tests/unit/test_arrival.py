@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.weights import arrival
-from megatron_rl.weights.arrival import Arrival, Counter, is_in_memory
-from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.shared.weights import arrival
+from megatron_rl.shared.weights.arrival import Arrival, Counter, is_in_memory
+from megatron_rl.shared.weights.mapping import TensorSpec
 
 SPECS = [TensorSpec("b", (4, 2), "float32"), TensorSpec("a", (3,), "float32")]
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, InputError
-from megatron_rl.protocol.wire import Mismatch, Plan, Submission
-from megatron_rl.records.append_file import FileInUse
-from megatron_rl.records.audit_chain import BreachName
-from megatron_rl.records.audit_check import Report, verify
-from megatron_rl.records.audit_log import FIRST_PREV, AuditBroken, AuditLog, EngineReport, ProbeRecord, hash_line
+from megatron_rl.shared.protocol.wire import Mismatch, Plan, Submission
+from megatron_rl.shared.records.append_file import FileInUse
+from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.records.audit_check import Report, verify
+from megatron_rl.shared.records.audit_log import FIRST_PREV, AuditBroken, AuditLog, EngineReport, ProbeRecord, hash_line
 from megatron_rl.sidecar.iteration import Iteration
 from tests.killing import kill_while_appending
 from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, plans
@@ -460,7 +460,7 @@ def test_kill_9_in_the_middle_of_writing_leaves_a_log_that_can_be_continued(path
         told = kill_while_appending(
             f"""
             from pathlib import Path
-            from megatron_rl.records.audit_log import AuditLog
+            from megatron_rl.shared.records.audit_log import AuditLog
             from tests.submissions import make_plan, make_submission
             submission = make_submission(make_plan(num_prompts=4096))
             log = AuditLog(Path({str(path)!r}), "run")

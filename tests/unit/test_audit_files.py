@@ -7,10 +7,10 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode
-from megatron_rl.records.append_file import FileInUse
-from megatron_rl.records.audit_chain import BreachName
-from megatron_rl.records.audit_check import verify
-from megatron_rl.records.audit_log import AuditLog, find_existing_files
+from megatron_rl.shared.records.append_file import FileInUse
+from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.records.audit_log import AuditLog, find_existing_files
 from tests.submissions import make_plan, make_submission
 from tests.unit.test_audit import names, run_iteration
 

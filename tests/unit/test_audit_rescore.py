@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl import cli
 from megatron_rl.commands.rescore import _read_fingerprint
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.provenance import derive_group_seed
-from megatron_rl.records.audit_log import FILE_NAME
-from megatron_rl.records.audit_samples import choose_samples, read_kept
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.provenance import derive_group_seed
+from megatron_rl.shared.records.audit_log import FILE_NAME
+from megatron_rl.shared.records.audit_samples import choose_samples, read_kept
 from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import Proof

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint import folders
+from megatron_rl.trainer.mcore.checkpoint import folders
 
 
 class Killed(BaseException):

@@ -5,14 +5,15 @@ import stat
 
 import pytest
 
-from megatron_rl.arguments import command_line, describe
+from megatron_rl.analysis.plan.calibrate import RunLayout
+from megatron_rl.analysis.plan.runs import read_layout
+from megatron_rl.config.command_line import describe
+from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.errors import InputError
 from megatron_rl.observe import run_folder
 from megatron_rl.observe.run_folder import SavedConfig, Value, find_differences, list_given
-from megatron_rl.plan.calibrate import RunLayout
-from megatron_rl.plan.runs import read_layout
+from megatron_rl.shared.weights.mapping import measure_model
 from megatron_rl.types import Experts
-from megatron_rl.weights.mapping import measure_model
 from tests.command_lines import CPU, QWEN3, RUN, folder
 
 

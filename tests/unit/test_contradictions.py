@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.arguments import flags
+from megatron_rl.config.command_line import flags
 from tests.command_lines import DENSE, SPARSE, error, parse
 
 

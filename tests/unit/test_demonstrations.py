@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource, load_demonstrations
-from megatron_rl.data.prompt_files import find_problems
-from megatron_rl.data.prompts import load_prompts
 from megatron_rl.errors import InputError
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
+from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource, load_demonstrations
+from megatron_rl.trainer.data.prompt_files import find_problems
+from megatron_rl.trainer.data.prompts import load_prompts
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "#", "?")
 VOCAB_SIZE = len(WORDS) + 100

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.records.audit_chain import BreachName
 from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.weights import families
 from megatron_rl.sidecar import settings as sidecar_settings
-from megatron_rl.weights import families
 from tests import documents, stand_in_tree
 from tests.command_lines import parse
 from tests.documents import blocks, broken_links, commands_of, pages, read, unknown_names
@@ -210,12 +210,13 @@ def test_planted_faults_in_a_page_are_found(tmp_path, monkeypatch):
     (tmp_path / "b.md").write_text("# Two words: `code`\n")
     (tmp_path / "a.md").write_text(
         "[1](b.md) [2](b.md#two-words-code) [3](c.md) [4](b.md#three) [5](#none) [6](https://example.com/x)\n"
-        "`mcore.runner.x`, `data/packing.py`, `data/nothing.py`, `Session.nothing`, `torch.nothing`, `config.json`\n"
-        "```text\nmcore.session -> mcore.sessions\n```\n```python\nimport megatron_rl.nothing\n```\n"
+        "`sidecar.runner.x`, `trainer/data/packing.py`, `data/nothing.py`, `Session.nothing`, "
+        "`torch.nothing`, `config.json`\n"
+        "```text\nsidecar.main -> sidecar.mains\n```\n```python\nimport megatron_rl.nothing\n```\n"
     )
     assert broken_links("a.md") == ["c.md", "b.md#three", "#none"]
     assert unknown_names("a.md") == [
-        "data/nothing.py", "mcore.runner.x", "Session.nothing", "mcore.sessions", "megatron_rl.nothing",
+        "data/nothing.py", "sidecar.runner.x", "Session.nothing", "sidecar.mains", "megatron_rl.nothing",
     ]  # fmt: skip
 
 

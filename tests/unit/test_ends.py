@@ -9,11 +9,11 @@ import pytest
 import transformers
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.demonstrations import DemonstrationSource, load_demonstrations
-from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.tokenizer import PromptTokenizer
 from megatron_rl.errors import InputError
-from megatron_rl.weights.ends import add_ends, read_ends
+from megatron_rl.shared.weights.ends import add_ends, read_ends
+from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
+from megatron_rl.trainer.data.prompts import load_prompts
+from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 from tests import chat_models
 from tests.chat_models import CHATML, LLAMA_3, PHI_3, PLAIN, find
 

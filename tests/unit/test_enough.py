@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.analysis.explain import LEAST_ITERATIONS, LEAST_SECONDS, PRECISION, count_wanted
 from megatron_rl.cli import main
-from megatron_rl.observe.explain import LEAST_ITERATIONS, LEAST_SECONDS, PRECISION, count_wanted
 from tests.observed import write_metrics
 from tests.synthetic_run import write_trace
 

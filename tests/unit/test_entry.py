@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.training.entry import Entry
+from megatron_rl.trainer.loop.entry import Entry
 
 
 class Holder:

@@ -18,11 +18,12 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_rl.arguments import command_line, flags, resolve
+from megatron_rl.config.command_line import flags, resolve
+from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import UsageError
+from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
-from megatron_rl.weights import families
 from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run, without
 from tests.effects import effect
 

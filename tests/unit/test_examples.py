@@ -10,11 +10,11 @@ import pytest
 import transformers
 
 from examples import tiny_model
-from megatron_rl.arguments.run import compute_sizes
+from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.shared.weights import families
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Architecture, Rope
-from megatron_rl.weights import families
-from megatron_rl.weights.families import read_architecture
 from tests.command_lines import parse
 from tests.processes import ROOT
 

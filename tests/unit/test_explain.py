@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.analysis.explain import list_findings
 from megatron_rl.cli import main
 from megatron_rl.config.flag import index_by_name
-from megatron_rl.observe.explain import list_findings
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SIDECAR, Process, Span, Trace, Window
 from tests.observed import write_metrics
@@ -203,7 +203,7 @@ def test_without_a_trace_metrics_are_explained_alone() -> None:
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    from megatron_rl.arguments.flags import list_flags
+    from megatron_rl.config.command_line.flags import list_flags
 
     known = index_by_name(list_flags())
     sick = rank(publish=11.0, first=21.0, starved=11.0, tail=16.0, bubble=21.0, save=6.0, evaluation=11.0, other=2.0)

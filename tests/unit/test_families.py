@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.families import FAMILIES, derive_config, read_architecture
 from megatron_rl.types import Architecture, Experts, Rope, RopeKind
-from megatron_rl.weights.families import FAMILIES, derive_config, read_architecture
 
 _BASE: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.weights import fingerprint, shards
-from megatron_rl.weights.fingerprint import NUM_LANES, compute_fingerprint, digest, digests_by_row
-from megatron_rl.weights.mapping import Piece, ShardMap, TensorSpec
-from megatron_rl.weights.shards import Digests, Shard, export
+from megatron_rl.shared.weights import fingerprint, shards
+from megatron_rl.shared.weights.fingerprint import NUM_LANES, compute_fingerprint, digest, digests_by_row
+from megatron_rl.shared.weights.mapping import Piece, ShardMap, TensorSpec
+from megatron_rl.shared.weights.shards import Digests, Shard, export
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,9 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import GroupRefused, check_group, check_rewards
-from megatron_rl.protocol.slots import Claim, Division, Place, divide
-from megatron_rl.protocol.wire import Group, Plan, Sampling, Slot, VersionSpan, decode, encode_log_probs, encode_tokens
+from megatron_rl.shared.protocol.provenance import GroupRefused, check_group, check_rewards
+from megatron_rl.shared.protocol.slots import Claim, Division, Place, divide
+from megatron_rl.shared.protocol.wire import (
+    Group,
+    Plan,
+    Sampling,
+    Slot,
+    VersionSpan,
+    decode,
+    encode_log_probs,
+    encode_tokens,
+)
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,

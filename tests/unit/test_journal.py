@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.slots import Claim
-from megatron_rl.protocol.wire import Sampling, encode_tokens
-from megatron_rl.records import journal as journals
-from megatron_rl.records.append_file import AppendFailed, AppendFile, FileInUse
-from megatron_rl.records.journal import Journal, JournalDamaged, JournalFolder
+from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.protocol.wire import Sampling, encode_tokens
+from megatron_rl.shared.records import journal as journals
+from megatron_rl.shared.records.append_file import AppendFailed, AppendFile, FileInUse
+from megatron_rl.shared.records.journal import Journal, JournalDamaged, JournalFolder
 from tests.killing import kill_while_appending
 from tests.submissions import make_group, make_plan, make_submission, with_response
 
@@ -195,7 +195,7 @@ def test_kill_9_in_the_middle_of_appending_loses_nothing_that_append_returned_fr
             f"""
             import msgspec
             from pathlib import Path
-            from megatron_rl.records.journal import Journal
+            from megatron_rl.shared.records.journal import Journal
             from tests.submissions import make_group, make_plan, make_submission, with_response
             submission = make_submission(make_plan(num_prompts=4096))
             group = with_response(make_group(submission, 0), 0, tokens=bytes(2_000_000))

@@ -13,40 +13,65 @@ def test_the_package_keeps_to_its_layers():
 @pytest.mark.parametrize(
     ("path", "code", "message"),
     [
-        ("ops/attention.py", "from megatron_rl.weights import files", "ops imports weights, which is not below it"),
-        ("sidecar/service.py", "from megatron_rl import mcore", "sidecar imports mcore, which is not below it"),
-        ("protocol/x.py", "from megatron_rl.data import batch", "protocol imports data, which is not below it"),
-        ("data/packing.py", "def f():\n    import megatron_rl.training.trainer", "data imports training"),
         (
-            "mcore/x.py",
+            "ops/attention.py",
+            "from megatron_rl.shared.weights import files",
+            "ops imports shared.weights, which is not below it",
+        ),
+        (
+            "sidecar/service.py",
+            "from megatron_rl.trainer import mcore",
+            "sidecar imports trainer.mcore, which is not below",
+        ),
+        (
+            "shared/protocol/x.py",
+            "from megatron_rl.trainer.data import batch",
+            "shared.protocol imports trainer.data, which is not",
+        ),
+        (
+            "trainer/data/packing.py",
+            "def f():\n    import megatron_rl.trainer.loop.trainer",
+            "trainer.data imports trainer.loop",
+        ),
+        (
+            "trainer/mcore/x.py",
             'import importlib\ndef f():\n    importlib.import_module("megatron_rl.cli")',
             "imports cli",
         ),
         (
-            "data/packing.py",
+            "trainer/data/packing.py",
             "import megatron.core",
-            "data imports megatron, which only mcore, platforms, recipe, weights may",
+            "trainer.data imports megatron, which only platforms, shared.weights, trainer.mcore, trainer.recipe may",
         ),
         (
-            "mcore/x.py",
+            "trainer/mcore/x.py",
             "def f():\n    from megatron.training import get_args",
-            "mcore imports megatron.training, which only recipe may",
+            "trainer.mcore imports megatron.training, which only trainer.recipe may",
         ),
         ("platforms/cpu.py", "from megatron.core import jit", "platforms imports megatron outside of a function"),
-        ("protocol/client.py", "from vllm import LLM", "protocol imports vllm, which only sidecar may"),
-        ("mcore/x.py", "import triton.language as tl", "mcore imports triton, which only ops may"),
-        ("data/x.py", "import flash_attn", "data imports flash_attn"),
-        ("weights/x.py", "import torch_npu", "weights imports torch_npu, which only ops, platforms may"),
+        ("shared/protocol/client.py", "from vllm import LLM", "shared.protocol imports vllm, which only sidecar may"),
+        ("trainer/mcore/x.py", "import triton.language as tl", "trainer.mcore imports triton, which only ops may"),
+        ("trainer/data/x.py", "import flash_attn", "trainer.data imports flash_attn"),
+        ("shared/weights/x.py", "import torch_npu", "shared.weights imports torch_npu, which only ops, platforms may"),
         ("config/flag.py", "import torch", "config.flag imports torch, and must do without"),
-        ("weights/families/x.py", "from torch import nn", "weights.families.x imports torch"),
+        ("shared/weights/families/x.py", "from torch import nn", "shared.weights.families.x imports torch"),
         ("algorithm/library/x.py", "import torch", "algorithm.library.x imports torch, and must do without"),
         ("algorithm/x.py", "from megatron_rl.config import settings", "algorithm imports config, which is not below"),
-        ("mcore/model/gpt.py", "import torch\ndef f():\n    return torch.cuda.current_device()", "says .cuda"),
-        ("weights/x.py", "def f(tensor):\n    return tensor.npu()", "says .npu"),
-        ("mcore/x.py", "from torch.cuda import Stream", "imports torch.cuda.Stream"),
-        ("data/x.py", "import torch\ntorch.set_num_threads(1)", "importing the module runs: torch.set_num_threads(1)"),
-        ("data/x.py", "import os\nos.environ['A'] = '1'", "importing the module runs: os.environ['A'] = '1'"),
+        ("trainer/mcore/model/gpt.py", "import torch\ndef f():\n    return torch.cuda.current_device()", "says .cuda"),
+        ("shared/weights/x.py", "def f(tensor):\n    return tensor.npu()", "says .npu"),
+        ("trainer/mcore/x.py", "from torch.cuda import Stream", "imports torch.cuda.Stream"),
+        (
+            "trainer/data/x.py",
+            "import torch\ntorch.set_num_threads(1)",
+            "importing the module runs: torch.set_num_threads(1)",
+        ),
+        ("trainer/data/x.py", "import os\nos.environ['A'] = '1'", "importing the module runs: os.environ['A'] = '1'"),
+        ("observe/x.py", "from megatron_rl.analysis import ledger", "observe imports analysis, which is not below it"),
+        ("sidecar/x.py", "from megatron_rl.migrate import translate", "sidecar imports migrate, which is not below"),
+        ("analysis/x.py", "from megatron_rl.migrate import translate", "analysis imports migrate, which is not below"),
+        ("config/x.py", "from megatron_rl.config.command_line import parse", "config imports config.command_line"),
         ("newpart/x.py", "X = 1", "newpart is in no layer"),
+        ("trainer/newpart/x.py", "X = 1", "trainer is in no layer"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, path, code, message):
@@ -62,7 +87,10 @@ def test_a_planted_violation_is_found(tmp_path, path, code, message):
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("mcore/model/gpt.py", "from megatron.core import jit\nfrom megatron_rl.weights import files\nimport torch"),
+        (
+            "trainer/mcore/model/gpt.py",
+            "from megatron.core import jit\nfrom megatron_rl.shared.weights import files\nimport torch",
+        ),
         ("platforms/cpu.py", "def install():\n    import megatron.core.jit"),
         ("ops/kernel.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
         ("algorithm/library/x.py", "if TYPE_CHECKING:\n    import torch\nfrom megatron_rl.config.flag import own_flag"),
@@ -83,8 +111,8 @@ def test_packages_that_need_no_torch_do_not_import_it_indirectly():
         f"""
         import pkgutil, sys
         import {names}
-        for module in pkgutil.iter_modules(megatron_rl.weights.families.__path__):
-            __import__("megatron_rl.weights.families." + module.name)
+        for module in pkgutil.iter_modules(megatron_rl.shared.weights.families.__path__):
+            __import__("megatron_rl.shared.weights.families." + module.name)
         for name in ("torch", "megatron", "transformers", "vllm"):
             assert name not in sys.modules, name
         """

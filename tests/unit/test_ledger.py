@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.observe.ledger import ENGINE_CAUSES, RANK_CAUSES, Pieces, compute_ledger, find_innermost
+from megatron_rl.analysis.ledger import ENGINE_CAUSES, RANK_CAUSES, Pieces, compute_ledger, find_innermost
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, SIDECAR, Process, Span, Trace, Window
 
 

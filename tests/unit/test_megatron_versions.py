@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron_rl import versions
 from megatron_rl.commands import doctor
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.mcore.checkpoint import serialization
 from megatron_rl.platforms import megatron_patches
 from megatron_rl.platforms.megatron_patches import SharedResults
+from megatron_rl.trainer.mcore.checkpoint import serialization
 
 PACKAGE_INFO = """
 MAJOR = {}

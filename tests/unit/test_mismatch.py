@@ -5,15 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rl.protocol.probe import (
+from megatron_rl.shared.protocol.probe import (
     find_agreement,
     find_bound,
     find_coarsest_dtype,
     limit_by_spread,
     measure_difference,
 )
-from megatron_rl.protocol.wire import EngineKind, Mismatch
-from megatron_rl.training.mismatch import MismatchBounds, ReplicaMismatch, combine_parts
+from megatron_rl.shared.protocol.wire import EngineKind, Mismatch
+from megatron_rl.trainer.loop.mismatch import MismatchBounds, ReplicaMismatch, combine_parts
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, NoRoom, find_no_room, room_checked
-from megatron_rl.mcore.checkpoint import folders
 from megatron_rl.observe import run_folder
 from megatron_rl.observe.metrics import MetricsFile
-from megatron_rl.protocol.wire import Prompt, encode_tokens
-from megatron_rl.records.append_file import AppendFailed
+from megatron_rl.shared.protocol.wire import Prompt, encode_tokens
+from megatron_rl.shared.records.append_file import AppendFailed
+from megatron_rl.shared.weights import files
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar import starting
-from megatron_rl.training.entry import Entry
-from megatron_rl.weights import files
-from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.trainer.loop.entry import Entry
+from megatron_rl.trainer.mcore.checkpoint import folders
 
 FREE = r"\(\d+ bytes are free\)"
 

@@ -14,7 +14,7 @@ from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.observe import metrics, sinks
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SamplesFile
-from megatron_rl.records.append_file import FileInUse, read_lines
+from megatron_rl.shared.records.append_file import FileInUse, read_lines
 from tests.observed import metrics_record, write_metrics
 from tests.processes import ROOT
 

@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 from megatron_rl import cli
+from megatron_rl.analysis import picture
 from megatron_rl.config.flag import check_bounds
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
-from megatron_rl.observe import metrics, picture, progress, summary
+from megatron_rl.observe import metrics, progress, summary
 from megatron_rl.observe.summary import chart
 from megatron_rl.observe.timeline import Timeline
 from tests.observed import metrics_record, write_metrics
@@ -394,7 +395,8 @@ def test_a_picture_of_runs_without_rewards_or_times_is_drawn_too(tmp_path):
 
 def test_pictures_and_sinks_import_their_packages_when_they_are_asked_for():
     script = (
-        "import sys; from megatron_rl.observe import metrics, picture, progress, samples, sinks, summary, timeline\n"
+        "import sys; from megatron_rl.analysis import picture\n"
+        "from megatron_rl.observe import metrics, progress, samples, sinks, summary, timeline\n"
         "assert not {'torch', 'matplotlib', 'wandb', 'tensorboard'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.packing import pack_groups, pack_sequences, pack_turns
 from megatron_rl.errors import InputError
+from megatron_rl.trainer.data.packing import pack_groups, pack_sequences, pack_turns
 
 tokens = st.lists(st.integers(0, 99), max_size=5)
 groups = st.lists(st.tuples(tokens, st.lists(tokens, max_size=4)), max_size=4)

@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.plan import large_run
+from megatron_rl.analysis.plan.costs import SCHEDULES, BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
+from megatron_rl.analysis.plan.engines import SimulatedBatching, SimulatedGroup
+from megatron_rl.analysis.plan.lengths import Empirical, Lognormal, Uniform, parse_lengths
+from megatron_rl.analysis.plan.pipeline import Pipeline, count_slot, order_steps
+from megatron_rl.analysis.plan.pool import Pool
+from megatron_rl.analysis.plan.simulate import simulate
 from megatron_rl.errors import UsageError
-from megatron_rl.plan.costs import SCHEDULES, BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
-from megatron_rl.plan.engines import SimulatedBatching, SimulatedGroup
-from megatron_rl.plan.lengths import Empirical, Lognormal, Uniform, parse_lengths
-from megatron_rl.plan.pipeline import Pipeline, count_slot, order_steps
-from megatron_rl.plan.pool import Pool
-from megatron_rl.plan.simulate import simulate
 
 COSTS = Costs(
     BatchingCosts(0.02, 1e-3, 1e-6, 1e-4, max_running=24, max_in_flight=48),

@@ -8,20 +8,20 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_rl.analysis.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
+from megatron_rl.analysis.plan.chips import CHIPS, find_figures
+from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
+from megatron_rl.analysis.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
+from megatron_rl.analysis.plan.engines import SimulatedGroup
+from megatron_rl.analysis.plan.figures import DeviceSplit, count_parameters, estimate
+from megatron_rl.analysis.plan.lengths import Uniform
+from megatron_rl.analysis.plan.memory import Micro, count_running, count_trainer_bytes
+from megatron_rl.analysis.plan.pipeline import count_slot, slot_seconds
+from megatron_rl.analysis.plan.records import read_record, read_trace_record
+from megatron_rl.analysis.plan.simulate import _Run
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
-from megatron_rl.plan.chips import CHIPS, find_figures
-from megatron_rl.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
-from megatron_rl.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
-from megatron_rl.plan.engines import SimulatedGroup
-from megatron_rl.plan.figures import DeviceSplit, count_parameters, estimate
-from megatron_rl.plan.lengths import Uniform
-from megatron_rl.plan.memory import Micro, count_running, count_trainer_bytes
-from megatron_rl.plan.pipeline import count_slot, slot_seconds
-from megatron_rl.plan.records import read_record, read_trace_record
-from megatron_rl.plan.simulate import _Run
+from megatron_rl.shared.weights import families
 from megatron_rl.types import Experts
-from megatron_rl.weights import families
 from tests.processes import ROOT
 from tests.unit.test_examples import QWEN3_4B
 
@@ -326,12 +326,12 @@ def test_the_formula_of_memory_says_what_doctor_counts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(families.derive_config(architecture)))
     counting = """
 import json, os, sys
-from megatron_rl.arguments import command_line
+from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.commands.fit import make_workload
 os.environ["LOCAL_WORLD_SIZE"] = "8"
 for words in json.loads(sys.argv[1]):
     settings, sizes = command_line.parse_sizes(words.split(), 8)
-    from megatron_rl.mcore import footprint
+    from megatron_rl.trainer.mcore import footprint
     work = make_workload(sizes, 8)
     tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)
     first = footprint.count(settings, work)[0]

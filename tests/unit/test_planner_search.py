@@ -8,17 +8,17 @@ import shlex
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.analysis.plan.chips import CHIPS
+from megatron_rl.analysis.plan.command_lines import Files, list_notes, write_command
+from megatron_rl.analysis.plan.costs import Setting
+from megatron_rl.analysis.plan.lengths import Lognormal, Uniform
+from megatron_rl.analysis.plan.memory import Micro, fits_trainer
+from megatron_rl.analysis.plan.search import Wanted, _list_splits, describe_candidates, search
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.observe import run_folder
-from megatron_rl.plan.chips import CHIPS
-from megatron_rl.plan.command_lines import Files, list_notes, write_command
-from megatron_rl.plan.costs import Setting
-from megatron_rl.plan.lengths import Lognormal, Uniform
-from megatron_rl.plan.memory import Micro, fits_trainer
-from megatron_rl.plan.search import Wanted, _list_splits, describe_candidates, search
+from megatron_rl.shared.weights import families
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Experts
-from megatron_rl.weights import families
 from tests.command_lines import PROMPTS, parse_run
 from tests.unit.test_examples import QWEN3_4B
 from tests.unit.test_planner_costs import BATCHING, SETTING, TRAINER, Costs, recorded  # noqa: F401

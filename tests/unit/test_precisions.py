@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.training.mismatch import build_mismatch_bounds, find_warning_bound
+from megatron_rl.trainer.loop.mismatch import build_mismatch_bounds, find_warning_bound
 from tests.command_lines import CPU, QWEN3, RUN, folder, parse_run, run_problems
 
 

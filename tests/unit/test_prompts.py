@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.data.order import Curriculum, RowOrder
-from megatron_rl.data.prompt_files import find_problems
-from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.errors import InputError, PlatformError, UsageError
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
+from megatron_rl.trainer.data.order import Curriculum, RowOrder
+from megatron_rl.trainer.data.prompt_files import find_problems
+from megatron_rl.trainer.data.prompts import PromptSource, load_prompts
 from tests import hf_models
 from tests import reward_pools as rewards
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_rl.protocol.wire import EngineKind, Weights
+from megatron_rl.shared.protocol.wire import EngineKind, Weights
 from megatron_rl.sidecar.publication import Published, StepFailed, _must_agree
 
 WEIGHTS = Weights(run="run", version=3, fingerprint="f", transport="shm", dtype="float32", location="")

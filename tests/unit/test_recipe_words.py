@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.recipe import parsing, script
+from megatron_rl.trainer.recipe import parsing, script
 
 OURS = {"--prompts", "--lr", "--rollout-devices"}
 THEIRS = {"--lr", "--own", "--spec"}

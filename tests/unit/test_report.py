@@ -12,14 +12,14 @@ import sys
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.commands import analysis as command
+from megatron_rl.analysis import commands as command
+from megatron_rl.analysis.report import curves, page, rollouts
+from megatron_rl.analysis.report.data import ReportData, RunFiles
+from megatron_rl.analysis.report.rollouts import SampleFile
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
-from megatron_rl.observe.report import curves, page, rollouts
-from megatron_rl.observe.report.data import ReportData, RunFiles
-from megatron_rl.observe.report.rollouts import SampleFile
 from megatron_rl.observe.run_folder import SavedConfig, Value
-from megatron_rl.weights.mapping import ModelSize
+from megatron_rl.shared.weights.mapping import ModelSize
 from tests.observed import metrics_record, write_metrics
 from tests.synthetic_run import write_run, write_samples
 
@@ -271,7 +271,7 @@ def test_a_run_of_metrics_alone_has_a_report(tmp_path, without_bokeh, capsys):
 
 
 def test_several_runs_share_the_room_and_are_compared_by_their_configurations(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_rl.observe.report.data.MOST_BYTES", 40_000)
+    monkeypatch.setattr("megatron_rl.analysis.report.data.MOST_BYTES", 40_000)
     folders = {name: write_run(tmp_path / name, num_versions=20) for name in ("a", "b")}
     for name, folder in folders.items():
         values = {"lr": Value(name, "--lr"), "seed": Value("1", "default")}

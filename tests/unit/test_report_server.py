@@ -7,10 +7,10 @@ import threading
 import httpx
 import pytest
 
+from megatron_rl.analysis.report.data import ReportData
+from megatron_rl.analysis.report.page import build_page
+from megatron_rl.analysis.report.server import ReportServer
 from megatron_rl.errors import UsageError
-from megatron_rl.observe.report.data import ReportData
-from megatron_rl.observe.report.page import build_page
-from megatron_rl.observe.report.server import ReportServer
 from tests.observed import metrics_record
 from tests.synthetic_run import write_run
 

@@ -2,7 +2,7 @@
 
 import json
 
-from megatron_rl.observe.report import traces
+from megatron_rl.analysis.report import traces
 from megatron_rl.observe.trace import FOLDER, FORMAT, Process, Span, Trace, Window
 
 

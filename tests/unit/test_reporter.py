@@ -13,8 +13,8 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.config.settings import CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
-from megatron_rl.records.append_file import read_lines
-from megatron_rl.training.reporter import SamplesReporter, build_reporter
+from megatron_rl.shared.records.append_file import read_lines
+from megatron_rl.trainer.loop.reporter import SamplesReporter, build_reporter
 
 
 class Said(Progress):
@@ -31,7 +31,7 @@ class Said(Progress):
 def _decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode tokens to their numbers."""
     decode = lambda rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
-    monkeypatch.setattr("megatron_rl.training.reporter.build_decoder", lambda folder: decode)
+    monkeypatch.setattr("megatron_rl.trainer.loop.reporter.build_decoder", lambda folder: decode)
 
 
 def reporter(

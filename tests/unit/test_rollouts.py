@@ -9,13 +9,13 @@ import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.data.batch import Batcher
-from megatron_rl.data.slots import Identity
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.client import RolloutError
-from megatron_rl.protocol.slots import divide
-from megatron_rl.training.rollouts import Rollouts, SubmissionTerms, start_at_once
-from megatron_rl.training.saver import RunState
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.client import RolloutError
+from megatron_rl.shared.protocol.slots import divide
+from megatron_rl.trainer.data.batch import Batcher
+from megatron_rl.trainer.data.slots import Identity
+from megatron_rl.trainer.loop.rollouts import Rollouts, SubmissionTerms, start_at_once
+from megatron_rl.trainer.loop.saver import RunState
 
 IDENTITY = Identity("run", 3, "weights-3")
 PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4)

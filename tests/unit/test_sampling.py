@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.training.rollouts import build_sampling
+from megatron_rl.trainer.loop.rollouts import build_sampling
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.settings import CheckpointConfig
-from megatron_rl.training.saver import Saver
+from megatron_rl.trainer.loop.saver import Saver
 
 
 def describe(num_done: int, loaded: tuple[int, Path] | None = None, **config: Any) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import Sampling
+from megatron_rl.shared.protocol.wire import Sampling
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.scripted import Script, read_script
 

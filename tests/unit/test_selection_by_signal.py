@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.protocol.selection import SelectionBySignal, has_signal
-from megatron_rl.protocol.slots import Claim, Place, divide
-from megatron_rl.protocol.wire import Plan, Slot, Submission, decode
-from megatron_rl.records.audit_check import verify
-from megatron_rl.records.audit_log import FILE_NAME, AuditLog, EngineReport
+from megatron_rl.shared.protocol.selection import SelectionBySignal, has_signal
+from megatron_rl.shared.protocol.slots import Claim, Place, divide
+from megatron_rl.shared.protocol.wire import Plan, Slot, Submission, decode
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog, EngineReport
 from megatron_rl.sidecar.iteration import GroupState, Iteration, NotAllClaimed
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
 

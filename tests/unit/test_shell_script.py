@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.commands.shell_script import read_shell_script
+from megatron_rl.migrate.shell_script import read_shell_script
 
 
 @pytest.mark.parametrize(

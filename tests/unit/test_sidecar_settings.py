@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.config.settings import RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.protocol.wire import WIRE_VERSION
+from megatron_rl.shared.protocol.wire import WIRE_VERSION
 from megatron_rl.sidecar.main import _factory
 from megatron_rl.sidecar.settings import SidecarSettings, list_flags, parse, read_settings, write_message
 from megatron_rl.sidecar.vllm.engine import VllmFactory

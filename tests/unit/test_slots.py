@@ -14,12 +14,12 @@ import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.data.batch import Batch, Batcher
-from megatron_rl.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.slots import divide
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.slots import divide
+from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.data.slots import Identity, IterationSlots, SlotRefused
 
 MEAN = GroupAdvantages(AlgorithmConfig(advantage="mean"))
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=2)

@@ -7,12 +7,12 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron_rl.arguments.stage import list_others
+from megatron_rl.config.command_line.stage import list_others
 from megatron_rl.config.flag import Flag, derive_flags
 from megatron_rl.config.settings import CheckpointConfig, Subjects
 from megatron_rl.errors import InputError
-from megatron_rl.mcore.checkpoint import serialization
-from megatron_rl.training.inputs import check_loaded_stage
+from megatron_rl.trainer.loop.inputs import check_loaded_stage
+from megatron_rl.trainer.mcore.checkpoint import serialization
 from tests.command_lines import (
     CPU,
     DENSE,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.publish.stream import WholeModel
-from megatron_rl.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.trainer.mcore.publish.stream import WholeModel
 
 packed_tensor = pytest.importorskip("vllm.distributed.weight_transfer.packed_tensor")
 

@@ -17,16 +17,16 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError, PlatformError
-from megatron_rl.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.files import write_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongWeights
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import NotHeld
 from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
-from megatron_rl.weights.files import write_digests
-from megatron_rl.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.weights.mapping import TensorSpec
 
 TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
 MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.errors import ExitCode
-from megatron_rl.protocol.slots import divide
-from megatron_rl.protocol.wire import Plan
-from megatron_rl.training.learner import TrainingFailed
-from megatron_rl.training.supervised.packs import Demonstrations, Packer, Packs, divide_held_out
-from megatron_rl.training.supervised.stage import _check
+from megatron_rl.shared.protocol.slots import divide
+from megatron_rl.shared.protocol.wire import Plan
+from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.trainer.loop.learner import TrainingFailed
+from megatron_rl.trainer.loop.supervised.packs import Demonstrations, Packer, Packs, divide_held_out
+from megatron_rl.trainer.loop.supervised.stage import _check
 
 
 def draw(number: int) -> Demonstration:

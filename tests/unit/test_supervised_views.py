@@ -5,9 +5,9 @@ import json
 
 from rich.console import Console
 
-from megatron_rl.observe.picture import picture
+from megatron_rl.analysis.picture import picture
+from megatron_rl.analysis.report.data import RunFiles
 from megatron_rl.observe.progress import Shown, display, line_of
-from megatron_rl.observe.report.data import RunFiles
 from megatron_rl.observe.summary import RunPaths, summary_lines, text_curves
 
 LINE = {

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.analysis import perfetto
 from megatron_rl.cli import main
-from megatron_rl.observe import perfetto, trace
+from megatron_rl.observe import trace
 from megatron_rl.observe.trace import Recorder, Trace, TraceFile
 from tests.observed import write_metrics
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.commands import translate
-from megatron_rl.commands.shell_script import read_shell_script
-from megatron_rl.commands.translation import Translation
 from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.migrate import translate
+from megatron_rl.migrate.shell_script import read_shell_script
+from megatron_rl.migrate.translation import Translation
 from tests.command_lines import QWEN3, folder
 from tests.documents import blocks
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.arguments.command_line import RunSettings, parse_run
-from megatron_rl.commands import translate
-from megatron_rl.commands.shell_script import read_shell_script
-from megatron_rl.commands.translation import Translation, index_flags, read_table
+from megatron_rl.config.command_line.parse import RunSettings, parse_run
+from megatron_rl.migrate import translate
+from megatron_rl.migrate.shell_script import read_shell_script
+from megatron_rl.migrate.translation import Translation, index_flags, read_table
 from tests.command_lines import PROMPTS, QWEN3, folder, keep_one_parser
 from tests.documents import read
 

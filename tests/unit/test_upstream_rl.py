@@ -20,10 +20,10 @@ from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.library.grpo import normalize
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.data.batch import Batch, Batcher
-from megatron_rl.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
-from megatron_rl.protocol import wire
+from megatron_rl.shared.protocol import wire
+from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, RoleAssignment
 from tests.grpo_twin import Group
 from tests.truth import weighted_over_bound, worst_of
 from tests.upstream_rl import EOD, Rules, Tensors, Upstream

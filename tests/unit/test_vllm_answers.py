@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.provenance import GroupRefused, check_group, derive_group_seed
-from megatron_rl.protocol.wire import (
+from megatron_rl.shared.protocol.provenance import GroupRefused, check_group, derive_group_seed
+from megatron_rl.shared.protocol.wire import (
     Group,
     Plan,
     Prompt,

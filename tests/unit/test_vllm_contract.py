@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from megatron_rl import versions
-from megatron_rl.protocol.wire import Sampling, Weights
+from megatron_rl.shared.protocol.wire import Sampling, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.vllm import flags, patches
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params

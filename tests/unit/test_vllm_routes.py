@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.protocol.wire import Sampling
+from megatron_rl.shared.protocol.wire import Sampling
 from megatron_rl.sidecar.engines import EngineBusy, EngineState, GroupRequest, WrongWeights
 from megatron_rl.sidecar.vllm import routes
 from megatron_rl.sidecar.vllm.answers import Limits

@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.training import lifelines, watch
-from megatron_rl.training.lifelines import Hub, Spoke, listen
-from megatron_rl.training.stop import ExitLimits, StopRequest
-from megatron_rl.training.watch import Stalls
+from megatron_rl.trainer.loop import lifelines, watch
+from megatron_rl.trainer.loop.lifelines import Hub, Spoke, listen
+from megatron_rl.trainer.loop.stop import ExitLimits, StopRequest
+from megatron_rl.trainer.loop.watch import Stalls
 from tests.ranks import ROOT, free_port
 
 # No test asks how soon: this is the longest wait.
@@ -29,7 +29,7 @@ CODE = """
     # A shell starts what it puts into the background with this signal ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from megatron_rl.errors import InputError
-    from megatron_rl.training.watch import Watch
+    from megatron_rl.trainer.loop.watch import Watch
 
     rank, what = int(os.environ["RANK"]), sys.argv[1]
     watch = Watch.of_environment()

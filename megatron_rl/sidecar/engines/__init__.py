@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Weights
+from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Weights
 
 
 class EngineState(enum.StrEnum):

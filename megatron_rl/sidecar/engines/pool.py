@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from megatron_rl.observe.trace import GROUPS, Recorder
-from megatron_rl.protocol.wire import Response
+from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import (
+from megatron_rl.shared.protocol.wire import (
     EngineKind,
     Response,
     Sampling,

@@ -7,7 +7,14 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
-from megatron_rl.protocol.wire import Response, Sampling, VersionSpan, decode_log_probs, decode_tokens, encode_tokens
+from megatron_rl.shared.protocol.wire import (
+    Response,
+    Sampling,
+    VersionSpan,
+    decode_log_probs,
+    decode_tokens,
+    encode_tokens,
+)
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
 from megatron_rl.sidecar.vllm.routes import CUT, GroupAnswer, GroupCall, GroupChoice
 

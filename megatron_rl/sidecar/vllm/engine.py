@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.protocol import probe
-from megatron_rl.protocol.wire import EngineKind, Response, Sampling, Weights, decode_log_probs, encode_tokens
+from megatron_rl.shared.protocol import probe
+from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Weights, decode_log_probs, encode_tokens
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
     EngineBusy,

@@ -20,9 +20,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.weights.fingerprint import DTYPES, digest, digests_by_row
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
-from megatron_rl.weights.fingerprint import DTYPES, digest, digests_by_row
-from megatron_rl.weights.mapping import TensorSpec
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.errors import InputError
-from megatron_rl.weights.arrival import is_in_memory
-from megatron_rl.weights.files import STORED_DTYPES, map_bytes
-from megatron_rl.weights.fingerprint import DTYPES
+from megatron_rl.shared.weights.arrival import is_in_memory
+from megatron_rl.shared.weights.files import STORED_DTYPES, map_bytes
+from megatron_rl.shared.weights.fingerprint import DTYPES
 
 Tensors = dict[str, torch.Tensor]
 Identity = tuple[int, int, int]

@@ -23,11 +23,11 @@ import megatron_rl
 from megatron_rl.config import devices
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm.flags import split_flags
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.types import Architecture, RopeKind
-from megatron_rl.weights.families import read_architecture
 
 MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.weights.arrival import Arrival
+from megatron_rl.shared.weights.files import Checkpoint, read_digests
+from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.engines import RefusalCode
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digesting, learn_order
 from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
-from megatron_rl.weights.arrival import Arrival
-from megatron_rl.weights.files import Checkpoint, read_digests
-from megatron_rl.weights.fingerprint import DTYPES, compute_fingerprint, digest
-from megatron_rl.weights.mapping import TensorSpec
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

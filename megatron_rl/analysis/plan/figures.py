@@ -1,0 +1,173 @@
+"""Costs without a run, from a model's and devices' figures: arithmetic, bytes, and assumed shares of both."""
+
+import dataclasses
+
+from megatron_rl.analysis.plan.chips import ASSUMED, Assumptions, DeviceFigures
+from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, TrainerCosts, publish_seconds
+from megatron_rl.types import Architecture
+
+_BYTES = 2
+# Operations a parameter in the forward pass; the backward pass takes twice as many.
+_FLOPS_OF_PARAMETER = 2
+# Attention's kernels compute the scores again in their backward pass: 2.5 times the forward pass.
+_ATTENTION_PASSES = 3.5
+# Bytes a parameter that an optimizer's step reads and writes: gradient, two moments, the copy in fp32, the weight.
+_OPTIMIZER_BYTES = 30
+_GRADIENT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCounts:
+    """Counts of a model's parameters."""
+
+    of_layer: int
+    """Parameters of a layer that every token passes, attention included; norms are left out."""
+    of_experts: int
+    """Parameters of all experts of a layer."""
+    of_active: int
+    """Parameters of the experts of a layer that one token passes."""
+    of_vocabulary: int
+    """Parameters of the output layer; the embedding has as many again unless it is tied."""
+    num_layers: int
+    is_tied: bool
+
+    @property
+    def total(self) -> int:
+        copies = 1 if self.is_tied else 2
+        return self.num_layers * (self.of_layer + self.of_experts) + copies * self.of_vocabulary
+
+    @property
+    def active(self) -> int:
+        """Return the parameters that a token is multiplied with: the output layer counts, the embedding does not."""
+        return self.num_layers * (self.of_layer + self.of_active) + self.of_vocabulary
+
+
+def count_parameters(architecture: Architecture) -> ParameterCounts:
+    """Count a model's parameters."""
+    hidden = architecture.hidden_size
+    queries = architecture.num_attention_heads * architecture.kv_channels
+    groups = architecture.num_query_groups * architecture.kv_channels
+    attention = hidden * (2 * queries + 2 * groups)
+    experts = architecture.experts
+    dense = 0 if experts else 3 * hidden * architecture.ffn_hidden_size
+    of_expert = 3 * hidden * experts.ffn_hidden_size if experts else 0
+    router = hidden * experts.num_experts if experts else 0
+    return ParameterCounts(
+        of_layer=attention + dense + router,
+        of_experts=of_expert * experts.num_experts if experts else 0,
+        of_active=of_expert * experts.num_active if experts else 0,
+        of_vocabulary=hidden * architecture.vocab_size,
+        num_layers=architecture.num_layers,
+        is_tied=architecture.tied_embeddings,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSplit:
+    """The division of devices between the trainer and the engines."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    replicas: int = 1
+    num_engines: int = 1
+    engine_tensor: int = 1
+
+    @property
+    def trainer_devices(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.replicas
+
+    @property
+    def engine_devices(self) -> int:
+        return self.num_engines * self.engine_tensor
+
+
+def estimate(
+    architecture: Architecture,
+    chip: DeviceFigures,
+    split: DeviceSplit,
+    max_running: int,
+    assumptions: Assumptions = ASSUMED,
+    num_frozen: int = 0,
+    recomputes: bool = False,
+) -> Costs:
+    """Estimate the costs of a run of the model on these devices, with this split."""
+    size = count_parameters(architecture)
+    network = chip.network * assumptions.network
+    return Costs(
+        engine=_estimate_engine(architecture, size, chip, split.engine_tensor, max_running, assumptions),
+        trainer=_estimate_trainer(architecture, size, chip, split, assumptions, num_frozen, recomputes),
+        publish=publish_seconds(assumptions.publish_seconds, size.total * _BYTES, network),
+    )
+
+
+def count_context_bytes(architecture: Architecture) -> int:
+    """Count the bytes that an engine keeps for a token: its keys and values in every layer."""
+    return 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels * _BYTES
+
+
+def _estimate_engine(
+    architecture: Architecture,
+    size: ParameterCounts,
+    chip: DeviceFigures,
+    tensor: int,
+    max_running: int,
+    assumptions: Assumptions,
+) -> BatchingCosts:
+    bandwidth = tensor * chip.bandwidth * assumptions.decoding
+    flops = tensor * chip.flops * assumptions.prefill
+    sums = 2 * architecture.num_layers if tensor > 1 else 0
+    moved = sums * 2 * architecture.hidden_size * _BYTES * (tensor - 1) / tensor / (chip.link * assumptions.network)
+    of_token = _FLOPS_OF_PARAMETER * size.active / flops + moved
+    return BatchingCosts(
+        # All weights are read, since a large enough batch has tokens for every expert.
+        step=assumptions.step_seconds + sums * assumptions.collective_seconds + size.total * _BYTES / bandwidth,
+        per_sequence=of_token,
+        per_context=count_context_bytes(architecture) / bandwidth,
+        per_prompt_token=of_token,
+        max_running=max_running,
+        max_in_flight=2 * max_running,
+    )
+
+
+def _estimate_trainer(
+    architecture: Architecture, size: ParameterCounts, chip: DeviceFigures, split: DeviceSplit,
+    assumptions: Assumptions, num_frozen: int, recomputes: bool,
+) -> TrainerCosts:  # fmt: skip
+    hidden, layers = architecture.hidden_size, architecture.num_layers
+    ranks = split.tensor * split.context
+    flops = chip.flops * assumptions.training * ranks
+    link = chip.link * assumptions.network
+    passes = 4 if recomputes else 3
+    # Two sums a layer, forward and again backward; each moves every rank's part twice.
+    moved = layers * 4 * 2 * hidden * _BYTES * (split.tensor - 1) / split.tensor / split.context
+    if architecture.experts:
+        # To experts and back, forward and backward; experts on other hosts are reached by the network.
+        sent = (
+            layers * 4 * architecture.experts.num_active * hidden * _BYTES * (split.expert - 1) / split.expert / ranks
+        )
+        moved += sent * (1.0 if split.expert * split.tensor <= 8 else chip.link / chip.network)
+    queries = architecture.num_attention_heads * architecture.kv_channels
+    of_pair = 2 * _FLOPS_OF_PARAMETER * layers * queries * (_ATTENTION_PASSES + (passes - 3)) / flops
+    of_token = passes * _FLOPS_OF_PARAMETER * size.active / flops + moved / link
+    of_stage = size.total / (split.tensor * split.pipeline)
+    is_divided = split.replicas * split.context > 1
+    exchanged = of_stage * (_GRADIENT_BYTES + _BYTES) / (chip.network * assumptions.network) if is_divided else 0.0
+    stepped = of_stage / (split.replicas * split.context) * _OPTIMIZER_BYTES / (chip.bandwidth * assumptions.decoding)
+    return TrainerCosts(
+        per_token=of_token,
+        per_pair=of_pair,
+        per_micro_batch=0.002 * layers,
+        backward_share=(passes - 1) / passes,
+        output_share=size.of_vocabulary / size.active,
+        exchange=_exchange(split, hidden, chip, assumptions),
+        num_frozen=num_frozen,
+        update=exchanged + stepped,
+    )
+
+
+def _exchange(split: DeviceSplit, hidden: int, chip: DeviceFigures, assumptions: Assumptions) -> float:
+    """Estimate the seconds in which a micro-batch of some thousand tokens moves from one stage to the next."""
+    tokens = 8192 / (split.tensor * split.context)
+    return 0.0 if split.pipeline == 1 else 1e-4 + tokens * hidden * _BYTES / (chip.network * assumptions.network)

@@ -1,0 +1,288 @@
+"""Checks of combinations of flags. Each problem names the flag, its value, its bound, and what to write.
+
+The bound of a single number belongs to its flag, and is checked when the flag is read.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+
+from megatron_rl import platforms
+from megatron_rl.config.command_line import model_checks
+from megatron_rl.config.command_line.algorithm_checks import check_algorithm
+from megatron_rl.config.command_line.model_checks import CP, EP, ETP, PP, TP
+from megatron_rl.config.command_line.stage import check_stage
+from megatron_rl.config.settings import DraftSettings, Settings
+from megatron_rl.shared.protocol.probe import can_hold
+from megatron_rl.types import Architecture
+
+
+def check_settings(settings: DraftSettings) -> Iterator[str]:
+    """Yield every mistake in the flags of any command; `run` has the checks that concern only runs.
+
+    An architecture of None could not be read, and checks that depend on it are omitted.
+    """
+    model = settings.architecture
+    if model is not None:
+        yield from model_checks.check_model(settings, model)
+        yield from _check_length(settings, model)
+        yield from _check_world(settings, model)
+    yield from check_stage(settings)
+    yield from _check_needs(settings)
+    yield from _check_pairs(settings)
+    if settings.run.stage == "grpo":
+        yield from check_algorithm(settings)
+        yield from _check_curriculum(settings)
+        yield from _check_endpoint(settings)
+        yield from _check_proof(settings)
+    yield from _check_batches(settings)
+    yield from _check_optimizer(settings)
+    yield from _check_schedule(settings)
+    yield from _check_checkpoint(settings)
+
+
+def _check_needs(settings: DraftSettings) -> Iterator[str]:
+    """Yield each flag that needs another, missing flag."""
+    config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
+    schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
+    truncation = algorithm.importance_truncation
+    precise, distributed = "--use-precision-aware-optimizer", "--use-distributed-optimizer"
+    for flag, is_given, needed, is_there in (
+        ("--overlap-param-gather", ddp.overlap_param_gather, distributed, ddp.use_distributed_optimizer),
+        ("--overlap-param-gather", ddp.overlap_param_gather, "--overlap-grad-reduce", ddp.overlap_grad_reduce),
+        (precise, optimizer.use_precision_aware_optimizer, distributed, optimizer.use_distributed_optimizer),
+        ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload, precise, optimizer.use_precision_aware_optimizer),
+        *(
+            (f"--{name.replace('_', '-')}", getattr(optimizer, name) != torch.float32, precise,
+             optimizer.use_precision_aware_optimizer)
+            for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        ),
+        ("--grad-reduce-in-bf16", settings.sources.get("ddp.grad_reduce_in_fp32") == "--grad-reduce-in-bf16",
+         "--bf16", config.bf16),
+        ("--lr-decay-style WSD", schedule.lr_decay_style == "WSD", "--lr-wsd-decay-iters",
+         schedule.lr_wsd_decay_iters is not None),
+        ("--ckpt-step", checkpoint.ckpt_step is not None, "--load", checkpoint.load is not None),
+        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, "--load", checkpoint.load is not None),
+        (f"--rl-importance-sampling-truncation-coef {truncation or 0:g}", truncation is not None,
+         "--rl-inference-logprobs-is-correction", algorithm.importance_correction),
+    ):  # fmt: skip
+        if is_given and not is_there:
+            yield f"{flag} needs {needed}: add it, or drop {flag.partition(' ')[0]}"
+
+
+def _check_curriculum(settings: DraftSettings) -> Iterator[str]:
+    data = settings.data
+    if data.rest_below is None and data.rest_above is None:
+        if "data.rest_epochs" in settings.sources:
+            yield "--prompts-rest-epochs needs --prompts-rest-below or --prompts-rest-above: add one, or drop it"
+    elif data.rest_below is not None and data.rest_above is not None and not data.rest_below < data.rest_above:
+        yield (
+            f"--prompts-rest-below {data.rest_below:g} must be below --prompts-rest-above {data.rest_above:g}: "
+            "prompts in between are trained on"
+        )
+
+
+def _check_pairs(settings: DraftSettings) -> Iterator[str]:
+    """Yield each pair of flags that exclude each other."""
+    config, schedule = settings.transformer, settings.schedule
+    for first, second, are_given in (
+        ("--bf16", "--fp16", config.bf16 and config.fp16),
+        ("--lr-warmup-fraction", "--lr-warmup-iters",
+         schedule.lr_warmup_fraction is not None and schedule.lr_warmup_iters),
+        ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler",
+         schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler),
+    ):  # fmt: skip
+        if are_given:
+            yield f"{first} and {second} cannot be given together: drop one of them"
+
+
+def _check_length(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    length, longest = settings.training.seq_length, model.max_position_embeddings
+    if length is not None and length > longest:
+        yield f"--seq-length {length} is above the model's longest sequence, {longest}: write {longest} or less"
+
+
+def _check_world(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes, world = settings.parallel_sizes, settings.world_size
+    if world is None:
+        return
+    if world % sizes.model:
+        yield (
+            f"{world} ranks are not a multiple of {TP} {sizes.tensor} times {PP} {sizes.pipeline} times "
+            f"{CP} {sizes.context}: start a multiple of {sizes.model} ranks, or make one of them smaller"
+        )
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    expert_ranks = sizes.expert * expert_tensor * sizes.pipeline
+    if model.experts and world % expert_ranks:
+        yield (
+            f"{world} ranks are not a multiple of {EP} {sizes.expert} times {ETP} {expert_tensor} "
+            f"times {PP} {sizes.pipeline}: start a multiple of {expert_ranks} ranks, or make one of them smaller"
+        )
+
+
+def _check_batches(settings: DraftSettings) -> Iterator[str]:
+    training, sizes = settings.training, settings.parallel_sizes
+    replicas = 0 if settings.world_size is None else settings.world_size // sizes.model
+    if training.global_batch_size is None or not replicas:
+        return
+    yield from check_division(settings, replicas)
+    count = training.global_batch_size // (training.micro_batch_size * replicas)
+    if sizes.virtual_pipeline is not None and not fills_interleaving(settings, count):
+        yield (
+            f"{count} micro-batches a replica do not fill the interleaved schedule of {sizes.pipeline} stages: write a "
+            f"--global-batch-size of a multiple of {count_interleaved(settings)} micro-batches, or drop the virtual "
+            "stages"
+        )
+
+
+def check_division(settings: DraftSettings, replicas: int) -> Iterator[str]:
+    """Yield a problem unless an update has whole micro-batches, and the same number of them in each replica."""
+    training = settings.training
+    assert training.global_batch_size is not None
+    unit = training.micro_batch_size * replicas
+    if training.global_batch_size % unit:
+        yield (
+            f"--global-batch-size {training.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{training.micro_batch_size} times {replicas} replicas: write a multiple of {unit}"
+        )
+
+
+def count_interleaved(settings: DraftSettings) -> int:
+    """Return the number of micro-batches that a virtual stage takes in turn."""
+    return settings.transformer.microbatch_group_size_per_vp_stage or settings.parallel_sizes.pipeline
+
+
+def fills_interleaving(settings: DraftSettings, num_micro_batches: int) -> bool:
+    """Check whether the interleaved schedule can run this number of micro-batches."""
+    stages = settings.parallel_sizes.pipeline
+    return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
+
+
+def _check_optimizer(settings: DraftSettings) -> Iterator[str]:
+    optimizer = settings.optimizer
+    if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
+        yield "--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd"
+    is_here = platforms.is_installed(settings.platform)
+    if is_here and optimizer.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
+        yield "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
+
+
+def _check_schedule(settings: DraftSettings) -> Iterator[str]:
+    schedule, optimizer = settings.schedule, settings.optimizer
+    first, last = schedule.start_weight_decay, schedule.end_weight_decay
+    for flag, value, top_flag, top in (
+        ("--min-lr", optimizer.min_lr, "--lr", optimizer.lr),
+        ("--lr-warmup-init", schedule.lr_warmup_init, "--lr", optimizer.lr),
+        ("--start-weight-decay", first, "--end-weight-decay", last),
+    ):
+        if value is not None and top is not None and not 0 <= value <= top:
+            yield f"{flag} {value:g} must be between 0 and {top_flag} {top:g}: write one that is"
+    if schedule.lr_decay_iters is not None and schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+        yield (
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} must be below --lr-decay-iters {schedule.lr_decay_iters}: "
+            "write fewer"
+        )
+    style = schedule.weight_decay_incr_style
+    if style == "constant" and (first is not None or last is not None):
+        yield (
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: "
+            "add it, or write --weight-decay"
+        )
+    if style != "constant" and (first is None or last is None):
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay: add them"
+
+
+def _check_checkpoint(settings: DraftSettings) -> Iterator[str]:
+    checkpoint = settings.checkpoint
+    interval, retained = checkpoint.save_interval, checkpoint.save_retain_interval
+    if retained is not None and interval is not None and retained % interval:
+        yield f"--save-retain-interval {retained} must be a multiple of --save-interval {interval}: write one that is"
+    save, save_hf = checkpoint.save, checkpoint.save_hf
+    if save is not None and save_hf is not None and save.resolve() == save_hf.resolve():
+        yield (
+            f"--save and --save-hf are both {save}, where folders of iterations would have the same names: write "
+            "another --save-hf"
+        )
+
+
+def _check_endpoint(settings: DraftSettings) -> Iterator[str]:
+    endpoint = settings.service.endpoint
+    if endpoint is not None and not _is_address(endpoint):
+        yield (
+            f"--rollout-endpoint {endpoint} must be an address: write http://HOST:PORT, as the file `address` in the "
+            "run's folder has it"
+        )
+
+
+def _check_proof(settings: DraftSettings) -> Iterator[str]:
+    """Check that this run's own engines can hold the published weights; others are asked at the first publish."""
+    rollout, publish = settings.rollout, settings.publish
+    if rollout.engine != "vllm" or settings.service.endpoint is not None or publish.proof == "probe":
+        return
+    if rollout.dtype is None or publish.dtype is None or can_hold(rollout.dtype, publish.dtype):
+        return
+    yield (
+        f"--rollout-dtype {rollout.dtype} rounds weights that are published in {publish.dtype}, so engines' parameters "
+        "cannot be compared bit for bit: write one precision (--rollout-dtype, --publish-dtype), or accept the weaker "
+        "proof with --publish-proof probe"
+    )
+
+
+def _is_address(text: str) -> bool:
+    # Imported here: only a run that names a running sidecar needs it.
+    import httpx
+
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    has_port = url.port is None or 0 < url.port < 65536
+    return url.scheme in ("http", "https") and url.host != "" and has_port
+
+
+def note_idle_flags(settings: Settings) -> Iterator[str]:
+    """Yield a note for each given flag that has no effect without another flag; the note names both."""
+    for is_there, text, subject, fields in _list_readers(settings):
+        for field in fields.split():
+            source = settings.sources.get(f"{subject}.{field}", "")
+            if source.startswith("--") and not is_there:
+                yield f"{source} has no effect {text}"
+
+
+def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield whether a run reads these fields of a subject, and the condition under which none does."""
+    config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
+    checkpoint, model = settings.checkpoint, settings.architecture
+    adaptation = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+    is_adam = optimizer.optimizer == "adam"
+    is_saved, is_exported = checkpoint.save is not None, checkpoint.save_hf is not None
+    is_interleaved = config.virtual_pipeline_model_parallel_size is not None
+    is_wsd = settings.schedule.lr_decay_style == "WSD"
+    yield config.fp16, "without --fp16", "optimizer", f"loss_scale {adaptation}"
+    yield not (config.fp16 and optimizer.loss_scale), "with --loss-scale", "optimizer", adaptation
+    yield config.bf16, "without --bf16", "transformer", "disable_bf16_reduced_precision_matmul"
+    yield is_adam, "with --optimizer sgd", "optimizer", "adam_beta1 adam_beta2 adam_eps"
+    yield not is_adam, "without --optimizer sgd", "optimizer", "sgd_momentum"
+    yield optimizer.decoupled_lr is not None, "without --decoupled-lr", "optimizer", "decoupled_min_lr"
+    offload = "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d"
+    pinned = f"{offload} pin_cpu_grads pin_cpu_params"
+    yield optimizer.optimizer_cpu_offload, "without --optimizer-cpu-offload", "optimizer", pinned
+    yield is_wsd, "without --lr-decay-style WSD", "schedule", "lr_wsd_decay_style lr_wsd_decay_iters"
+    norms = "in a model without norms of queries and keys"
+    yield model.qk_layernorm, norms, "optimizer", "apply_wd_to_qk_layernorm"
+    yield is_interleaved, "without virtual pipeline stages", "transformer", "microbatch_group_size_per_vp_stage"
+    yield ddp.overlap_grad_reduce, "without --overlap-grad-reduce", "ddp", "bucket_size num_buckets"
+    sharded = "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"
+    yield ddp.use_distributed_optimizer, "without --use-distributed-optimizer", "ddp", sharded
+    yield ddp.nccl_ub, "without --use-nccl-ub", "ddp", "disable_symmetric_registration"
+    routed = "moe_router_dtype moe_router_load_balancing_type moe_layer_recompute moe_token_dispatcher_type"
+    yield model.experts is not None, "in a model without experts", "transformer", routed
+    experts = "experts.num_active experts.ffn_hidden_size experts.normalize_weights"
+    yield model.experts is not None, "in a model without experts", "architecture", experts
+    yield is_saved or is_exported, "without --save or --save-hf", "checkpoint", "save_interval"
+    yield checkpoint.save_interval is not None, "without --save-interval", "checkpoint", "save_retain_interval"
+    saving = "keep_last async_save no_save_optim no_save_rng ckpt_fully_parallel_save"
+    yield is_saved, "without --save", "checkpoint", saving
+    loading = "finetune no_load_optim no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness"
+    yield checkpoint.load is not None, "without --load", "checkpoint", loading

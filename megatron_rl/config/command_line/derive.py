@@ -1,0 +1,272 @@
+"""Values that follow from flags, before settings are made: counts in samples, sizes implied by others, lengths.
+
+Each function adds values to the given ones, names the flag that they follow from as their source, and notes the change.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_rl.algorithm.library import PRESETS
+from megatron_rl.config.command_line.flags import IMPLIED, Given, list_projects
+from megatron_rl.config.command_line.projects import (
+    Words,
+    choose_estimator,
+    is_of_project,
+    list_implied,
+    list_implied_by,
+)
+from megatron_rl.config.cores import count_cores
+from megatron_rl.errors import UsageError
+from megatron_rl.shared.protocol.probe import find_narrower
+from megatron_rl.shared.weights import mapping
+from megatron_rl.types import Architecture
+
+# The defaults of --grpo-group-size and --micro-batch-size are those of `config`.
+_ABSENT: Mapping[str, int] = {
+    "transformer.tensor_model_parallel_size": 1,
+    "transformer.pipeline_model_parallel_size": 1,
+    "transformer.context_parallel_size": 1,
+}
+# A second engine is started for a model of _LEAST_PARAMETERS: with 40 M it saved a quarter of the time. It is started
+# also for a run of _LEAST_TOKENS, which takes a tiny model some four minutes on two cores. There a second engine saved
+# a fifth of the time, and takes 10 to 30 seconds to start. That is an estimate: no whole runs were compared.
+_LEAST_PARAMETERS = 16_000_000
+_LEAST_TOKENS = 1_000_000
+_MOST_ENGINES = 4
+_TRAINED = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class Derivation:
+    """The given values, and those that are derived from them."""
+
+    def __init__(self, given: dict[str, Given], defaults: Mapping[str, Any], note: Callable[[str], None]):
+        self._given = given
+        self._defaults = {**defaults, **_ABSENT}
+        self._note = note
+        self.problems: list[str] = []
+
+    def imply_projects(self, written: Words, by_name: Mapping[str, Any]) -> None:
+        """Add the flags that another project's scripts imply, if a flag shows that this is one of its scripts."""
+        for project in list_projects().values():
+            is_theirs, title = is_of_project(project, written), project["title"]
+            words = list_implied(project, written) if is_theirs else list_implied_by(project, written)
+            implied = []
+            for name, values in words.items():
+                flag, text = by_name[name], " ".join((name, *values))
+                if set(flag.targets) <= self._given.keys():
+                    continue
+                value = flag.read(values)
+                self.problems += (f"{title} implies {problem}" for problem in flag.check_bound(value))
+                implied.append(text)
+                for target in flag.targets:
+                    self._given.setdefault(target, Given(value, f"{title} implies {text}", name, IMPLIED))
+            if implied:
+                said = f"taken as {title}'s, whose runs have" if is_theirs else f"{title}'s flags imply"
+                self._note(f"{said} {', '.join(implied)}")
+        self._settle_divergence()
+
+    def _settle_divergence(self) -> None:
+        """Settle the meaning of slime's flags of a divergence in the loss, which count only together."""
+        weight, has_term = self._given.get("algorithm.kl_beta"), "slime.has_divergence" in self._given
+        of_slime = weight is not None and weight.name == "--kl-loss-coef"
+        if weight is not None and of_slime and not has_term:
+            del self._given["algorithm.kl_beta"]
+            self._note(f"{weight.source} has no effect without --use-kl-loss, as in slime")
+        kinds = [self._given[name] for name in ("slime.estimator", "slime.is_unbiased") if name in self._given]
+        if "algorithm.kl_beta" not in self._given or not self._given["algorithm.kl_beta"].value:
+            if kinds:
+                self._note(f"{', '.join(kind.source for kind in kinds)} has no effect without a weight above 0")
+            return
+        if "algorithm.kl_estimator" in self._given or not (kinds or of_slime):
+            return
+        estimator = self._given.get("slime.estimator")
+        try:
+            name = choose_estimator(None if estimator is None else estimator.value, "slime.is_unbiased" in self._given)
+        except UsageError as error:
+            self.problems += error.problems
+            return
+        source = kinds[-1] if kinds else Given(name, "--kl-loss-type k1, which is slime's default", "--kl-loss-type")
+        self._given["algorithm.kl_estimator"] = Given(name, source.source, source.name)
+
+    def settle_algorithm(self) -> None:
+        """Add the values of the preset that --algorithm names, unless their flags are written."""
+        name = self._given.get("algorithm.name")
+        if name is None:
+            return
+        for field, value in PRESETS[name.value].settings.items():
+            target = f"algorithm.{field}"
+            if target not in self._given or self._given[target].rank == IMPLIED:
+                self._given[target] = Given(value, name.source, name.name)
+
+    def settle_vocabulary(self, architecture: Architecture | None) -> None:
+        """Turn --padded-vocab-size into the multiple that pads to it."""
+        padded = self._given.get("described.padded_vocab_size")
+        if padded is None:
+            return
+        ranks = self._look_up("transformer.tensor_model_parallel_size")
+        if padded.value % ranks:
+            self.problems.append(
+                f"{padded.source} must be a multiple of --tensor-model-parallel-size {ranks}, which divides the "
+                "vocabulary: write one that is"
+            )
+            return
+        if architecture is not None and padded.value < architecture.vocab_size:
+            self.problems.append(
+                f"{padded.source} must be at least the vocabulary's {architecture.vocab_size} tokens: write more, or "
+                "drop the flag"
+            )
+        target = "model.make_vocab_size_divisible_by"
+        self._given[target] = Given(max(1, padded.value // ranks), padded.source, padded.name)
+
+    def settle_group_size(self, world_size: int | None) -> None:
+        """Choose a group size that divides an update over the replicas, if only the update's sequences are given."""
+        whole, target = self._given.get("training.global_batch_size"), "algorithm.group_size"
+        if whole is None or target in self._given or "algorithm.prompts_per_step" in self._given:
+            return
+        usual, micro_batch = self._look_up(target), self._look_up("training.micro_batch_size")
+        replicas = self._count_replicas(world_size)
+        if whole.value % (usual * replicas) == 0:
+            return
+        fitting = [
+            size
+            for size in range(2, usual)
+            if whole.value % (size * replicas) == 0 and (size % micro_batch == 0 or micro_batch % size == 0)
+        ]
+        if fitting:
+            size = max(fitting)
+            self._given[target] = Given(size, f"{whole.source} over {replicas} replicas", whole.name)
+            self._note(f"--grpo-group-size is {size}, not {usual}: {whole.source} has no more for {replicas} replicas")
+
+    def count_samples(self) -> None:
+        """Convert counts of responses, as in Megatron's scripts, into counts of iterations and updates."""
+        of_update, of_iteration = self._look_up("training.global_batch_size"), self._count_responses()
+        if of_iteration is None:
+            return
+        for name, target, flag, divisor in (
+            ("samples.train", "training.train_iters", "--train-iters", of_iteration),
+            ("samples.decay", "schedule.lr_decay_iters", "--lr-decay-iters", of_update or of_iteration),
+            ("samples.warmup", "schedule.lr_warmup_iters", "--lr-warmup-iters", of_update or of_iteration),
+        ):
+            samples = self._given.get(name)
+            if samples is None or (name == "samples.warmup" and samples.value == 0):
+                continue
+            if target in self._given:
+                self._note(f"{self._given[target].source} overrules {samples.source}")
+                continue
+            # Megatron rounds down too.
+            count = max(samples.value // divisor, 0 if name == "samples.warmup" else 1)
+            self._given[target] = Given(count, samples.source, samples.name)
+            self._note(f"{samples.source} makes {flag} {count}, of {divisor} responses each")
+
+    def settle_lengths(self, architecture: Architecture | None) -> None:
+        """Settle lengths that are not given: prompt and response each get half of the whole."""
+        whole, response = self._given.get("training.seq_length"), self._given.get("sampling.max_tokens")
+        prompt = self._given.get("data.max_prompt_tokens")
+        if whole is None and response is not None:
+            longest = architecture.max_position_embeddings if architecture is not None else 2 * response.value
+            room = response.value if prompt is None else prompt.value
+            length = min(longest, response.value + room)
+            said = response.source if prompt is None else f"{response.source} and {prompt.source}"
+            self._given["training.seq_length"] = Given(length, said, response.name)
+            self._note(f"{said} {'makes' if prompt is None else 'make'} --seq-length {length}")
+        elif whole is not None and response is None and prompt is None and whole.value > 1:
+            half = whole.value // 2
+            self._given["sampling.max_tokens"] = Given(half, f"half of {whole.source}", whole.name)
+            self._note(f"--rollout-max-tokens is half of {whole.source}: {half}")
+
+    def settle_micro_batch(self, world_size: int | None, is_shared: bool) -> None:
+        """Make micro-batches as large as --max-tokens-per-gpu allows."""
+        budget = self._given.get("training.max_tokens_per_gpu")
+        if budget is None or "training.micro_batch_size" in self._given:
+            return
+        whole, response = self._look_up("training.seq_length"), self._look_up("sampling.max_tokens")
+        if whole is None:
+            return
+        prompt = self._look_up("data.max_prompt_tokens") or whole - (response or 0)
+        response = response or whole - prompt
+        ranks = self._look_up("transformer.context_parallel_size")
+        fitting = [
+            size
+            for size in self._list_micro_batches(world_size)
+            if _count_tokens(size, self._look_up("algorithm.group_size"), prompt, response, is_shared)
+            <= budget.value * ranks
+        ]
+        size = max(fitting, default=1)
+        self._given["training.micro_batch_size"] = Given(size, budget.source, budget.name)
+        self._note(f"{budget.source} makes --micro-batch-size {size}")
+        if not fitting:
+            self._note(
+                f"{budget.source}: one response and its prompt may have {prompt + response} tokens, which is more"
+            )
+
+    def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
+        """Start an engine for each core if ranks occupy all cores: each core then has work while the ranks wait.
+
+        A short run of a small model keeps one engine: the start of another takes longer than it saves.
+        """
+        num_cores = count_cores()
+        if architecture is None or num_ranks < num_cores or not self._has_own_engines():
+            return
+        num_parameters = sum(spec.num_elements for spec in mapping.Mapping(architecture).manifest())
+        if num_parameters < _LEAST_PARAMETERS and self._count_tokens_sampled() < _LEAST_TOKENS:
+            return
+        count = min(_MOST_ENGINES, num_cores // self._look_up("rollout.tensor_parallel_size"))
+        if count > 1:
+            self._given["rollout.num_engines"] = Given(count, f"{num_ranks} ranks on {num_cores} cores")
+            self._note(f"{num_ranks} ranks on {num_cores} cores make --rollout-num-engines {count}")
+
+    def settle_precisions(self, architecture: Architecture | None, is_sampled: bool) -> None:
+        """Choose precisions that agree: engines compute in the trained precision, and can hold the published one."""
+        trained = next((dtype for field, dtype in _TRAINED.items() if self._look_up(f"transformer.{field}")), "float32")
+        if is_sampled and "rollout.dtype" not in self._given:
+            self._given["rollout.dtype"] = Given(trained, "what is trained in")
+        if architecture is not None and "publish.dtype" not in self._given:
+            source = f"the narrower of {trained}, which is trained in, and {architecture.dtype}, which is stored"
+            self._given["publish.dtype"] = Given(find_narrower(trained, architecture.dtype), source)
+
+    def _has_own_engines(self) -> bool:
+        """Check whether this run starts engines, and no flag sets their number."""
+        return (
+            self._given.keys().isdisjoint(("rollout.num_engines", "service.endpoint"))
+            and self._look_up("rollout.engine") == "vllm"
+        )
+
+    def _count_tokens_sampled(self) -> int:
+        """Count the most tokens that the run can sample; return 0 if its flags do not say."""
+        of_response = self._look_up("sampling.max_tokens") or self._look_up("training.seq_length")
+        return (self._look_up("training.train_iters") or 0) * (self._count_responses() or 0) * (of_response or 0)
+
+    def _count_responses(self) -> int | None:
+        """Count the responses of an iteration; return None if the flags do not say."""
+        prompts = self._look_up("algorithm.prompts_per_step")
+        if prompts is None:
+            return self._look_up("training.global_batch_size")
+        return prompts * self._look_up("algorithm.group_size")
+
+    def _list_micro_batches(self, world_size: int | None) -> list[int]:
+        """List the sizes that divide the groups of an update over the replicas."""
+        group, prompts = self._look_up("algorithm.group_size"), self._look_up("algorithm.prompts_per_step")
+        of_update = self._look_up("training.global_batch_size") or (None if prompts is None else prompts * group)
+        groups = 0 if of_update is None else of_update // group // self._count_replicas(world_size)
+        parts = [size for size in range(1, group) if group % size == 0]
+        return [*parts, *(count * group for count in range(1, groups + 1) if groups % count == 0)]
+
+    def _count_replicas(self, world_size: int | None) -> int:
+        model = 1
+        for field in _ABSENT:
+            model *= self._look_up(field)
+        return max(1, (world_size or model) // model)
+
+    def _look_up(self, target: str) -> Any:
+        return self._given[target].value if target in self._given else self._defaults.get(target)
+
+
+def _count_tokens(size: int, group: int, prompt: int, response: int, is_shared: bool) -> int:
+    """Return the most tokens of a micro-batch of `size` responses."""
+    prompts = max(1, size // group) if is_shared else size
+    return prompts * prompt + size * response
+
+
+def drop_longest_sequence(given: dict[str, Given]) -> Given | None:
+    """Drop a script's longest sequence: the folder's config.json gives it, and rotary positions have no such limit."""
+    return given.pop("architecture.max_position_embeddings", None)

@@ -1,0 +1,212 @@
+"""The model's architecture: from Megatron's flags, or from a Hugging Face folder that flags must not contradict."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.command_line.flags import Given
+from megatron_rl.config.flag import format_value
+from megatron_rl.shared.weights import families
+from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+
+REQUIRED = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "max_position_embeddings": "--max-position-embeddings",
+    "vocab_size": "--vocab-size",
+}
+
+# Megatron's llama3 scaling has these constants.
+_LLAMA3 = Rope(kind=RopeKind.LLAMA3, factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+_YARN = Rope(kind=RopeKind.YARN, original_max_positions=4096)
+_OF_YARN = ("original_max_positions", "beta_fast", "beta_slow", "truncate")
+# Each kind of scaling has a flag of its own for the factor.
+_FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_factor": RopeKind.YARN}
+
+
+def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
+    """Read the architecture in the folder; return it with a problem for each flag that contradicts it."""
+    architecture = families.read_architecture(folder)
+    said = _collect_statements(given)
+    for name, kind in _FACTORS.items():
+        if name in given and architecture.rope.kind is kind:
+            said["rope.factor"] = given[name]
+        elif name in given and given[name].value != 1 and "rope.kind" not in said:
+            said["rope.kind"] = dataclasses.replace(given[name], value=kind)
+    return architecture, [
+        f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
+        f"{folder / 'config.json'}: drop the flag"
+        for path, item in said.items()
+        if _look_up(architecture, path) != item.value and not _is_idle(architecture, path)
+    ]
+
+
+def _is_idle(architecture: Architecture, path: str) -> bool:
+    """Check whether a statement is about experts, in a model without them.
+
+    Without --num-experts, Megatron reads no flag of experts.
+    """
+    return architecture.experts is None and path.startswith("experts.") and path != "experts.num_experts"
+
+
+def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
+    """Read the architecture that Megatron's flags describe, with the defaults of Megatron's scripts.
+
+    Return it with its problems; it is None if they make it impossible.
+    """
+    said = {path: item.value for path, item in _collect_statements(given).items()}
+    missing = [flag for field, flag in REQUIRED.items() if field not in said]
+    if missing:
+        return None, [
+            f"no model is given: write --hf-model with a Hugging Face folder, or describe one with Megatron's flags, "
+            f"of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        ]
+    problems = [*_check_supported(given), *_check_effects(said, given)]
+    fields: dict[str, Any] = {path: value for path, value in said.items() if "." not in path}
+    heads = fields["num_attention_heads"]
+    if "kv_channels" not in fields:
+        if fields["hidden_size"] % heads:
+            problems.append(
+                f"--hidden-size {fields['hidden_size']} must be a multiple of --num-attention-heads {heads}: write "
+                "--kv-channels too, the width of a head"
+            )
+        fields["kv_channels"] = fields["hidden_size"] // heads
+    fields["num_query_groups"] = _count_query_groups(given, heads)
+    # Megatron's own default for gated units: two thirds of four times the width, in whole 64s.
+    fields.setdefault("ffn_hidden_size", int(fields["hidden_size"] * 8 / 3 / 64) * 64)
+    fields.setdefault("tied_embeddings", True)
+    fields.setdefault("norm_epsilon", 1e-5)
+    fields.setdefault("linear_bias", True)
+    # In Megatron, the bias of every linear layer includes that of attention.
+    fields["qkv_bias"] = not fields["linear_bias"] and fields.get("qkv_bias", False)
+    fields["rope"] = _describe_rope(said)
+    fields["experts"] = _describe_experts(said, fields["ffn_hidden_size"])
+    fields["dtype"] = _find_dtype(given)
+    architecture = Architecture(family="", **fields)
+    if problems:
+        return architecture, problems
+    return dataclasses.replace(architecture, family=families.infer_family(architecture)), []
+
+
+def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Collect what the flags say about the architecture, by the path of its field."""
+    said = {
+        target.removeprefix("architecture."): item
+        for target, item in given.items()
+        if target.startswith("architecture.")
+    }
+    if "experts.num_experts" in said and said["experts.num_experts"].value == 0:
+        # In Megatron's flags, 0 means a model without experts.
+        said["experts.num_experts"] = dataclasses.replace(said["experts.num_experts"], value=None)
+    if "described.position_embedding_type" in given and given["described.position_embedding_type"].value == "yarn":
+        said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
+    if "rope.kind" in said:
+        said["rope.kind"] = dataclasses.replace(said["rope.kind"], value=RopeKind(said["rope.kind"].value))
+    if "described.interpolation_factor" in given and given["described.interpolation_factor"].value != 1:
+        factor = given["described.interpolation_factor"]
+        said["rope.kind"] = dataclasses.replace(factor, value=RopeKind.LINEAR)
+        said["rope.factor"] = factor
+    for name, kind in _FACTORS.items():
+        if name in given and "rope.kind" in said and said["rope.kind"].value == kind:
+            said["rope.factor"] = given[name]
+    return said
+
+
+def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
+    """Check the flags that every supported model needs: Megatron's defaults describe a GPT of 2019."""
+    for name, flag in (
+        ("described.swiglu", "--swiglu"),
+        ("described.normalization", "--normalization RMSNorm"),
+        ("described.position_embedding_type", "--position-embedding-type rope"),
+    ):
+        if name not in given:
+            yield (
+                f"{flag} is missing: without it Megatron builds a model that no supported family has; add the flag, "
+                "or write --hf-model in place of the flags that describe the model"
+            )
+
+
+def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+    """Yield each flag that describes a part that the model lacks."""
+    kind = said.get("rope.kind", RopeKind.DEFAULT)
+    yarn = "--position-embedding-type yarn"
+    needs = {f"architecture.rope.{field}": (RopeKind.YARN, yarn) for field in _OF_YARN}
+    needs["described.yarn_factor"] = (RopeKind.YARN, yarn)
+    needs["described.rope_scaling_factor"] = (RopeKind.LLAMA3, "--use-rope-scaling")
+    for name, (needed, flag) in needs.items():
+        # A factor of 1 scales nothing.
+        if name in given and kind is not needed and not (name == "described.yarn_factor" and given[name].value == 1):
+            yield f"{given[name].source} has no effect without {flag}: add it, or drop the flag"
+    groups = None if "described.group_query_attention" in given else given.get("architecture.num_query_groups")
+    if groups is not None and groups.value != said["num_attention_heads"]:
+        yield f"{groups.source} has no effect without --group-query-attention: add it, or drop the flag"
+    if not said.get("experts.num_experts"):
+        for field in ("num_active", "ffn_hidden_size", "normalize_weights"):
+            if f"experts.{field}" in said:
+                source = given[f"architecture.experts.{field}"].source
+                yield f"{source} has no effect without --num-experts: add it, or drop the flag"
+
+
+def _count_query_groups(given: Mapping[str, Given], heads: int) -> int:
+    groups = given.get("architecture.num_query_groups")
+    if "described.group_query_attention" not in given:
+        return heads
+    return 1 if groups is None else groups.value
+
+
+def _describe_rope(said: Mapping[str, Any]) -> Rope:
+    kind = said.get("rope.kind", RopeKind.DEFAULT)
+    start = {RopeKind.LLAMA3: _LLAMA3, RopeKind.YARN: _YARN}.get(kind, Rope(kind=kind))
+    fields = {path.removeprefix("rope."): value for path, value in said.items() if path.startswith("rope.")}
+    return dataclasses.replace(start, **fields)
+
+
+def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
+    if not said.get("experts.num_experts"):
+        return None
+    return Experts(
+        num_experts=said["experts.num_experts"],
+        num_active=said.get("experts.num_active", 2),
+        ffn_hidden_size=said.get("experts.ffn_hidden_size", ffn_hidden_size),
+        normalize_weights=said.get("experts.normalize_weights", True),
+    )
+
+
+def _find_dtype(given: Mapping[str, Given]) -> str:
+    for target, name in (("transformer.bf16", "bfloat16"), ("transformer.fp16", "float16")):
+        if target in given:
+            return name
+    return "float32"
+
+
+def _look_up(architecture: Architecture, path: str) -> object:
+    value: Any = architecture
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+_ROPE_KEYS = {"base": "rope_theta", "kind": "rope_type", "original_max_positions": "original_max_position_embeddings"}
+
+
+def _name_key(architecture: Architecture, path: str) -> str:
+    """Return the name of an architecture's field in config.json."""
+    subject, _, field = path.partition(".")
+    if subject == "rope":
+        return _ROPE_KEYS.get(field, field)
+    if subject != "experts":
+        return families.find_config_key(path)
+    keys = families.find_family(architecture.family).experts
+    if keys is None or field == "num_experts":
+        return keys.num_experts[0] if keys else "num_experts"
+    return {"num_active": keys.num_active, "ffn_hidden_size": keys.ffn_hidden_size}.get(
+        field, keys.normalize_weights or field
+    )
+
+
+def _write_json(value: object) -> str:
+    """Write a value in the form of config.json."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else format_value(value)

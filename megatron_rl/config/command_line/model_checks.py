@@ -1,0 +1,221 @@
+"""Checks of combinations of flags about the model and its division. See `checks`."""
+
+from collections.abc import Iterator
+
+from megatron_rl.config.command_line.resolve import count_layers, list_divisors
+from megatron_rl.config.settings import DraftSettings
+from megatron_rl.types import Architecture, ParallelSizes
+
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+CP = "--context-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
+
+
+def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    """Yield each mistake with its flag, its bound, and what to write instead."""
+    sizes = settings.parallel_sizes
+    yield from _check_architecture(settings, model)
+    yield from _check_tensor_parallel(model, sizes)
+    yield from _check_context_parallel(settings, model, sizes)
+    yield from _check_pipeline_parallel(settings, model, sizes)
+    yield from _check_virtual_stages(settings, model, sizes)
+    yield from _check_expert_parallel(settings, model, sizes)
+    yield from _check_auxiliary_losses(settings, model)
+    yield from _check_recompute(settings, model)
+    yield from _check_platform(settings, model, sizes)
+
+
+def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    if model.num_attention_heads % model.num_query_groups:
+        yield (
+            f"--num-query-groups {model.num_query_groups} does not divide the {model.num_attention_heads} attention "
+            f"heads: write one of {list_divisors(model.num_attention_heads)}"
+        )
+    if model.kv_channels % 2:
+        yield f"--kv-channels {model.kv_channels} must be even, because rotary positions turn pairs: write another"
+    pattern = settings.transformer.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) != model.num_layers:
+        yield f"--moe-layer-freq describes {len(pattern)} layers, and the model has {model.num_layers}: drop the flag"
+    experts = model.experts
+    if experts is None:
+        return
+    if not 1 <= experts.num_active <= experts.num_experts:
+        yield (
+            f"--moe-router-topk {experts.num_active} must be between 1 and the {experts.num_experts} experts: write "
+            "one that is"
+        )
+    if experts.num_active == 1 and experts.normalize_weights:
+        yield (
+            "--moe-router-topk 1 scales the weight of a token's one expert to 1, which leaves the router without "
+            "gradient: add --moe-router-pre-softmax"
+        )
+
+
+def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    divided = {"attention heads": model.num_attention_heads, "query groups": model.num_query_groups}
+    if not model.experts:
+        divided["columns of the MLP (ffn_hidden_size)"] = model.ffn_hidden_size
+    undivided = [f"{size} {what}" for what, size in divided.items() if size % sizes.tensor]
+    if undivided:
+        yield f"{TP} {sizes.tensor} does not divide the {undivided[0]}: write one of {list_divisors(*divided.values())}"
+
+
+def _check_context_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    if sizes.context == 1:
+        return
+    heads = model.num_attention_heads // sizes.tensor
+    if heads % sizes.context:
+        yield (
+            f"{CP} {sizes.context} does not divide the {heads} attention heads of a tensor-parallel rank: write "
+            f"one of {list_divisors(heads)}"
+        )
+
+
+def _check_pipeline_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    config = settings.transformer
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    layers = count_layers(vars(settings.transformer), model)
+    if first is None and last is None:
+        if layers % sizes.pipeline:
+            yield (
+                f"{PP} {sizes.pipeline} does not divide the {layers} layers: write one of {list_divisors(layers)}, "
+                "or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            )
+        return
+    given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    said = " and ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
+    if sizes.pipeline == 1:
+        yield f"{said} needs at least 2 stages: write {PP} 2 or more, or drop it"
+        return
+    if layers != model.num_layers:
+        yield (
+            f"{said}: --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split divide layers "
+            "differently: drop them"
+        )
+    middle = model.num_layers - (first or 0) - (last or 0)
+    stages = sizes.pipeline - (first is not None) - (last is not None)
+    if middle < stages or (middle and not stages) or (stages and middle % stages):
+        yield f"after {said} there are {middle} layers for {stages} stages, which cannot be divided: change the count"
+
+
+def _check_virtual_stages(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    config, count = settings.transformer, sizes.virtual_pipeline
+    if count is None:
+        if config.overlap_p2p_comm_warmup_flush:
+            yield "--overlap-p2p-communication-warmup-flush needs virtual pipeline stages: add them, or drop the flag"
+        return
+    if sizes.pipeline == 1:
+        yield f"virtual pipeline stages need {PP} of at least 2: add it, or drop the virtual stages"
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    per_rank = count_layers(vars(settings.transformer), model) // sizes.pipeline
+    if first is None and last is None and per_rank % count:
+        yield (
+            f"{count} virtual pipeline stages do not divide the {per_rank} layers of a pipeline rank: write "
+            f"--num-virtual-stages-per-pipeline-rank with one of {list_divisors(per_rank)}"
+        )
+    for flag, layers in (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last)):
+        if layers is not None and layers % count:
+            yield f"{flag} {layers} must be a multiple of the {count} virtual stages of a rank: write one that is"
+
+
+def _check_expert_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    experts = model.experts
+    if experts is None:
+        is_said = "transformer.expert_tensor_parallel_size" in settings.sources
+        for flag, size in ((EP, sizes.expert), (ETP, (sizes.expert_tensor or 1) if is_said else 1)):
+            if size > 1:
+                yield f"{flag} {size} needs a model with experts, and this one has none: drop the flag"
+        return
+    if experts.num_experts % sizes.expert:
+        yield (
+            f"{EP} {sizes.expert} does not divide the {experts.num_experts} experts: "
+            f"write one of {list_divisors(experts.num_experts)}"
+        )
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    if experts.ffn_hidden_size % expert_tensor:
+        yield (
+            f"{ETP} {expert_tensor} does not divide the {experts.ffn_hidden_size} columns of an expert: "
+            f"write one of {list_divisors(experts.ffn_hidden_size)}"
+        )
+    if expert_tensor > 1 and model.linear_bias:
+        yield f"{ETP} {expert_tensor} divides experts, and a bias cannot be divided: write {ETP} 1"
+    if sizes.tensor > 1 and not settings.transformer.sequence_parallel:
+        yield f"experts with {TP} {sizes.tensor} need sequence parallelism: add --sequence-parallel"
+
+
+def _check_auxiliary_losses(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    config = settings.transformer
+    kind, balance = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    for flag, value in (("--moe-router-load-balancing-type", kind), ("--moe-aux-loss-coeff", balance)):
+        if isinstance(value, list):
+            yield f"{flag} {' '.join(map(str, value))}: one loss balances experts; write one value"
+    if kind in ("seq_aux_loss", "global_aux_loss") and balance:
+        yield (
+            f"--moe-router-load-balancing-type {kind} counts over one sequence, or earlier micro-batches, and packs "
+            "mix both: write aux_loss or none, or --moe-aux-loss-coeff 0"
+        )
+    for flag, weight in (("--moe-aux-loss-coeff", balance), ("--moe-z-loss-coeff", config.moe_z_loss_coeff)):
+        if not weight or isinstance(weight, list):
+            continue
+        if model.experts is None:
+            yield f"{flag} {weight:g} needs a model with experts, and this one has none: drop the flag"
+    if balance and not isinstance(balance, list) and kind == "none":
+        yield (
+            f"--moe-aux-loss-coeff {balance:g} weights a loss that --moe-router-load-balancing-type none leaves out: "
+            "drop one of the two"
+        )
+
+
+def _check_recompute(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    config = settings.transformer
+    granularity, method, count = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
+    if granularity == "full" and (method is None or count is None):
+        yield (
+            "--recompute-granularity full needs --recompute-method uniform (or block) and --recompute-num-layers: "
+            "add them"
+        )
+    for flag, value in (("--recompute-method", method), ("--recompute-num-layers", count)):
+        if granularity != "full" and value is not None:
+            yield f"{flag} {value} needs --recompute-granularity full: add it, or drop {flag}"
+    if config.distribute_saved_activations and (granularity != "full" or config.sequence_parallel):
+        yield "--distribute-saved-activations needs --recompute-granularity full without --sequence-parallel: drop it"
+    if config.moe_layer_recompute and settings.sources.get("transformer.recompute_granularity", "").endswith(" full"):
+        yield "--moe-layer-recompute adds nothing to --recompute-granularity full, which has the experts in it: drop it"
+    if granularity == "selective":
+        yield from _check_recomputed_modules(settings, model)
+    elif "transformer.recompute_modules" in settings.sources:
+        yield (
+            f"{settings.sources['transformer.recompute_modules']} needs --recompute-granularity selective: add it, or "
+            "drop --recompute-modules"
+        )
+
+
+def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already removed."""
+    config = settings.transformer
+    can = {"core_attn"} | ({"moe"} if model.experts else set())
+    if config.transformer_impl != "local":
+        can |= {"layernorm"} | ({"moe_act"} if model.experts and config.moe_grouped_gemm else set())
+        can |= set() if model.experts else {"mlp"}
+    for module in sorted(set(config.recompute_modules or ()) - can):
+        yield (
+            f"--recompute-modules {module}: the model has no module of that name to recompute: leave it out, or write "
+            f"{', '.join(sorted(can))}"
+        )
+
+
+def _check_platform(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    if settings.transformer.use_te_activation_func and settings.transformer.bias_activation_fusion:
+        yield "--use-te-activation-func replaces a fusion: add --no-bias-swiglu-fusion, or drop the flag"
+    if settings.platform != "cpu":
+        return
+    if settings.ddp.nccl_ub:
+        yield "--use-nccl-ub registers buffers with NCCL, which the platform cpu does not have: drop the flag"
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    if model.experts is not None and expert_tensor > 1:
+        yield (
+            f"{ETP} {expert_tensor} (that of {TP} if it is not given) does not work with "
+            f"--moe-token-dispatcher-type alltoall on the platform cpu: write {ETP} 1"
+        )

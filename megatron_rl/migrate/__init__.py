@@ -1,0 +1,1 @@
+"""Translation of other projects' command lines. No run imports this package."""

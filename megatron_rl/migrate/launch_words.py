@@ -1,0 +1,113 @@
+"""The reader of another project's launch script: the words, overrides or settings that it gives its run."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.errors import InputError
+from megatron_rl.migrate.shell_script import read_shell_script
+
+# Programs whose words after the script or module are the run's.
+_LAUNCHERS = ("torchrun", "python", "python3", "ray", "accelerate", "trl", "msrun", "deepspeed", "srun", "nohup", "uv")
+# The classes of TRL whose keywords are settings, each with the settings whose keywords have other names.
+_CLASSES: Mapping[str, Mapping[str, str]] = {"GRPOConfig": {}, "GRPOTrainer": {"model": "model_name_or_path"}}
+_OBJECTS = ("args", "model_name_or_path", "processing_class")
+
+
+def find_command(script: Path, text: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Find the command of a shell script that starts a run: the launcher's words, and the run's."""
+    variables = {"0": str(script), "BASH_SOURCE": str(script)}
+    commands = read_shell_script(text, variables, arguments, functools.partial(_read_beside, script)).commands
+    found = next(filter(None, map(_split_command, commands)), None)
+    if found is None:
+        raise InputError(f"{script} starts no run that is known: write a script of slime, Megatron-LM, verl or TRL")
+    return found
+
+
+def _read_beside(script: Path, path: str) -> str | None:
+    """Read a file that a script sources: by its path, or beside the script."""
+    for file in (Path(path), script.parent / path):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+def _split_command(command: list[str]) -> tuple[list[str], list[str]] | None:
+    """Return the launcher's words and the run's, if a command starts a run."""
+    if command[0].rsplit("/", 1)[-1] not in _LAUNCHERS:
+        return None
+    for at, word in enumerate(command[1:], 1):
+        if (
+            word.endswith(".py")
+            or (command[at - 1] == "-m" and "." in word)
+            or (command[0] == "trl" and word == "grpo")
+        ):
+            return command[: at + 1], command[at + 1 :]
+    return None
+
+
+def read_overrides(words: Sequence[str]) -> dict[str, str]:
+    """Read Hydra's overrides: key=value, with + before a new key."""
+    pairs = (word.lstrip("+~").partition("=") for word in words if "=" in word and not word.startswith("--"))
+    return {key: value.strip("'\"") for key, _, value in pairs}
+
+
+def read_switches(words: Sequence[str]) -> dict[str, str]:
+    """Read --key value and --key=value, with dashes as underscores; a key without a value is on."""
+    settings: dict[str, str] = {}
+    for name, values in group_words(words):
+        settings[name.removeprefix("--").replace("-", "_")] = " ".join(values) or "true"
+    return settings
+
+
+def read_flat_yaml(text: str) -> dict[str, str]:
+    """Read the settings of a file of `key: value` lines; nested settings are not TRL's, and are skipped."""
+    matches = (re.fullmatch(r"([A-Za-z_]\w*):\s*(.*?)\s*(?:#.*)?", line) for line in text.splitlines())
+    return {match[1]: match[2].strip("'\"") for match in matches if match is not None and match[2]}
+
+
+def read_program(text: str, script: Path) -> dict[str, str]:
+    """Read the keywords that a program passes to GRPOConfig, and the model that it passes to GRPOTrainer."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise InputError(f"{script} is not Python ({error}): write TRL's program") from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_called(node) in _CLASSES]
+    if not calls:
+        raise InputError(
+            f"{script} is a program that calls neither GRPOConfig nor GRPOTrainer of TRL: write the script that starts "
+            "the run, or a program of TRL that trains with GRPO"
+        )
+    settings = {}
+    for call in calls:
+        for keyword in call.keywords:
+            key = _CLASSES[_name_called(call)].get(keyword.arg or "", keyword.arg or "")
+            if isinstance(keyword.value, ast.Constant):
+                settings[key] = str(keyword.value.value)
+            elif key not in _OBJECTS:
+                settings[key] = ast.unparse(keyword.value)
+    return settings
+
+
+def _name_called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def read_launcher(words: Sequence[str]) -> dict[str, str]:
+    """Read a launcher's flags, each with one value; further words are the program's."""
+    return {name.strip("-").replace("-", "_"): (values or [""])[0] for name, values in group_words(words)}
+
+
+def group_words(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag with the words that follow it."""
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        if word.startswith("--"):
+            if name:
+                yield name, values
+            name, found, value = word.partition("=")
+            values = [value] if found else []
+        else:
+            values.append(word)

@@ -1,0 +1,115 @@
+"""megatron-rl translate: the command line of this package for a run of slime, Megatron-LM, verl or TRL."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config.command_line.parse import parse_run
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError
+from megatron_rl.migrate.launch_words import (
+    find_command,
+    group_words,
+    read_flat_yaml,
+    read_launcher,
+    read_overrides,
+    read_program,
+    read_switches,
+)
+from megatron_rl.migrate.translate_flags import translate_flags
+from megatron_rl.migrate.translate_trl import translate_trl
+from megatron_rl.migrate.translate_verl import translate_verl
+from megatron_rl.migrate.translation import Translation
+
+_WIDTH = 100
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the translation of a script; return USAGE if a run would refuse it."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl translate",
+        description="Prints the command line of this package for a run of slime, Megatron-LM, verl or TRL.",
+    )
+    parser.add_argument("script", type=Path, help="a launch script (.sh), or TRL's settings (.yaml or .py)")
+    parser.add_argument("arguments", nargs="*", help="the script's own arguments")
+    parser.add_argument("--add", default="", metavar="FLAGS", help="flags of this package to write too, as one text")
+    options = parser.parse_args(argv)
+    translation = translate(options.script, options.arguments)
+    translation.words |= dict(group_words(shlex.split(options.add)))
+    problems = find_problems(translation)
+    print(write(translation, problems), end="")
+    return ExitCode.USAGE if problems else ExitCode.OK
+
+
+def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
+    """Translate a script; raise an InputError if it cannot be read, or starts no run."""
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{script} cannot be read ({error}): write a launch script") from error
+    if script.suffix in (".yaml", ".yml"):
+        return translate_trl(read_flat_yaml(text), script)
+    if script.suffix == ".py":
+        return translate_trl(read_program(text, script), script)
+    head, words = find_command(script, text, arguments)
+    if any(word.startswith("verl.") for word in head):
+        settings = read_overrides(words)
+        if "megatron" in read_launcher(words).get("config_name", ""):
+            settings["model_engine"] = "megatron"
+        return translate_verl(settings)
+    if "trl" in head or "accelerate" in head:
+        settings = read_switches(words)
+        processes = read_launcher(head).get("num_processes")
+        if processes is not None:
+            settings["num_processes"] = processes
+        return translate_trl(settings, script)
+    return translate_flags(head, words, script)
+
+
+def find_problems(translation: Translation) -> list[str]:
+    """Find what a user must add or change before the command starts; our own parser checks it on this machine."""
+    problems = [
+        text for text, settled_by in translation.missing.items() if translation.words.keys().isdisjoint(settled_by)
+    ]
+    words = [os.path.expandvars(word) for name, values in translation.words.items() for word in (name, *values)]
+    try:
+        parse_run(words, world_size=translation.nodes * translation.ranks)
+    except MegatronRLError as error:
+        problems += error.problems
+    return problems
+
+
+def write(translation: Translation, problems: Sequence[str] = ()) -> str:
+    """Write the command line after shell comments with the settings that it omits and those that it needs."""
+    lines = [f"# From {translation.source}.", *(f"# {text}" for text in translation.notes)]
+    if translation.meaningless:
+        lines.append(f"# Without meaning here: {' '.join(dict.fromkeys(translation.meaningless))}")
+    for title, texts in (
+        ("Changes training and is not carried over", translation.changed),
+        ("What you must add or change", problems),
+    ):
+        if texts:
+            lines += [f"# {title}:", *(f"#   {text}" for text in texts)]
+    parts, line = [_write_launcher(translation)], ""
+    for name, values in translation.words.items():
+        text = " ".join((name, *map(_quote, values)))
+        if line and len(line) + len(text) >= _WIDTH:
+            parts.append(line)
+            line = ""
+        line = f"{line} {text}".strip()
+    parts += [line] if line else []
+    return "\n".join(lines) + "\n" + " \\\n    ".join(parts) + "\n"
+
+
+def _write_launcher(translation: Translation) -> str:
+    rendezvous = "--standalone"
+    if translation.nodes > 1:
+        place = '--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500'
+        rendezvous = f"--nnodes {translation.nodes} {place}"
+    return f"torchrun {rendezvous} --nproc-per-node {translation.ranks} pretrain_grpo.py"
+
+
+def _quote(word: str) -> str:
+    """Quote a word for the shell, which may still expand variables and commands."""
+    return f'"{word}"' if "$" in word or "`" in word else shlex.quote(word)

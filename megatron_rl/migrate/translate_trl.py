@@ -1,0 +1,217 @@
+"""The command line of this package for a run of TRL's GRPOTrainer, whose settings are GRPOConfig's fields.
+
+TRL counts steps in updates, and so does our schedule; the length of our run counts iterations.
+"""
+
+from collections.abc import Mapping
+
+from megatron_rl.errors import InputError
+from megatron_rl.migrate.translation import TheirSettings, Translation, carry_settings, place_devices, read_table
+
+# The average of the loss, by the type of loss.
+_AGGREGATIONS: Mapping[str, str] = {
+    "dapo": "token", "bnpo": "token", "cispo": "token", "grpo": "sequence", "sapo": "sequence", "dr_grpo": "constant",
+}  # fmt: skip
+_STYLES: Mapping[str, str] = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+}  # fmt: skip
+_CORRECTION = "vllm_importance_sampling"
+
+
+def translate_trl(given: Mapping[str, str], script: object) -> Translation:
+    """Translate the settings of a run; raise an InputError if none of them is TRL's."""
+    table = read_table("trl")
+    known = {*table["defaults"], *table["settings"], *table["unsaid"].split()}
+    if known.isdisjoint(given):
+        raise InputError(
+            f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl or TRL"
+        )
+    theirs, to = TheirSettings(given, table["defaults"]), Translation(table["title"])
+    num_updates = _write_sizes(theirs, to)
+    _write_advantage(theirs, to)
+    _write_loss(theirs, to)
+    _write_divergence(theirs, to, num_updates)
+    _write_entropy(theirs, to)
+    _write_correction(theirs, to)
+    _write_schedule(theirs, to)
+    if not theirs.is_on("fp16") and theirs.text("bf16").lower() in ("", "true"):
+        to.write("--bf16")
+    elif theirs.is_on("fp16"):
+        to.write("--fp16")
+    _write_intervals(theirs, to, num_updates)
+    carry_settings(table, theirs, to)
+    is_served = theirs.is_on("use_vllm") and theirs.text("vllm_mode") == "server"
+    place_devices(to, 1, theirs.count("num_processes") or 1, is_shared=not is_served)
+    return to
+
+
+def _write_sizes(theirs: TheirSettings, to: Translation) -> int:
+    """Write the sizes of an iteration and of an update; return the number of updates of an iteration."""
+    of_device, num_devices = theirs.count("per_device_train_batch_size"), theirs.count("num_processes")
+    num_accumulated, group = theirs.count("gradient_accumulation_steps"), theirs.count("num_generations")
+    if "num_processes" not in theirs.given:
+        to.notes.append("The settings do not say how many processes TRL has: counted as 1.")
+    if of_device is None or num_devices is None or num_accumulated is None or group is None:
+        to.require("the sizes of a batch are not all numbers: write --grpo-prompts-per-step", "--grpo-prompts-per-step")
+        return 1
+    of_step = of_device * num_devices
+    whole = theirs.count("generation_batch_size")
+    whole = (theirs.count("steps_per_generation") or num_accumulated) * of_step if whole is None else whole
+    of_update = of_step * num_accumulated
+    if whole < of_update:
+        to.changed.append(
+            f"an update of {of_update} responses takes several batches of {whole}, all of the same weights: here it is "
+            "one iteration"
+        )
+        whole = of_update
+    if whole % group:
+        to.require(
+            f"{whole} responses are not a multiple of the {group} of a group: write --grpo-prompts-per-step",
+            "--grpo-prompts-per-step",
+        )
+    else:
+        to.write("--grpo-prompts-per-step", whole // group)
+    to.write("--global-batch-size", of_update)
+    to.write("--micro-batch-size", of_device)
+    return max(1, whole // of_update)
+
+
+def _write_advantage(theirs: TheirSettings, to: Translation) -> None:
+    scale = {"true": "group", "false": "none"}.get(theirs.text("scale_rewards").lower(), theirs.text("scale_rewards"))
+    together = theirs.text("multi_objective_aggregation")
+    if together == "normalize_then_sum":
+        to.write("--grpo-advantage", "gdpo")
+    elif scale in ("group", "none"):
+        to.write_unless_default("--grpo-advantage", "grpo" if scale == "group" else "mean")
+    else:
+        to.write("--grpo-advantage", "batch")
+        to.changed.append(
+            f"scale_rewards = {scale}: TRL divides by the deviation of rewards, --grpo-advantage batch by that of "
+            "rewards minus their group's mean"
+        )
+    if scale == "group":
+        to.changed.append(
+            "scale_rewards = group: TRL divides by the sample's deviation plus 1e-4, this package by the population's "
+            "plus 1e-6, which makes advantages of n responses larger by the root of n / (n - 1)"
+        )
+    weights = theirs.text("reward_weights")
+    if weights:
+        to.changed.append(f"reward_weights = {weights}: write a function's weight after it, --reward NAME=WEIGHT")
+
+
+def _write_loss(theirs: TheirSettings, to: Translation) -> None:
+    kind, level = theirs.text("loss_type"), theirs.text("importance_sampling_level")
+    if kind not in _AGGREGATIONS:
+        to.require(f"loss_type = {kind} is not known here: write --grpo-loss and --grpo-aggregation", "--grpo-loss")
+        return
+    to.write_unless_default("--grpo-aggregation", _AGGREGATIONS[kind])
+    if kind == "bnpo":
+        to.changed.append("loss_type = bnpo: TRL averages over the tokens of a micro-batch, this package of an update")
+    lower, upper = theirs.text("epsilon"), theirs.text("epsilon_high") or theirs.text("epsilon")
+    if kind == "sapo":
+        to.write("--grpo-loss", "sapo")
+        to.write_unless_default("--sapo-temperature-pos", theirs.text("sapo_temperature_pos"))
+        to.write_unless_default("--sapo-temperature-neg", theirs.text("sapo_temperature_neg"))
+    elif kind == "cispo":
+        _write_cispo(theirs, to)
+    else:
+        to.write_unless_default("--grpo-loss", "gspo" if level == "sequence" else "clip")
+        to.write_unless_default("--grpo-clamp-eps-lower", lower)
+        to.write_unless_default("--grpo-clamp-eps-upper", upper)
+        if theirs.text("delta"):
+            to.write("--grpo-dual-clip", theirs.text("delta"))
+    if kind in ("sapo", "cispo") and level != "token":
+        to.changed.append(f"importance_sampling_level = {level}: with {kind} each token has its own ratio")
+
+
+def _write_cispo(theirs: TheirSettings, to: Translation) -> None:
+    """Write the bounds of CISPO: TRL's is the largest ratio itself, ours is its distance above 1."""
+    largest = theirs.number("epsilon_high") or theirs.number("epsilon")
+    to.write("--grpo-loss", "cispo")
+    to.write("--grpo-clamp-eps-lower", 1)
+    if largest is not None and largest >= 1:
+        to.write("--grpo-clamp-eps-upper", largest - 1)
+    else:
+        to.require(
+            f"epsilon_high = {theirs.text('epsilon_high') or theirs.text('epsilon')} is the largest ratio with cispo: "
+            "write --grpo-clamp-eps-upper, how far above 1 it is",
+            "--grpo-clamp-eps-upper",
+        )
+
+
+def _write_divergence(theirs: TheirSettings, to: Translation, num_updates: int) -> None:
+    if theirs.number("beta") == 0:
+        return
+    to.write("--grpo-kl-beta", theirs.text("beta"))
+    to.write("--grpo-kl-estimator", "unbiased" if theirs.is_on("use_bias_correction_kl") else "k3")
+    if theirs.is_on("sync_ref_model"):
+        updates, part = theirs.count("ref_model_sync_steps"), theirs.number("ref_model_mixup_alpha")
+        if part != 1:
+            to.changed.append(
+                f"sync_ref_model = true: TRL mixes {part:g} of the policy into the reference every {updates} updates; "
+                "write --grpo-ref-interval, which copies the policy whole after that number of iterations"
+            )
+        elif updates:
+            to.write("--grpo-ref-interval", max(1, updates // num_updates))
+
+
+def _write_entropy(theirs: TheirSettings, to: Translation) -> None:
+    weight = theirs.text("entropy_coef")
+    if theirs.number("entropy_coef") == 0:
+        return
+    to.write("--grpo-entropy-coef", weight)
+    if theirs.text("loss_type") not in ("dapo", "cispo"):
+        to.changed.append(
+            f"entropy_coef = {weight}: TRL averages the entropy over tokens, this package as --grpo-aggregation says"
+        )
+
+
+def _write_correction(theirs: TheirSettings, to: Translation) -> None:
+    """Write the correction for the engines' log-probs, which TRL applies if vLLM samples."""
+    if not theirs.is_on("use_vllm") or not theirs.is_on(f"{_CORRECTION}_correction"):
+        return
+    level, _, mode = theirs.text(f"{_CORRECTION}_mode").partition("_")
+    to.write("--rl-inference-logprobs-is-correction")
+    to.write_unless_default("--grpo-correction-level", level)
+    largest = theirs.text(f"{_CORRECTION}_cap") or theirs.text(f"{_CORRECTION}_clip_max")
+    smallest = theirs.text(f"{_CORRECTION}_clip_min")
+    if largest:
+        to.write("--rl-importance-sampling-truncation-coef", largest)
+    if smallest:
+        to.write("--grpo-correction-lower", smallest)
+    if largest or smallest:
+        to.write_unless_default("--grpo-correction-mode", mode)
+
+
+def _write_schedule(theirs: TheirSettings, to: Translation) -> None:
+    style = theirs.text("lr_scheduler_type").lower().removeprefix("schedulertype.")
+    if style in _STYLES:
+        to.write_unless_default("--lr-decay-style", _STYLES[style])
+    else:
+        to.changed.append(f"lr_scheduler_type = {style}: write --lr-decay-style")
+    warmup = theirs.number("warmup_steps")
+    if warmup is not None and warmup >= 1 and style != "constant":
+        to.write("--lr-warmup-iters", int(warmup))
+    elif style != "constant" and (warmup or theirs.number("warmup_ratio")):
+        to.write("--lr-warmup-fraction", theirs.text("warmup_steps" if warmup else "warmup_ratio"))
+    if not theirs.text("optim").startswith("adamw"):
+        to.changed.append(f"optim = {theirs.text('optim')}: the optimizer is AdamW; write --optimizer sgd for SGD")
+
+
+def _write_intervals(theirs: TheirSettings, to: Translation, num_updates: int) -> None:
+    """Write counts of iterations in place of counts of updates; an evaluation samples as training does."""
+    for key, flag in (("max_steps", "--train-iters"), ("save_steps", "--save-interval"),
+                      ("logging_steps", "--log-interval"), ("eval_steps", "--eval-interval")):  # fmt: skip
+        if key not in theirs.given:
+            continue
+        count = theirs.count(key)
+        if count is None:
+            to.write(flag, theirs.text(key))
+        elif count > 0:
+            to.write(flag, max(1, count // num_updates))
+    if "--train-iters" not in to.words:
+        epochs = theirs.text("num_train_epochs")
+        to.changed.append(f"num_train_epochs = {epochs}: a run ends after --train-iters, which counts iterations")
+    if theirs.text("eval_strategy") != "no":
+        to.write("--eval-temperature", theirs.text("temperature"))
+        to.write("--eval-num-samples", theirs.text("num_generations_eval") or theirs.text("num_generations"))

@@ -1,0 +1,461 @@
+"""Checks of an audit log: its events must contradict neither each other nor the promises of the run."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
+from megatron_rl.shared.protocol.selection import SelectionByArrival, SelectionBySignal, has_signal, open_selection
+from megatron_rl.shared.protocol.slots import Claim, Place, divide
+from megatron_rl.shared.protocol.wire import Proof
+from megatron_rl.shared.records import audit_log
+from megatron_rl.shared.records.audit_chain import Breach, BreachName, Chain
+from megatron_rl.shared.records.audit_log import find_files, find_first_file, name_file, read_log_lines
+
+# Breaches, each with a detail.
+_Problems = Iterator[tuple[BreachName, str]]
+
+
+@dataclasses.dataclass
+class IterationSummary:
+    """One attempt at an iteration, as the log has it."""
+
+    version: int
+    fingerprint: str
+    line: int
+    outcome: str = "unfinished"
+    num_groups: int = 0
+    num_restored: int = 0
+    num_responses: int = 0
+    num_tokens: int = 0
+    num_claims: int = 0
+    mismatch: float | None = None
+    """Mean difference between the trainer's log-probs and those of the engines that sampled the tokens."""
+    compared: tuple[int, int] | None = None
+    """Parameters compared bit for bit, and their total, on the engine with the fewest; None without reports."""
+    engines: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class Proofs:
+    """Counts of the proofs of the weights that engines report, over all publishes."""
+
+    num_reports: int = 0
+    num_whole: int = 0
+    """Reports of engines that compared all of their parameters with the received weights."""
+    num_weaker: int = 0
+    """Reports of engines that compared fewer parameters, in a run that accepts the weaker proof."""
+    num_probed: int = 0
+    """Reports of engines whose log-probs were compared with the trainer's."""
+    furthest: float = 0.0
+    """Largest mean difference in these reports."""
+
+    def count(self, report: audit_log.EngineReport, proof: Proof | None) -> None:
+        self.num_reports += 1
+        self.num_whole += 0 < report.parameters == report.compared
+        self.num_weaker += proof == "probe" and report.compared < report.parameters
+        if report.probe is not None:
+            self.num_probed += 1
+            self.furthest = max(self.furthest, report.probe.mean)
+
+
+class PutOff(NamedTuple):
+    """A prompt that was submitted and put off, with the number of responses that were asked for."""
+
+    version: int
+    prompt: int
+    tokens: str
+    """Hash of its tokens."""
+    num_responses: int
+
+
+def describe_weaker_proof(proofs: Proofs) -> str:
+    """Say how many reports rest on the weaker proof."""
+    return (
+        f"the weaker proof was accepted (--publish-proof probe): in {proofs.num_weaker} of {proofs.num_reports} "
+        "reports the engine did not compare all parameters, and only the probe's log-probs show what the others hold"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The contents of a log, and its breaches."""
+
+    run: str
+    files: list[tuple[str, int]]
+    """Files of the log, each with its number of lines; breaches count lines over all files."""
+    head: str
+    num_covered: int
+    """Number of lines up to the last given head, which are proved to be unchanged."""
+    num_starts: int
+    num_recovered: int
+    iterations: list[IterationSummary]
+    evaluations: list[audit_log.Evaluate]
+    proofs: Proofs
+    put_off: list[PutOff] | None
+    """Prompts that were put off when the log ended; None if the log does not begin with the run."""
+    breaches: list[Breach]
+
+    @property
+    def num_lines(self) -> int:
+        return sum(num_lines for _, num_lines in self.files)
+
+    def place(self, line: int) -> str:
+        """Describe the place of a line; if the log has several files, name its file."""
+        if len(self.files) == 1:
+            return f"line {line}"
+        for name, num_lines in self.files:
+            if line <= num_lines:
+                return f"line {line} of {name}"
+            line -= num_lines
+        return f"line {line} after the last"
+
+
+class _Attempt:
+    """An iteration from its submission to its end."""
+
+    def __init__(self, submit: audit_log.Submit, engines: set[str], line: int) -> None:
+        self.submit = submit
+        self.engines = engines
+        self.summary = IterationSummary(submit.version, submit.fingerprint, line)
+        self.selection: SelectionBySignal | SelectionByArrival | None = None
+        self.groups: dict[int, int] = {}
+        self.claimed: set[int] = set()
+        self.units: set[Place] = set()
+        self.num_cut = 0
+        """Number of groups with a response that was cut off."""
+
+
+class _EventChecker:
+    """The check of the events against earlier events; it takes them in order."""
+
+    def __init__(self) -> None:
+        self.run: str | None = None
+        self.num_starts = 0
+        self.num_recovered = 0
+        self.summaries: list[IterationSummary] = []
+        self.evaluations: list[audit_log.Evaluate] = []
+        self.proofs = Proofs()
+        self._published: audit_log.Publish | None = None
+        self._engines: set[str] = set()
+        # Parameters compared and their total, for the version published last, on the engine with the fewest.
+        self._compared: tuple[int, int] | None = None
+        self._attempt: _Attempt | None = None
+        self._highest: int | None = None
+        # The prompts that are put off after each complete version.
+        self._put_off: dict[int, list[PutOff]] = {-1: []}
+        self._puts_off = False
+
+    def take(self, event: audit_log.AnyEvent, line: int) -> _Problems:
+        match event:
+            case audit_log.Start():
+                return self._start(event)
+            case audit_log.Recovered():
+                self.num_recovered += 1
+            case audit_log.Publish():
+                return self._publish(event)
+            case audit_log.NotProven():
+                return iter([(BreachName.NOT_PROVEN, f"version {event.version}: {event.reason}")])
+            case audit_log.Submit():
+                return self._submit(event, line)
+            case audit_log.GroupFinished():
+                return self._group(event)
+            case audit_log.SlotClaimed():
+                return self._claim(event)
+            case audit_log.MismatchMeasured():
+                return self._mismatch(event)
+            case audit_log.Complete():
+                return self._complete(event)
+            case audit_log.Fail():
+                self._end(event.version, "failed")
+            case audit_log.Evaluate():
+                self.evaluations.append(event)
+                return self._check_published(event, "evaluated")
+        return iter(())
+
+    def _start(self, event: audit_log.Start) -> _Problems:
+        self.num_starts += 1
+        if self.run is None:
+            self.run = event.run
+        elif event.run != self.run:
+            yield BreachName.FOREIGN_RUN, f"the log belongs to run {self.run!r}, and this event to {event.run!r}"
+
+    def _publish(self, event: audit_log.Publish) -> _Problems:
+        before = self._published
+        if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
+            self._engines, self._compared = set(), None
+        self._published = event
+        for report in event.engines:
+            self._engines.add(report.engine)
+            self.proofs.count(report, event.proof)
+            if report.parameters:
+                found = (report.compared, report.parameters)
+                self._compared = found if self._compared is None else min(self._compared, found)
+            if event.proof == "digests" and report.compared < report.parameters:
+                yield (
+                    BreachName.NOT_COMPARED,
+                    f"engine {report.engine}, version {event.version}: {report.compared} of {report.parameters}, and "
+                    "the run accepts no weaker proof",
+                )
+            if (report.version, report.fingerprint) != (event.version, event.fingerprint):
+                yield (
+                    BreachName.ENGINE_DIFFERS,
+                    f"engine {report.engine} reports version {report.version} ({report.fingerprint[:12]}), "
+                    f"published was {event.version} ({event.fingerprint[:12]})",
+                )
+            probe = report.probe
+            if probe is not None and probe.bound is not None and not probe.mean <= probe.bound:
+                yield (
+                    BreachName.PROBE_DIFFERS,
+                    f"engine {report.engine}, version {event.version}: by {probe.mean:.3g} on average, beyond "
+                    f"{probe.bound:g}",
+                )
+
+    def _submit(self, event: audit_log.Submit, line: int) -> _Problems:
+        self._attempt = attempt = _Attempt(event, self._engines, line)
+        attempt.summary.compared = self._compared
+        self.summaries.append(attempt.summary)
+        yield from self._check_published(event, "submitted")
+        if self._highest is not None and event.version > self._highest + 1:
+            yield BreachName.SKIPPED_VERSION, f"version {event.version} follows {self._highest}"
+        self._highest = event.version
+        # This attempt decides again what the version puts off.
+        self._put_off.pop(event.version, None)
+        self._puts_off |= event.plan.tail == "carry" or event.num_carried > 0
+        division = None
+        try:
+            division = divide(event.plan)
+        except InputError as error:
+            yield BreachName.WRONG_SLOT, str(error)
+        num_prompts = event.plan.count_submitted(event.num_carried)
+        if num_prompts == len(event.prompts) == len(event.seeds):
+            # Only if the prompts prove the number: a forged number may be larger than the memory.
+            attempt.selection = None if division is None else open_selection(division, event.num_carried)
+        else:
+            counts = f"{num_prompts} prompts, {len(event.prompts)} hashes and {len(event.seeds)} seeds"
+            yield BreachName.WRONG_COUNT, f"version {event.version} is submitted with {counts}"
+        put_off = self._put_off.get(event.version - 1)
+        if put_off is not None:
+            due = [one.tokens for one in put_off[: event.plan.count_carried(len(put_off))]]
+            if event.prompts[: event.num_carried] != due:
+                detail = f"version {event.version} takes {event.num_carried} of the {len(put_off)}, {len(due)} are due"
+                yield BreachName.NOT_CARRIED, detail
+        for prompt, seed in enumerate(event.seeds):
+            wanted = derive_group_seed(self.run or "", event.version, prompt)
+            if seed != wanted:
+                yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
+
+    def _check_published(self, event: audit_log.Submit | audit_log.Evaluate, what: str) -> _Problems:
+        if self._published is None or self._published.version != event.version:
+            yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what} but was not published last"
+        elif self._published.fingerprint != event.fingerprint:
+            published = self._published.fingerprint[:12]
+            yield (
+                BreachName.FOREIGN_FINGERPRINT,
+                f"version {event.version} is {what} with {event.fingerprint[:12]} and was published with {published}",
+            )
+
+    def _group(self, event: audit_log.GroupFinished) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is None or not 0 <= event.prompt < len(attempt.submit.prompts):
+            yield BreachName.NEVER_SUBMITTED, f"prompt {event.prompt} of version {event.version}"
+            return
+        if event.prompt in attempt.groups:
+            yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
+            return
+        attempt.groups[event.prompt] = len(event.responses)
+        if attempt.selection is not None:
+            attempt.selection.learn(event.prompt, has_signal(event.responses, attempt.submit.plan))
+        _count(attempt.summary, event)
+        attempt.num_cut += any(response.finish_reason == "cut" for response in event.responses)
+        if attempt.num_cut > attempt.submit.plan.num_tail:
+            count = f"{attempt.num_cut} of at most {attempt.submit.plan.num_tail} groups"
+            yield BreachName.CUT_OFF, f"version {event.version} has cut off {count}"
+        if event.prompt_hash != attempt.submit.prompts[event.prompt]:
+            yield BreachName.WRONG_PROMPT, f"prompt {event.prompt} of version {event.version} has other tokens"
+        if len(event.responses) != attempt.submit.plan.group_size:
+            count = f"{len(event.responses)} responses of {attempt.submit.plan.group_size}"
+            yield BreachName.INCOMPLETE_GROUP, f"prompt {event.prompt} of version {event.version} has {count}"
+        seed = derive_group_seed(self.run or "", event.version, event.prompt)
+        for number, response in enumerate(event.responses):
+            where = f"response {number} of prompt {event.prompt} of version {event.version}"
+            if response.seed != seed + number:
+                yield BreachName.WRONG_SEED, f"{where} has seed {response.seed}, wanted {seed + number}"
+            for name, detail in _response_problems(response, attempt):
+                yield name, f"{where} {detail}"
+
+    def _claim(self, event: audit_log.SlotClaimed) -> _Problems:
+        attempt = self._current(event.version)
+        where = f"slot ({event.replica}, {event.index}) of version {event.version}"
+        if attempt is None:
+            yield BreachName.CLAIM_OUTSIDE, where
+            return
+        claim = Claim(replica=event.replica, index=event.index, prompts=event.prompts)
+        if claim.place in attempt.units:
+            yield BreachName.SLOT_CLAIMED_TWICE, where
+            return
+        attempt.units.add(claim.place)
+        attempt.summary.num_claims += 1
+        problem = attempt.selection.find_problem(claim) if attempt.selection else None
+        if problem:
+            yield BreachName.WRONG_SLOT, f"version {event.version}: {problem}"
+        for prompt in event.prompts:
+            if prompt not in attempt.groups:
+                yield BreachName.CLAIM_UNFINISHED, f"{where} holds prompt {prompt}"
+            elif prompt in attempt.claimed:
+                yield BreachName.CLAIMED_TWICE, f"{where} holds prompt {prompt}, and so does another"
+            attempt.claimed.add(prompt)
+
+    def _mismatch(self, event: audit_log.MismatchMeasured) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is not None:
+            attempt.summary.mismatch = event.mean
+        if event.bound is not None and (event.mean is None or not event.mean <= event.bound):
+            mean = "a number that is not finite" if event.mean is None else f"{event.mean:.3g}"
+            yield (
+                BreachName.MISMATCH,
+                f"version {event.version}: the trainer's log-probs differ from the engines' by {mean} on average, "
+                f"beyond {event.bound:g}",
+            )
+
+    def _complete(self, event: audit_log.Complete) -> _Problems:
+        attempt = self._current(event.version)
+        if attempt is None:
+            yield BreachName.COMPLETE_OUTSIDE, f"version {event.version}"
+            return
+        for prompt in _list_trained(attempt):
+            if prompt not in attempt.groups:
+                yield BreachName.NEVER_FINISHED, f"prompt {prompt} of version {event.version}"
+            elif prompt not in attempt.claimed:
+                yield BreachName.NEVER_CLAIMED, f"prompt {prompt} of version {event.version}"
+        said = (event.num_groups, event.num_responses)
+        plan = attempt.submit.plan
+        is_all = plan.count_submitted(attempt.submit.num_carried) == plan.num_prompts
+        trained = attempt.groups if is_all else attempt.claimed & attempt.groups.keys()
+        found = (len(trained), sum(attempt.groups[prompt] for prompt in trained))
+        if said != found:
+            yield (
+                BreachName.WRONG_COUNT,
+                f"version {event.version}: the trainer reports {said[0]} groups and {said[1]} responses, the log has "
+                f"{found[0]} and {found[1]}",
+            )
+        if attempt.selection is not None:
+            self._gather(attempt, attempt.selection.put_off())
+        self._end(event.version, "complete")
+
+    def _gather(self, attempt: _Attempt, put_off: Sequence[int]) -> None:
+        """Note the prompts that are put off after a version; unknown if the log begins in the middle of a run."""
+        submit = attempt.submit
+        before = self._put_off.get(submit.version - 1)
+        if before is not None:
+            self._put_off[submit.version] = before[submit.num_carried :] + [
+                PutOff(submit.version, prompt, submit.prompts[prompt], submit.plan.group_size) for prompt in put_off
+            ]
+
+    @property
+    def put_off(self) -> list[PutOff] | None:
+        """Prompts that are put off after the last complete version; None if unknown."""
+        if self._highest is None or not self._puts_off:
+            return []
+        last = self._highest
+        return self._put_off.get(last, self._put_off.get(last - 1))
+
+    def _current(self, version: int) -> _Attempt | None:
+        attempt = self._attempt
+        return attempt if attempt is not None and attempt.submit.version == version else None
+
+    def _end(self, version: int, outcome: str) -> None:
+        if (attempt := self._current(version)) is not None:
+            attempt.summary.outcome = outcome
+            self._attempt = None
+
+
+def _list_trained(attempt: _Attempt) -> Sequence[int]:
+    """List the prompts that must have been trained on, and those without a group that could change the choice."""
+    if attempt.selection is None:
+        return range(len(attempt.submit.prompts))
+    still_wanted = [
+        prompt
+        for prompt in range(attempt.selection.num_prompts)
+        if prompt not in attempt.groups and attempt.selection.is_wanted(prompt, 0)
+    ]
+    return sorted({*still_wanted, *attempt.selection.chosen()})
+
+
+def verify(path: Path, heads: Sequence[str] = ()) -> Report:
+    """Read and check a log from its first line to its last, over all of its files."""
+    chain, checker, breaches = Chain(heads), _EventChecker(), []
+    files: list[tuple[str, int]] = []
+    number, expected, first = 0, 0, find_first_file(path)
+    for index, file in find_files(first).items():
+        num_before, link = number, chain.head
+        if index != expected:
+            detail = f"{name_file(first, expected).name} is missing before {file.name}"
+            breaches.append(Breach(BreachName.MISSING_FILE, number + 1, detail))
+        for number, line in enumerate(read_log_lines(file), start=num_before + 1):
+            event = chain.take(number, line)
+            if event is not None:
+                breaches += [Breach(name, number, detail) for name, detail in checker.take(event, number)]
+            if number == num_before + 1 and index == expected and not _follows(index, link, line, event):
+                detail = f"{file.name} does not continue where the file before it ends"
+                breaches.append(Breach(BreachName.EXCHANGED_FILE, number, detail))
+        files.append((file.name, number - num_before))
+        expected = index + 1
+    chain.finish()
+    return Report(
+        run=checker.run or "",
+        files=files,
+        head=chain.head,
+        num_covered=max(chain.heads_found.values(), default=0),
+        num_starts=checker.num_starts,
+        num_recovered=checker.num_recovered,
+        iterations=checker.summaries,
+        evaluations=checker.evaluations,
+        proofs=checker.proofs,
+        put_off=checker.put_off,
+        breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
+    )
+
+
+def _follows(index: int, link: str, line: bytes, event: audit_log.AnyEvent | None) -> bool:
+    """Return whether a file's first line, if it can be read, continues the file before it."""
+    links = audit_log.read_links(line.removesuffix(b"\n"))
+    expected = audit_log.Continued(file=index) if index else event
+    return links is None or (links.prev == link and event in (None, expected))
+
+
+def _count(summary: IterationSummary, event: audit_log.GroupFinished) -> None:
+    summary.num_groups += 1
+    summary.num_restored += event.is_restored
+    summary.num_responses += len(event.responses)
+    summary.num_tokens += sum(response.num_tokens for response in event.responses)
+    summary.engines.update(response.engine for response in event.responses)
+
+
+def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) -> _Problems:
+    submit = attempt.submit
+    if response.fingerprint != submit.fingerprint:
+        wanted = submit.fingerprint[:12]
+        yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"
+    if response.engine not in attempt.engines:
+        yield BreachName.UNKNOWN_ENGINE, f"comes from engine {response.engine}, which did not report the version"
+    versions = sorted({span.version for span in response.spans})
+    position = 0
+    for span in response.spans:
+        position = span.end if span.start == position and span.end >= span.start else -1
+    if len(versions) > 1:
+        yield BreachName.TWO_VERSIONS, f"has versions {' and '.join(versions)}"
+    elif position != response.num_tokens or versions not in ([], [tag_version(submit.version)]):
+        spans = [(span.version, span.start, span.end) for span in response.spans]
+        yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens and spans {spans}"
+    if response.finish_reason not in FINISH_REASONS:
+        yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
+    if response.finish_reason == "cut":
+        is_allowed = submit.plan.tail == "truncate" and 0 < response.num_tokens < submit.sampling.max_tokens
+        if not is_allowed:
+            yield BreachName.CUT_OFF, f"is cut off after {response.num_tokens} tokens"
+    limit = submit.sampling.max_tokens
+    if response.num_tokens > limit or (response.finish_reason == "length" and response.num_tokens != limit):
+        yield BreachName.CUT_OFF, f"ends by {response.finish_reason} after {response.num_tokens} tokens of {limit}"

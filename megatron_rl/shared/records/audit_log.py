@@ -1,0 +1,498 @@
+"""The audit log of a run: a chain of hashes over all that was published, submitted, sampled, claimed and trained on.
+
+Each event is one line of JSON: `seq` counts from 0, `prev` is the hash of the line before, and `hash` is the hash of
+this line without `hash`. When a file is full, the chain continues in the next: `audit-000001.jsonl` and so on.
+`megatron_rl.shared.records.audit_check` checks the log; docs/audit.md says what it proves.
+"""
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.protocol.provenance import derive_group_seed
+from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.protocol.wire import (
+    WIRE_VERSION,
+    Evaluation,
+    Group,
+    Mismatch,
+    Plan,
+    Proof,
+    Sampling,
+    Submission,
+)
+from megatron_rl.shared.records.append_file import AppendFile
+
+FILE_NAME = "audit.jsonl"
+MAX_BYTES = 64 << 20
+
+
+def name_file(first: Path, index: int) -> Path:
+    """Return the path of file `index`; file 0 has the log's own name."""
+    return first if index == 0 else first.with_name(f"{first.stem}-{index:06d}{first.suffix}")
+
+
+def find_existing_files(first: Path) -> dict[int, Path]:
+    """Find the existing files of a log, by number, in order."""
+    pattern = re.compile(rf"{re.escape(first.stem)}-(\d{{6,}}){re.escape(first.suffix)}")
+    found = {0: first} if first.exists() else {}
+    for path in first.parent.glob(f"{first.stem}-*{first.suffix}"):
+        match = pattern.fullmatch(path.name)
+        if match and name_file(first, index := int(match[1])) == path:
+            found[index] = path
+    return dict(sorted(found.items()))
+
+
+def find_first_file(path: Path) -> Path:
+    """Return the first file of a log, which is given by that file or by its folder."""
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def find_files(first: Path) -> dict[int, Path]:
+    """Find the existing files of a log; raise InputError if none exists."""
+    files = find_existing_files(first)
+    if not files:
+        raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
+    return files
+
+
+def read_log_lines(path: Path) -> Iterator[bytes]:
+    """Read a file's lines, with their newlines."""
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; name the log, or the folder that holds {FILE_NAME}") from None
+
+
+FIRST_PREV = "0" * 64
+_HASH_PATTERN = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
+_READ_BYTES = 1 << 16
+
+
+class AuditBroken(MegatronRLError):
+    """The end of the log is damaged, so nothing is added to it."""
+
+
+class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """An event of a run; each kind of event has its own fields and tag."""
+
+
+class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
+    """A sidecar opened the log."""
+
+    run: str
+    wire: int = WIRE_VERSION
+    details: dict[str, Any] = {}
+
+
+class Recovered(AuditEvent, frozen=True, kw_only=True, tag="recovered"):
+    """A kill had torn the last line, whose bytes were cut off."""
+
+    num_bytes: int
+
+
+class Continued(AuditEvent, frozen=True, kw_only=True, tag="continued"):
+    """The first line of every file but the first: the chain continues here."""
+
+    file: int
+
+
+class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences between the log-probs that engine and trainer give to the tokens of the probe."""
+
+    mean: float
+    largest: float
+    bound: float | None
+    """Largest accepted mean; None without a bound, since JSON cannot write infinity."""
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights that an engine reports to hold, and the proof of them."""
+
+    engine: str
+    version: int
+    fingerprint: str
+    compared: int = 0
+    """Number of parameters that were compared, bit for bit, with the received weights."""
+    parameters: int = 0
+    """Number of all parameters."""
+    probe: ProbeRecord | None = None
+    """Comparison of its log-probs with the trainer's; None if it was not made."""
+
+
+class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
+    """These engines hold a version; repeated, with the same fingerprint, when an engine joins or comes back."""
+
+    version: int
+    fingerprint: str
+    engines: list[EngineReport]
+    proof: Proof | None = None
+    """Weakest proof that the run accepts; None in logs of releases that did not record it."""
+
+
+class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
+    """An engine was proved not to hold the version that it reported; nothing was sampled with it."""
+
+    version: int
+    fingerprint: str
+    engine: str
+    reason: str
+
+
+class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
+    """The differences between the log-probs that trainer and engines give to an iteration's tokens."""
+
+    version: int
+    mean: float | None
+    largest: float | None
+    """Largest difference; as the mean, None if it is not finite."""
+    bound: float | None
+    """Largest accepted mean; None if a scripted engine drew the tokens at random."""
+
+
+class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
+    """An iteration begins. After a restart it begins again, and all of its groups and claims are repeated."""
+
+    version: int
+    fingerprint: str
+    plan: Plan
+    sampling: Sampling
+    prompts: list[str]
+    seeds: list[int]
+    num_carried: int = 0
+    """Number of prompts that earlier iterations put off; they come first."""
+
+
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Version, start and end, as in `wire.VersionSpan`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A response, with hashes of its tokens and log-probs."""
+
+    tokens: str
+    log_probs: str
+    num_tokens: int
+    finish_reason: str = ""
+    seed: int
+    engine: str
+    spans: list[SpanRecord]
+    fingerprint: str
+    reward: float
+    components: dict[str, float | None] = {}
+    """Rewards by function."""
+
+
+class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
+    """A group was taken into the iteration."""
+
+    version: int
+    prompt: int
+    prompt_hash: str
+    is_restored: bool
+    responses: list[ResponseRecord]
+
+
+class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
+    """A replica claimed these groups for a slot."""
+
+    version: int
+    replica: int
+    index: int
+    prompts: list[int]
+
+
+class TrainedWith(AuditEvent, frozen=True, kw_only=True, tag="plug_ins"):
+    """The trainer reports the user's own functions that it has trained with."""
+
+    version: int
+    sha256: dict[str, str]
+    """Hashes of the functions' files, by flag."""
+
+
+class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
+    """The trainer reports the groups and responses that it has trained on."""
+
+    version: int
+    num_groups: int
+    num_responses: int
+
+
+class Fail(AuditEvent, frozen=True, kw_only=True, tag="fail"):
+    """The iteration ended without an update."""
+
+    version: int
+    reason: str
+
+
+class Evaluate(AuditEvent, frozen=True, kw_only=True, tag="evaluation"):
+    """A version was evaluated on prompts that are not trained on."""
+
+    version: int
+    fingerprint: str
+    sampling: Sampling
+    num_prompts: int
+    num_responses: int
+    mean_reward: float
+
+
+AnyEvent = (
+    Start
+    | Recovered
+    | Continued
+    | Publish
+    | NotProven
+    | Submit
+    | GroupFinished
+    | SlotClaimed
+    | MismatchMeasured
+    | TrainedWith
+    | Complete
+    | Fail
+    | Evaluate
+)
+
+
+class AuditLog:
+    """The log, open for appending. AppendFailed, as on a full disk, leaves it as it was."""
+
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        details: dict[str, Any] | None = None,
+        sync: bool = False,
+        clock: Callable[[], float] = time.time,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """Open the log at `path`, its first file; no file grows beyond `max_bytes`, except by its first line.
+
+        `details` of the start (versions, flags) are written as they are and must not hold secrets.
+        """
+        self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
+        self._seq, self._head = 0, FIRST_PREV
+        # The first file stays open as long as the log, whichever file is written to: its lock is the log's.
+        self._first = self._file = AppendFile(path, sync)
+        self._index = 0
+        try:
+            num_bytes_cut = self._continue()
+            self._append(Start(run=run, details=details or {}))
+            if num_bytes_cut:
+                self._append(Recovered(num_bytes=num_bytes_cut))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "AuditLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def head(self) -> str:
+        """Hash of the last line: kept elsewhere, it proves later that no line up to it was changed."""
+        return self._head
+
+    @property
+    def last(self) -> int:
+        """Number of the last line."""
+        return self._seq - 1
+
+    def publish(
+        self, version: int, fingerprint: str, reports: Iterable[EngineReport], proof: Proof | None = None
+    ) -> None:
+        """Record that these engines hold a version."""
+        self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports), proof=proof))
+
+    def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
+        """Record that an engine does not hold the weights that it reports."""
+        self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
+
+    def mismatch(self, version: int, mismatch: Mismatch) -> None:
+        """Record the mismatch that the trainer measured in an iteration."""
+        mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
+        self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
+
+    def submit(self, submission: Submission) -> None:
+        """Record that an iteration begins. After a restart, call `group` and `claim` for all that was restored."""
+        self._append(
+            Submit(
+                version=submission.version,
+                fingerprint=submission.fingerprint,
+                plan=submission.plan,
+                sampling=submission.sampling,
+                prompts=[hash_content(prompt.tokens) for prompt in submission.prompts],
+                seeds=[
+                    derive_group_seed(submission.run, submission.version, prompt.index) for prompt in submission.prompts
+                ],
+                num_carried=submission.num_carried,
+            )
+        )
+
+    def group(self, version: int, group: Group, is_restored: bool = False) -> None:
+        """Record that a group was taken into the iteration."""
+        responses = [
+            ResponseRecord(
+                tokens=hash_content(response.tokens),
+                log_probs=hash_content(response.log_probs),
+                num_tokens=len(response.tokens) // 4,
+                finish_reason=response.finish_reason,
+                seed=response.seed,
+                engine=response.engine,
+                spans=[SpanRecord(span.version, span.start, span.end) for span in response.spans],
+                fingerprint=response.fingerprint,
+                reward=response.reward,
+                components=response.components,
+            )
+            for response in group.responses
+        ]
+        self._append(
+            GroupFinished(
+                version=version,
+                prompt=group.prompt.index,
+                prompt_hash=hash_content(group.prompt.tokens),
+                is_restored=is_restored,
+                responses=responses,
+            )
+        )
+
+    def claim(self, version: int, claim: Claim) -> None:
+        """Record a claim, before it is answered."""
+        self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
+
+    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
+        """Record the user's own functions that the trainer has trained with."""
+        self._append(TrainedWith(version=version, sha256=dict(plug_ins)))
+
+    def complete(self, version: int, num_groups: int, num_responses: int) -> None:
+        """Record the numbers of groups and responses that the trainer reports to have trained on."""
+        self._append(Complete(version=version, num_groups=num_groups, num_responses=num_responses))
+
+    def fail(self, version: int, reason: str) -> None:
+        """Record an iteration without an update. The reason is cut short, to keep texts of the data out of the log."""
+        self._append(Fail(version=version, reason=reason[:200]))
+
+    def evaluate(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
+        """Record an evaluation that has ended."""
+        rewards = [response.reward for group in groups for response in group.responses]
+        self._append(
+            Evaluate(
+                version=evaluation.version,
+                fingerprint=evaluation.fingerprint,
+                sampling=evaluation.sampling,
+                num_prompts=len(groups),
+                num_responses=len(rewards),
+                mean_reward=sum(rewards) / len(rewards),
+            )
+        )
+
+    def close(self) -> None:
+        """Close all files; a second call does nothing."""
+        self._file.close()
+        self._first.close()
+
+    def _append(self, event: AnyEvent) -> None:
+        line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        if self._file.size and self._file.size + len(line) > self._max_bytes:
+            self._open(self._index + 1)
+        if self._index and not self._file.size:
+            self._write(*make_line(self._seq, self._head, self._clock(), Continued(file=self._index)))
+            line, line_hash = make_line(self._seq, self._head, self._clock(), event)
+        self._write(line, line_hash)
+
+    def _write(self, line: bytes, line_hash: str) -> None:
+        self._file.append(line)
+        self._seq, self._head = self._seq + 1, line_hash
+
+    def _open(self, index: int) -> None:
+        """Continue in file `index`; the first file stays open."""
+        file = AppendFile(name_file(self._first.path, index), self._sync) if index else self._first
+        if self._file is not self._first:
+            self._file.close()
+        self._file, self._index = file, index
+
+    def _continue(self) -> int:
+        """Continue after the last whole line of all files; return how many bytes of a torn line were cut off."""
+        num_bytes_cut = 0
+        # A file without a line is used once the file before it is full.
+        for index in reversed(find_existing_files(self._first.path)):
+            self._open(index)
+            num_bytes_cut += self._find_end()
+            if self._file.size:
+                break
+        return num_bytes_cut
+
+    def _find_end(self) -> int:
+        """Continue the chain after the file's last whole line, if any; return how many bytes after it were cut off."""
+        content, start = b"", self._file.size
+        # Read backwards until a whole line is found, with the newline before it.
+        while start > 0 and content.count(b"\n") < 2:
+            step = min(start, max(_READ_BYTES, len(content)))
+            start -= step
+            content = self._file.read(start, step) + content
+        whole = content.rfind(b"\n") + 1
+        num_bytes_cut = len(content) - whole
+        if whole:
+            last = content[content.rfind(b"\n", 0, whole - 1) + 1 : whole - 1]
+            links = read_links(last)
+            if links is None or links.hash != hash_line(last):
+                raise AuditBroken(
+                    f"{self._file.path}: its last line is damaged. Run `megatron-rl audit {self._file.path}`, move the "
+                    "file away, and start again"
+                )
+            self._seq, self._head = links.seq + 1, links.hash
+        if num_bytes_cut:
+            self._file.cut(self._file.size - num_bytes_cut)
+        return num_bytes_cut
+
+
+class Links(msgspec.Struct, frozen=True):
+    """The fields that link a line to its neighbours."""
+
+    seq: int
+    prev: str
+    hash: str
+
+
+def make_line(seq: int, prev: str, when: float, event: AnyEvent) -> tuple[bytes, str]:
+    """Encode a line, with its newline; return it and its hash."""
+    body = b'{"seq":%d,"prev":"%s","time":%.3f,%s' % (seq, prev.encode(), when, msgspec.json.encode(event)[1:])
+    line_hash = hashlib.blake2b(body, digest_size=32).hexdigest()
+    return b'%s,"hash":"%s"}\n' % (body[:-1], line_hash.encode()), line_hash
+
+
+def read_links(line: bytes) -> Links | None:
+    """Read the links of a line, given without its newline; return None if it has none."""
+    try:
+        return msgspec.json.decode(line, type=Links)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def hash_line(line: bytes) -> str | None:
+    """Hash the content of a line; return None if the line does not end in a hash."""
+    match = _HASH_PATTERN.search(line)
+    if match is None:
+        return None
+    return hashlib.blake2b(line[: match.start()] + b"}", digest_size=32).hexdigest()
+
+
+def hash_content(content: bytes) -> str:
+    """Hash tokens or log-probs, as the log has them."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

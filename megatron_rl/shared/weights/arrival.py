@@ -1,0 +1,145 @@
+"""Counts of the elements that have arrived in a folder of tensors, which is read while it is written.
+
+Each writer counts the elements that it has written of each tensor, in a file beside the tensors. The file has a line
+for each tensor, sorted by name, and each line has a number for each writer. One process holds a lock on the file until
+all writers are done. The system takes the lock from a process that ends. So a reader that finds the lock free and a
+tensor incomplete knows that the rest will not come.
+
+Invariant: a tensor whose counts are complete can be read. The system writes and reads a count after the elements.
+
+This module does not import torch: the sidecar asks without it whether a folder is still being written.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.shared.weights.mapping import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+COUNTS_FILE = "arrived"
+_NUMBER_BYTES = 8
+_POLL_SECONDS = 0.0005
+_POLLS_PER_LOOK = 100
+"""Looks at the counts between two looks at the writers' lock, while a reader waits."""
+
+
+@contextlib.contextmanager
+def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
+    """Begin with counts of zero; within this context, readers of the folder wait for missing elements."""
+    path = folder / COUNTS_FILE
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.truncate(descriptor, num_tensors * num_writers * _NUMBER_BYTES)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Counter:
+    """The counts of one writer."""
+
+    def __init__(self, folder: Path, specs: Sequence[TensorSpec], writer: int, num_writers: int):
+        self._lines = {name: line for line, name in enumerate(sorted(spec.name for spec in specs))}
+        self._counts = dict.fromkeys(self._lines, 0)
+        self._place = (writer, num_writers)
+        self._descriptor = os.open(folder / COUNTS_FILE, os.O_WRONLY)
+
+    def __enter__(self) -> "Counter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def put(self, name: str, first_row: int, first_column: int, block: "torch.Tensor") -> None:
+        """Count a block, which must have been written before."""
+        self._counts[name] += block.numel()
+        writer, num_writers = self._place
+        offset = (self._lines[name] * num_writers + writer) * _NUMBER_BYTES
+        os.pwrite(self._descriptor, self._counts[name].to_bytes(_NUMBER_BYTES, "little"), offset)
+
+
+class Arrival:
+    """A reader's view of the counts; a folder without counts is complete."""
+
+    def __init__(self, folder: Path, specs: Sequence[TensorSpec], sleep: Callable[[float], None] = time.sleep):
+        self._sizes = {spec.name: spec.num_elements for spec in specs}
+        self._lines = {name: line for line, name in enumerate(sorted(self._sizes))}
+        self._sleep = sleep
+        self._descriptor: int | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self._descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
+            self._line_bytes = os.fstat(self._descriptor).st_size // max(1, len(self._lines))
+
+    def __enter__(self) -> "Arrival":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def wait_for(self, name: str) -> bool:
+        """Wait until the tensor is complete; return False, at once, if its writers have ended before."""
+        num_polls = 0
+        while not self._is_whole(name):
+            if num_polls % _POLLS_PER_LOOK == 0 and not self._is_written_to():
+                # The last elements may have arrived just before the lock was released.
+                return self._is_whole(name)
+            num_polls += 1
+            self._sleep(_POLL_SECONDS)
+        return True
+
+    def is_coming(self) -> bool:
+        """Return whether each tensor is complete or may still become so."""
+        return self._is_written_to() or all(map(self._is_whole, self._lines))
+
+    def _is_whole(self, name: str) -> bool:
+        if self._descriptor is None:
+            return True
+        line = os.pread(self._descriptor, self._line_bytes, self._lines[name] * self._line_bytes)
+        numbers = (line[i : i + _NUMBER_BYTES] for i in range(0, len(line), _NUMBER_BYTES))
+        return sum(int.from_bytes(number, "little") for number in numbers) == self._sizes[name]
+
+    def _is_written_to(self) -> bool:
+        return self._descriptor is not None and is_locked(self._descriptor)
+
+
+def is_being_written(folder: Path) -> bool:
+    """Return whether a running writer may still write into the folder."""
+    try:
+        descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(descriptor: int) -> bool:
+    """Return whether a writer holds the lock on the open file of counts."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Return whether the folder lies in this host's memory, where all processes see the same bytes at once."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.split()[2] == number and line.partition(" - ")[2].split()[0] == "tmpfs" for line in lines)

@@ -1,0 +1,73 @@
+"""The family and architecture of a model, read from a Hugging Face folder without opening its weights."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.families.family import KEYS, Family
+from megatron_rl.shared.weights.families.registry import FAMILIES
+from megatron_rl.types import Architecture
+
+
+def find_family(name: str) -> Family:
+    """Return the family of that name."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise InputError(f"model_type {name!r} is not supported: it must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """Read the config.json of a Hugging Face folder."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        remedy = f"--hf-model must be a folder with config.json and weights{_suggest_download(folder)}"
+        raise InputError(f"{path} does not exist: {remedy}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise InputError(f"{path} must have a model_type, which names the model's family")
+    return config
+
+
+def _suggest_download(folder: Path | str) -> str:
+    """Say how to download a model that is named as on the Hugging Face hub: this package downloads nothing."""
+    name = str(folder)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(".") or Path(name).parent.exists():
+        return ""
+    local = name.partition("/")[2]
+    return (
+        f"; if it is a model of the Hugging Face hub: hf download {name} --local-dir {local}, then --hf-model {local}"
+    )
+
+
+def read_architecture(folder: Path | str) -> Architecture:
+    """Read the architecture of the model in a Hugging Face folder."""
+    config = read_config(folder)
+    return find_family(config["model_type"]).read(config)
+
+
+def find_config_key(field: str) -> str:
+    """Return the key of config.json for a field of Architecture; messages name the key."""
+    return KEYS.get(field, field)
+
+
+def infer_family(architecture: Architecture) -> str:
+    """Return the name of a family that can express this architecture, without regard to its own family field."""
+    features: dict[str, str] = {}
+    for name, family in FAMILIES.items():
+        feature = family.find_unsupported(architecture)
+        if feature is None:
+            return name
+        features[name] = feature
+    reasons = "; ".join(f"{name}: cannot have {feature}" for name, feature in features.items())
+    raise InputError(f"no supported model family has this architecture ({reasons})")
+
+
+def derive_config(architecture: Architecture) -> Mapping[str, Any]:
+    """Write the config.json of a model that has none yet."""
+    return find_family(architecture.family).write(architecture)

@@ -1,0 +1,311 @@
+"""Safetensors files: those of a Hugging Face folder, memory-mapped, and those that many processes write together.
+
+One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
+process renames the folder (`put_in_place`). Until then the folder has another name, so that no reader finds half a
+file. Only readers that follow the writers (`arrival.py`) learn the name before.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from collections.abc import Mapping as MappingABC
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.errors import InputError, NoRoom, find_no_room
+from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
+
+_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# A file takes one write at a time: with several files, ranks that begin at different ones do not wait for each other.
+_MAX_FILE_BYTES = 10**9
+# Contiguous slices below this size are copied through the mapping; the larger ones are cheaper to write.
+_MIN_WRITE_BYTES = 1 << 16
+_WRITE_BYTES = 1 << 24
+_DIGESTS = "digests.json"
+
+
+class FilePlan:
+    """The file and the first byte of each tensor; the same on every process."""
+
+    def __init__(self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None):
+        self.specs = {spec.name: spec for spec in specs}
+        groups = _group(specs)
+        names = ["model.safetensors"]
+        if len(groups) > 1:
+            names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        self.headers: dict[str, bytes] = {}
+        self.sizes: dict[str, int] = {}
+        self.offsets: dict[str, tuple[str, int]] = {}
+        for file, group in zip(names, groups, strict=True):
+            header, starts, size = _header(group, {"format": "pt", **(metadata or {})})
+            self.headers[file], self.sizes[file] = header, size
+            self.offsets |= {name: (file, start) for name, start in starts.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all files together."""
+        return sum(self.sizes.values())
+
+    def index(self) -> dict[str, Any] | None:
+        """Return the index that several files need; None for one file."""
+        if len(self.sizes) == 1:
+            return None
+        data_bytes = self.num_bytes - sum(len(header) for header in self.headers.values())
+        weight_map = {name: file for name, (file, _) in self.offsets.items()}
+        return {"metadata": {"total_size": data_bytes}, "weight_map": weight_map}
+
+
+def create(folder: Path, plan: FilePlan, private: bool = False) -> None:
+    """Create the plan's files in a new folder, with full size and headers; `private` gives them to this user only."""
+    folder.mkdir(parents=True, mode=0o700 if private else 0o777)
+    try:
+        _lay_out(folder, plan, private)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < plan.num_bytes:
+        raise NoRoom(
+            f"{folder} cannot be written: the weights take {plan.num_bytes} bytes, {free} are free; make room there, "
+            "then resume"
+        )
+    for file, size in plan.sizes.items():
+        descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
+        try:
+            os.truncate(descriptor, size)
+            os.pwrite(descriptor, plan.headers[file], 0)
+        finally:
+            os.close(descriptor)
+
+
+def write_digests(folder: Path, digests: MappingABC[str, Sequence[int]]) -> None:
+    """Write the tensors' digests beside them, for a program that loads the tensors and checks what it then holds."""
+    path = folder / _DIGESTS
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(digests))
+
+
+def read_digests(folder: Path) -> dict[str, list[int]]:
+    """Read the digests beside a folder's tensors."""
+    try:
+        return json.loads((folder / _DIGESTS).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / _DIGESTS} cannot be read: {error}") from None
+
+
+def put_in_place(staged: Path, folder: Path) -> None:
+    """Rename a finished folder, in one step."""
+    try:
+        staged.rename(folder)
+    except OSError as error:
+        no_room = find_no_room(error, folder)
+        raise no_room or InputError(
+            f"{folder} cannot be created ({error.strerror}): name a folder that does not exist"
+        ) from None
+
+
+class Writer:
+    """One process's access to the files that `create` laid out."""
+
+    def __init__(self, folder: Path, plan: FilePlan):
+        self._plan = plan
+        self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
+        self._mapped = {file: map_bytes(folder / file, size) for file, size in plan.sizes.items()}
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mapped.clear()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
+        """Write a block of a tensor, in the tensor's dtype, at (first_row, first_column)."""
+        block = block.cpu()
+        spec = self._plan.specs[name]
+        file, offset = self._plan.offsets[name]
+        num_columns = math.prod(spec.shape[1:])
+        block_RC = block.reshape(block.shape[0], -1)
+        is_whole_rows = block_RC.shape[1] == num_columns and block_RC.is_contiguous()
+        if is_whole_rows and block_RC.nbytes >= _MIN_WRITE_BYTES:
+            row_bytes = num_columns * block.element_size()
+            self._write(self._descriptors[file], offset + first_row * row_bytes, block_RC)
+            return
+        whole = self._mapped[file][offset : offset + spec.num_elements * block.element_size()]
+        whole_RC = whole.view(block.dtype).view(-1, num_columns)
+        num_rows = block_RC.shape[0]
+        whole_RC[first_row : first_row + num_rows, first_column : first_column + block_RC.shape[1]].copy_(block_RC)
+
+    @staticmethod
+    def _write(descriptor: int, offset: int, value: torch.Tensor) -> None:
+        data = memoryview(value.detach().view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]
+        while data:
+            written = os.pwrite(descriptor, data[:_WRITE_BYTES], offset)
+            data, offset = data[written:], offset + written
+
+
+def map_bytes(path: Path, size: int) -> torch.Tensor:
+    """Map the first `size` bytes of a file; all processes that map it see each other's writes."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _group(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        num_bytes = spec.num_elements * DTYPES[spec.dtype].itemsize
+        if groups[-1] and size + num_bytes > _MAX_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += num_bytes
+    return groups
+
+
+def _header(specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """Return the header's bytes, the absolute offset of each tensor, and the size of the file."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for spec in specs:
+        end = position + spec.num_elements * DTYPES[spec.dtype].itemsize
+        entries[spec.name] = {
+            "dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]
+        }  # fmt: skip
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format wants data to start at a multiple of 8; 64 lets tensors of whole cache lines start on a cache line.
+    text += b" " * (-(len(text) + 8) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    starts = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
+    return header, starts, len(header) + position
+
+
+STORED_DTYPES = {code: name for name, code in _CODES.items()}
+"""The names of the dtypes that files may hold, by the format's codes."""
+# Tensors of old checkpoints that models do not read, because they follow from config.json.
+_DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NAMED_IN_A_MESSAGE = 3
+
+
+class Checkpoint:
+    """The safetensors files of a folder. A tensor's pages are read when they are used."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self._files = contextlib.ExitStack()
+        self._file_of: dict[str, safe_open] = {}
+        for path in self._paths():
+            try:
+                handle = self._files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise InputError(
+                    f"{path} cannot be read ({error}): it may be truncated or in another format; copy it again"
+                ) from None
+            names = handle.keys()
+            if twice := sorted(self._file_of.keys() & names):
+                raise InputError(
+                    f"{_some(twice)} in more than one file of {self.folder}: keep the files of one checkpoint only"
+                )
+            self._file_of |= dict.fromkeys(names, handle)
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file_of.clear()
+        self._files.close()
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors that models read."""
+        return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the whole tensor, as a view of the file."""
+        return self._file_of[name].get_tensor(name)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Read the shape and dtype of a tensor from the file's header."""
+        piece = self._file_of[name].get_slice(name)
+        dtype = STORED_DTYPES.get(piece.get_dtype())
+        if dtype is None:
+            raise InputError(
+                f"{name} in {self.folder} is stored as {piece.get_dtype()}, and quantized checkpoints cannot be "
+                f"trained: use one in {', '.join(STORED_DTYPES.values())}"
+            )
+        return TensorSpec(name, tuple(piece.get_shape()), dtype)
+
+    def check(self, mapping: Mapping) -> None:
+        """Raise unless the folder holds exactly the architecture's tensors, with their shapes and dtype."""
+        wanted = {spec.name: spec.shape for spec in mapping.manifest()}
+        found = set(self.names())
+        has_head = mapping.architecture.tied_embeddings and _HEAD in found
+        if has_head:
+            found.discard(_HEAD)
+        where = f"{self.folder} does not hold what its config.json describes"
+        if missing := [name for name in wanted if name not in found]:
+            raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
+        if extra := sorted(found - wanted.keys()):
+            raise InputError(
+                f"{where}: {_some(extra)} not part of a {mapping.architecture.family} model with these settings; "
+                f"use the config.json that belongs to these weights"
+            )
+        for name, shape in wanted.items():
+            spec = self.spec(name)
+            if spec.dtype != mapping.architecture.dtype:
+                raise InputError(
+                    f"{where}: {name} is stored as {spec.dtype}, and config.json says {mapping.architecture.dtype}; "
+                    f"write the dtype of the weights into config.json, or weights of that dtype into the folder"
+                )
+            if (actual := spec.shape) != shape:
+                raise InputError(
+                    f"{where}: {name} has shape {list(actual)}, and must have {list(shape)}; "
+                    f"use the config.json that belongs to these weights"
+                )
+        # A copy of the embedding is harmless; tying would drop any other head.
+        if has_head and not self._are_equal(_HEAD, _EMBEDDING):
+            raise InputError(
+                f"{where}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                f"set it to false, or remove the tensor"
+            )
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        spec = self.spec(name)
+        same_kind = (spec.shape, spec.dtype) == (self.spec(other).shape, self.spec(other).dtype)
+        return same_kind and torch.equal(self.tensor(name), self.tensor(other))
+
+    def _paths(self) -> list[Path]:
+        whole, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            # A folder may also hold other weights: adapters, or another release's format.
+            paths = [whole] if whole.exists() else sorted(self.folder.glob("*.safetensors"))
+            if not paths:
+                raise InputError(f"{self.folder} must hold *.safetensors: convert the weights to that format first")
+            return paths
+        try:
+            files = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{index} must be an index of safetensors files: {error!r}") from None
+        if whole.exists() and whole.name not in files:
+            raise InputError(f"{self.folder} holds {whole.name} and an index of other files: remove one")
+        if missing := [name for name in files if not (self.folder / name).exists()]:
+            raise InputError(f"{self.folder} lacks files that its index names: {_some(missing)} missing; copy it again")
+        return [self.folder / name for name in files]
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED_IN_A_MESSAGE])
+    more = len(names) - _NAMED_IN_A_MESSAGE
+    verb = "is" if len(names) == 1 else "are"
+    return f"{shown} and {more} more are" if more > 0 else f"{shown} {verb}"

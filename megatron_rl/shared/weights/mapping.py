@@ -1,0 +1,242 @@
+"""The place of each slice of a Hugging Face tensor in a rank's shard of a Megatron parameter.
+
+Everything is a pure function of the architecture and a rank's coordinates, so each rank knows what the others hold.
+Invariants, over all ranks that own pieces:
+
+- the pieces of a parameter cover it once, except for the rows that pad the vocabulary;
+- the owned pieces of a tensor cover it once.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.families import find_family
+from megatron_rl.shared.weights.families.family import Name, Split
+from megatron_rl.types import Architecture
+
+Shape = tuple[int, ...]
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """A rank's place in the parallel groups, which alone decides what the rank holds."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    data_rank: int = 0
+    """Rank among the replicas of the dense parameters; context-parallel ranks count as replicas."""
+    expert_rank: int = 0
+    expert_size: int = 1
+    expert_tensor_rank: int = 0
+    expert_tensor_size: int = 1
+    expert_data_rank: int = 0
+    """Rank among the replicas of the experts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """`length` entries along `dim` that begin at `source` in the tensor `name` and at `target` in the shard."""
+
+    name: str
+    dim: int
+    source: int
+    target: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMap:
+    """The pieces of one rank's shard of one parameter."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    owned: bool
+    """Whether this rank exports these pieces."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Mapping:
+    """The tensors that the parameters of one architecture consist of."""
+
+    def __init__(self, architecture: Architecture):
+        self.architecture = architecture
+        self._names = [name for name in find_family(architecture.family).names if name.when(architecture)]
+        self._by_parameter = {parameter: name for name in self._names for parameter in name.parameters}
+
+    def manifest(self, dtype: str | None = None) -> list[TensorSpec]:
+        """List every tensor of the checkpoint, in the order of the layers; tied tensors appear once."""
+        dtype = dtype or self.architecture.dtype
+        specs = []
+        for name, layer, expert in self._instances():
+            if name.exported:
+                for source, shape in zip(name.sources, self._source_shapes(name), strict=True):
+                    specs.append(TensorSpec(source.format(layer=layer, expert=expert), shape, dtype))
+        return specs
+
+    def shard(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> ShardMap:
+        """Map the shard of `parameter` at these coordinates; the name has global layer and expert numbers."""
+        name, layer, expert = self._resolve(parameter)
+        sources = [source.format(layer=layer, expert=expert) for source in name.sources]
+        is_expert = expert is not None
+        rank = coordinates.expert_tensor_rank if is_expert else coordinates.tensor_rank
+        size = coordinates.expert_tensor_size if is_expert else coordinates.tensor_size
+        shapes = self._source_shapes(name)
+        blocks = self._blocks(name, sources, shapes, size, padded_vocab_size)
+        dim = 1 if name.split is Split.COLUMNS else 0
+        total = sum(length for _, _, length in blocks)
+        if name.split is Split.WHOLE:
+            rank, size = 0, 1
+        elif total % size:
+            raise InputError(
+                f"{parameter} has {total} {'columns' if dim else 'rows'}, which cannot be divided over {size} "
+                f"tensor-parallel ranks: write another --tensor-model-parallel-size"
+            )
+        length = total // size
+        shape = tuple(length if i == dim else n for i, n in enumerate(shapes[0]))
+        pieces = tuple(_intersect(blocks, dim, rank * length, length))
+        replica = coordinates.expert_data_rank if is_expert else coordinates.data_rank
+        is_first = replica == 0 and (name.split is not Split.WHOLE or coordinates.tensor_rank == 0)
+        return ShardMap(shape, pieces, name.exported and is_first)
+
+    def _instances(self) -> Iterator[tuple[Name, int | None, int | None]]:
+        """Yield every parameter of the model: embedding, layers in order, head."""
+        layered = [name for name in self._names if "{layer}" in name.parameters[0]]
+        outer = [name for name in self._names if name not in layered]
+        yield from ((name, None, None) for name in outer if name.parameters[0].startswith("embedding"))
+        num_experts = self.architecture.experts.num_experts if self.architecture.experts else 0
+        for layer in range(self.architecture.num_layers):
+            for name in layered:
+                if "{expert}" not in name.parameters[0]:
+                    yield name, layer, None
+            for expert in range(num_experts):
+                yield from ((name, layer, expert) for name in layered if "{expert}" in name.parameters[0])
+        yield from ((name, None, None) for name in outer if not name.parameters[0].startswith("embedding"))
+
+    def _resolve(self, parameter: str) -> tuple[Name, int | None, int | None]:
+        pattern, layer, expert = _normalize(parameter)
+        if pattern not in self._by_parameter:
+            raise InputError(
+                f"the {self.architecture.family} family does not name the parameter {parameter}: "
+                f"add it to the family's names, or leave out the flag that creates it"
+            )
+        return self._by_parameter[pattern], layer, expert
+
+    def _source_shapes(self, name: Name) -> list[Shape]:
+        a = self.architecture
+        query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+        parameter = name.parameters[0]
+        ffn = a.experts.ffn_hidden_size if a.experts and "{expert}" in parameter else a.ffn_hidden_size
+        if name.split is Split.VOCABULARY:
+            shapes: list[Shape] = [(a.vocab_size, a.hidden_size)]
+        elif name.split is Split.QKV:
+            shapes = [(query, a.hidden_size), (key, a.hidden_size), (key, a.hidden_size)]
+        elif name.split is Split.GATE_UP:
+            shapes = [(ffn, a.hidden_size)] * 2
+        elif name.split is Split.COLUMNS:
+            shapes = [(a.hidden_size, query if "self_attention" in parameter else ffn)]
+        elif "router" in parameter:
+            shapes = [(_num_experts(a), a.hidden_size)]
+        elif parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            shapes = [(a.kv_channels,)]
+        else:
+            shapes = [(a.hidden_size,)]
+        return [shape[:1] for shape in shapes] if parameter.endswith(".bias") else shapes
+
+    def _blocks(
+        self, name: Name, sources: list[str], shapes: list[Shape], size: int, padded_vocab_size: int
+    ) -> list[tuple[str | None, int, int]]:
+        """Describe the whole parameter as a sequence of (tensor, first entry, length); tensor None is padding."""
+        a = self.architecture
+        if name.split is Split.QKV:
+            heads, width = a.num_attention_heads // a.num_query_groups * a.kv_channels, a.kv_channels
+            query, key, value = sources
+            return [
+                block
+                for group in range(a.num_query_groups)
+                for block in ((query, group * heads, heads), (key, group * width, width), (value, group * width, width))
+            ]
+        if name.split is Split.GATE_UP:
+            rows = shapes[0][0]
+            if rows % size:
+                raise InputError(
+                    f"{sources[0]} has {rows} rows, which cannot be divided over {size} tensor-parallel ranks: "
+                    f"write another --tensor-model-parallel-size"
+                )
+            part = rows // size
+            return [(source, rank * part, part) for rank in range(size) for source in sources]
+        if name.split is Split.VOCABULARY:
+            return [(sources[0], 0, a.vocab_size), (None, 0, padded_vocab_size - a.vocab_size)]
+        return [(sources[0], 0, shapes[0][1 if name.split is Split.COLUMNS else 0])]
+
+
+def _num_experts(architecture: Architecture) -> int:
+    assert architecture.experts is not None
+    return architecture.experts.num_experts
+
+
+def _intersect(blocks: list[tuple[str | None, int, int]], dim: int, start: int, length: int) -> Iterator[Piece]:
+    """Yield the parts of the blocks that lie in [start, start + length) of their concatenation."""
+    position = 0
+    for name, source, block_length in blocks:
+        first, last = max(position, start), min(position + block_length, start + length)
+        if name is not None and first < last:
+            yield Piece(name, dim, source + first - position, first - start, last - first)
+        position += block_length
+
+
+@functools.cache
+def _normalize(parameter: str) -> tuple[str, int | None, int | None]:
+    """Return the parameter's name with placeholders for its numbers, and the numbers."""
+    layer = re.search(r"\.layers\.(\d+)\.", parameter)
+    pattern = re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", parameter)
+    expert = re.search(r"\.local_experts\.(\d+)\.|\.experts\.linear_fc[12]\.weight(\d+)$", parameter)
+    pattern = re.sub(r"\.local_experts\.\d+\.", ".local_experts.{expert}.", pattern)
+    pattern = re.sub(r"(\.experts\.linear_fc[12]\.weight)\d+$", r"\1{expert}", pattern)
+    expert_number = next(int(group) for group in expert.groups() if group) if expert else None
+    return pattern, int(layer.group(1)) if layer else None, expert_number
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """Counts from which the floating-point operations of a token follow."""
+
+    num_parameters: int
+    num_multiplied: int
+    """Number of parameters that a token is multiplied with: not the embeddings' table, nor other tokens' experts."""
+    attention_width: int
+    """Layers times heads times head size: forward, a token computes 4 times this for each token that it sees."""
+
+
+def measure_model(architecture: Architecture) -> ModelSize:
+    """Count the parameters of a model, and those that a token is multiplied with."""
+    specs = Mapping(architecture).manifest()
+    experts = architecture.experts
+    num_multiplied = 0
+    for spec in specs:
+        if spec.name == _EMBEDDING and not architecture.tied_embeddings:
+            continue
+        if experts is not None and ".experts." in spec.name:
+            num_multiplied += spec.num_elements * experts.num_active // experts.num_experts
+        else:
+            num_multiplied += spec.num_elements
+    width = architecture.num_layers * architecture.num_attention_heads * architecture.kv_channels
+    return ModelSize(sum(spec.num_elements for spec in specs), num_multiplied, width)

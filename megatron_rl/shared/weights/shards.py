@@ -1,0 +1,284 @@
+"""One rank's parameters as parts of a checkpoint: read from it, written to it, digested.
+
+Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the first are its columns).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.fingerprint import DTYPES, NUM_LANES, digest, digests_by_row
+from megatron_rl.shared.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
+
+# Large enough to amortize a call and, on a CPU, small enough that blocks are still in cache when they are digested.
+_BLOCK_ELEMENTS_CPU = 1 << 20
+_BLOCK_ELEMENTS_DEVICE = 1 << 26
+
+Put = Callable[[str, int, int, torch.Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A parameter of this rank, with the places of its parts in the checkpoint."""
+
+    parameter_name: str
+    parameter: torch.Tensor
+    map: ShardMap
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill the parameter from the checkpoint; rows that pad the vocabulary become zero."""
+        target = self.parameter.detach()
+        for piece in self.map.pieces:
+            source = checkpoint.tensor(piece.name).narrow(piece.dim, piece.source, piece.length)
+            target.narrow(piece.dim, piece.target, piece.length).copy_(source)
+        self.zero_padding()
+        # Checking the copy also finds values that its dtype cannot hold. Its extremes are enough, and cost a fraction
+        # of the copy.
+        if not _is_finite(target):
+            broken = [p.name for p in self.map.pieces if not _is_finite(target.narrow(p.dim, p.target, p.length))]
+            raise InputError(
+                f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in {target.dtype}: "
+                f"use another checkpoint, or train in the dtype in which it is stored"
+            )
+
+    def zero_padding(self) -> None:
+        """Set entries that no piece covers to zero: the last rows, if the vocabulary is padded."""
+        covered = sum(piece.length for piece in self.map.pieces)
+        dim = self.map.pieces[0].dim if self.map.pieces else 0
+        if covered < self.map.shape[dim]:
+            self.parameter.detach().narrow(dim, covered, self.map.shape[dim] - covered).zero_()
+
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute each row's row in its tensor, and the index of its piece: all pieces must have whole rows.
+
+        Rows that pad the vocabulary, the last ones, have the number of pieces as their index. The result is not cached:
+        for a large model it would take a hundred megabytes.
+        """
+        pieces = self.map.pieces
+        order = sorted(range(len(pieces)), key=lambda index: pieces[index].target)
+        lengths = [pieces[index].length for index in order]
+        shifts = [pieces[index].source - pieces[index].target for index in order]
+        num_padding = self.map.shape[0] - sum(lengths)
+        lengths_P = torch.tensor([*lengths, num_padding])
+        pieces_R = torch.tensor([*order, len(pieces)]).repeat_interleave(lengths_P)
+        rows_R = torch.arange(self.map.shape[0]) + torch.tensor([*shifts, 0]).repeat_interleave(lengths_P)
+        rows_R[len(rows_R) - num_padding :] = 0
+        return rows_R.to(self.parameter.device), pieces_R.to(self.parameter.device)
+
+    def digest_pieces(self, dtype: torch.dtype) -> torch.Tensor:
+        """Digest each piece in the dtype of its export: (pieces, lanes).
+
+        Pieces of whole rows are digested in one pass, since a parameter may have hundreds of small pieces.
+        """
+        values, pieces = self.parameter.detach(), self.map.pieces
+        if any(piece.dim != 0 for piece in pieces):
+            parts = [
+                torch.stack([digest(block.to(dtype), row, column) for row, column, block in self.blocks(piece)]).sum(0)
+                for piece in pieces
+            ]
+            return torch.stack(parts)
+        rows_R, pieces_R = self._rows()
+        num_rows = max(piece.source + piece.length for piece in pieces)
+        matrix_RC = values.reshape(values.shape[0], -1)
+        # Another dtype needs a copy, which is made of some rows at a time.
+        step = len(values) if values.dtype == dtype else max(1, _block_elements(values) // max(1, matrix_RC.shape[1]))
+        sums = torch.zeros(len(pieces), NUM_LANES, dtype=torch.int64, device=values.device)
+        for some in (slice(start, start + step) for start in range(0, len(values), step)):
+            sums += digests_by_row(matrix_RC[some].to(dtype), 0, rows_R[some], num_rows, pieces_R[some], len(pieces))
+        return sums
+
+    def blocks(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the piece in blocks of rows, each with the row and column of the tensor at which it begins."""
+        values = self.parameter.detach().narrow(piece.dim, piece.target, piece.length)
+        first_row, first_column = (piece.source, 0) if piece.dim == 0 else (0, piece.source)
+        step = max(1, _block_elements(values) // max(1, values[0].numel()))
+        for start in range(0, values.shape[0], step):
+            yield first_row + start, first_column, values[start : start + step]
+
+
+def _block_elements(values: torch.Tensor) -> int:
+    return _BLOCK_ELEMENTS_CPU if values.device.type == "cpu" else _BLOCK_ELEMENTS_DEVICE
+
+
+def map_shards(
+    mapping: Mapping,
+    coordinates: Coordinates,
+    padded_vocab_size: int,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+) -> list[Shard]:
+    """Map a rank's parameters, given under their global names, to their parts of the checkpoint; check their shapes."""
+    shards = []
+    for name, parameter in parameters:
+        shard_map = mapping.shard(name, coordinates, padded_vocab_size)
+        if tuple(parameter.shape) != shard_map.shape:
+            raise InputError(
+                f"the parameter {name} has shape {list(parameter.shape)}, and its tensors give "
+                f"{list(shard_map.shape)}: the model was built for another architecture or another tensor-parallel size"
+            )
+        shards.append(Shard(name, parameter, shard_map))
+    return shards
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
+
+
+class Digests:
+    """The digests of this rank's slices, summed by tensor; `combine` adds those of all ranks."""
+
+    def __init__(self, specs: Sequence[TensorSpec]):
+        self.specs = list(specs)
+        self._index = {spec.name: index for index, spec in enumerate(self.specs)}
+        # The last column counts elements, to prove that every tensor was covered once.
+        self._sums = torch.zeros(len(self.specs), NUM_LANES + 1, dtype=torch.int64)
+
+    def add(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
+        """Add a block of a tensor; it must have the dtype in which the tensor is exported."""
+        sums = self._sums[self._index[name]]
+        sums[:NUM_LANES] += digest(block, first_row, first_column).cpu()
+        sums[NUM_LANES] += block.numel()
+
+    def add_shard(self, shard: Shard) -> None:
+        """Add all pieces of a parameter."""
+        if not shard.map.owned or not shard.map.pieces:
+            return
+        indices = [self._index[piece.name] for piece in shard.map.pieces]
+        dtype = DTYPES[self.specs[indices[0]].dtype]
+        lanes = shard.digest_pieces(dtype).cpu()
+        size, shape = shard.parameter.numel(), shard.parameter.shape
+        counts = [size // shape[piece.dim] * piece.length for piece in shard.map.pieces]
+        added = torch.cat([lanes, torch.tensor(counts)[:, None]], dim=1)
+        self._sums.index_add_(0, torch.tensor(indices), added)
+
+    def combine(self, group: dist.ProcessGroup | None = None) -> dict[str, list[int]]:
+        """Return every tensor's digest over all ranks; raise if a slice is missing or was counted twice."""
+        if group is not None:
+            dist.all_reduce(self._sums, group=group)
+        for spec, sums in zip(self.specs, self._sums.tolist(), strict=True):
+            if sums[NUM_LANES] != spec.num_elements:
+                raise InputError(
+                    f"{spec.name} has {spec.num_elements} elements, and the ranks exported {sums[NUM_LANES]}: "
+                    f"together they must hold each element of the model once"
+                )
+        return {spec.name: self._sums[i, :NUM_LANES].tolist() for i, spec in enumerate(self.specs)}
+
+
+def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[Put], first: int = 0) -> None:
+    """Hand every slice that this rank owns to each of `puts`, in the dtype of the export.
+
+    `first` is the index of the shard to begin with; the shards before it come last.
+    """
+    dtypes = {spec.name: DTYPES[spec.dtype] for spec in specs}
+    for shard in (*shards[first:], *shards[:first]):
+        if not shard.map.owned:
+            continue
+        for piece in shard.map.pieces:
+            for first_row, first_column, values in shard.blocks(piece):
+                block = values.to(dtypes[piece.name])
+                for put in puts:
+                    put(piece.name, first_row, first_column, block)
+
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRank:
+    """A rank of the stage, with the names of its parameters; everything else follows from its coordinates."""
+
+    rank: int
+    coordinates: Coordinates
+    parameter_names: tuple[str, ...]
+
+
+class WeightStream:
+    """The buckets of one pipeline stage, laid out once and gathered at every export."""
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        peers: Sequence[StageRank],
+        padded_vocab_size: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: str | None = None,
+        bucket_bytes: int = 1 << 28,
+    ):
+        self._peers = peers
+        self._group = group
+        self._device = device
+        owned = [_owned_pieces(mapping, peer, padded_vocab_size) for peer in peers]
+        held = {piece.name for pieces in owned for _, piece in pieces}
+        specs = [spec for spec in mapping.manifest(dtype) if spec.name in held]
+        self._buckets = _split(specs, bucket_bytes)
+        self._bucket_of = {spec.name: i for i, bucket in enumerate(self._buckets) for spec in bucket}
+        self._pieces = [self._by_bucket(pieces) for pieces in owned]
+
+    @property
+    def specs(self) -> list[list[TensorSpec]]:
+        """The tensors of each bucket."""
+        return self._buckets
+
+    def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
+        """Gather each bucket in turn; with `digests`, also digest the slices that this rank owns."""
+        parameters = {shard.parameter_name: shard.parameter.detach() for shard in shards}
+        me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
+        for index, specs in enumerate(self._buckets):
+            dtype = DTYPES[specs[0].dtype]
+            mine = []
+            for name, piece in self._pieces[me][index]:
+                part = parameters[name].narrow(piece.dim, piece.target, piece.length).to(dtype)
+                if digests is not None:
+                    digests.add(piece.name, *((piece.source, 0) if piece.dim == 0 else (0, piece.source)), part)
+                mine.append(part)
+            if me != 0:
+                if mine:
+                    flat = torch.cat([part.reshape(-1) for part in mine])
+                    dist.send(flat, self._peers[0].rank, group=self._group)
+                yield []
+            else:
+                yield self._assemble(index, specs, mine)
+
+    def _assemble(self, index: int, specs: Sequence[TensorSpec], mine: list[torch.Tensor]) -> Bucket:
+        device, dtype = self._device, DTYPES[specs[0].dtype]
+        whole = {spec.name: torch.empty(spec.shape, dtype=dtype, device=device) for spec in specs}
+        for (_, piece), part in zip(self._pieces[0][index], mine, strict=True):
+            whole[piece.name].narrow(piece.dim, piece.source, piece.length).copy_(part)
+        for peer, pieces in zip(self._peers[1:], self._pieces[1:], strict=True):
+            targets = [whole[p.name].narrow(p.dim, p.source, p.length) for _, p in pieces[index]]
+            if targets:
+                flat = torch.empty(sum(target.numel() for target in targets), dtype=dtype, device=device)
+                dist.recv(flat, peer.rank, group=self._group)
+                for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+                    target.copy_(part.view(target.shape))
+        return [(spec.name, whole[spec.name]) for spec in specs]
+
+    def _by_bucket(self, pieces: list[tuple[str, Piece]]) -> list[list[tuple[str, Piece]]]:
+        buckets: list[list[tuple[str, Piece]]] = [[] for _ in self._buckets]
+        for name, piece in pieces:
+            buckets[self._bucket_of[piece.name]].append((name, piece))
+        return buckets
+
+
+def _owned_pieces(mapping: Mapping, peer: StageRank, padded_vocab_size: int) -> list[tuple[str, Piece]]:
+    maps: list[tuple[str, ShardMap]] = [
+        (name, mapping.shard(name, peer.coordinates, padded_vocab_size)) for name in peer.parameter_names
+    ]
+    return [(name, piece) for name, shard_map in maps if shard_map.owned for piece in shard_map.pieces]
+
+
+def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+    buckets: list[list[TensorSpec]] = []
+    filled = bucket_bytes
+    for spec in specs:
+        num_bytes = spec.num_elements * DTYPES[spec.dtype].itemsize
+        if filled + num_bytes > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(spec)
+        filled += num_bytes
+    return buckets

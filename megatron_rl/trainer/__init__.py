@@ -1,0 +1,1 @@
+"""The program of a rank: data, megatron-core, the loop, and scripts of Megatron-LM."""

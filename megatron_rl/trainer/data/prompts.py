@@ -1,0 +1,191 @@
+"""The prompts of a run: those to train on, in order, and those held out."""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.config.settings import DataConfig
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.shared.protocol.wire import Prompt, decode_tokens
+from megatron_rl.trainer.data.order import Curriculum, RowOrder, draw_held_out, leave_out
+from megatron_rl.trainer.data.prompt_files import Row, read_rows
+from megatron_rl.trainer.data.tokenizer import PromptTokenizer
+
+
+class PromptSource:
+    """The prompts to train on, in the order of `RowOrder`, and those held out."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt] = (),
+        *,
+        seed: int,
+        shuffle: bool = True,
+        notes: Sequence[str] = (),
+        num_read: int | None = None,
+        curriculum: Curriculum | None = None,
+        stops: Sequence[int] = (),
+    ) -> None:
+        self._prompts = list(prompts)
+        self._held_out = list(held_out)
+        self._order = RowOrder(len(self._prompts), _fingerprint(self._prompts), seed, shuffle, curriculum)
+        self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
+        """Number of rows of all files, including those that are left out."""
+        self.notes = tuple(notes)
+        """Notes on the data for the user; each is printed once."""
+        self.stops = tuple(stops)
+        """Tokens that end a response, in addition to those that the model's files list."""
+        self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
+        """Number of tokens of the longest prompt, held-out prompts included."""
+
+    def list_kinds(self, limit: int = 16) -> list[Prompt]:
+        """Return the first row of each set of columns, in the order of the files; held-out rows come last."""
+        kinds: dict[tuple[str, ...], Prompt] = {}
+        for prompt in itertools.chain(self._prompts, self._held_out):
+            kinds.setdefault(tuple(sorted(prompt.columns)), prompt)
+        return list(kinds.values())[:limit]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
+
+    @property
+    def num_taken(self) -> int:
+        """Number of prompts taken so far, over all epochs."""
+        return self._order.num_taken
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the identities and tokens of the rows to train on, in order."""
+        return self._order.fingerprint
+
+    @property
+    def num_resting(self) -> int | None:
+        """Number of prompts that rest in the epoch of the next prompt; None without a curriculum."""
+        return self._order.num_resting
+
+    @property
+    def put_off(self) -> list[str]:
+        """Names of prompts that were taken and put off, in the order in which they come again."""
+        return [self._prompts[row].row for row in self._order.put_off]
+
+    @property
+    def epochs(self) -> float:
+        """Number of passes over the data set so far."""
+        return self._order.epochs
+
+    def take(self, count: int) -> list[Prompt]:
+        """Return the next prompts, numbered from 0, and count them as taken."""
+        taken = self.peek(count)
+        self.advance(count)
+        return taken
+
+    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]:
+        """Return the next prompts, numbered from 0, and do not count them as taken: see `RowOrder.peek`."""
+        return [
+            msgspec.structs.replace(self._prompts[row], index=index)
+            for index, row in enumerate(self._order.peek(count, num_carried))
+        ]
+
+    def advance(
+        self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
+    ) -> None:
+        """Count the next `count` prompts as taken: see `RowOrder.advance`."""
+        self._order.advance(count, num_carried, put_off, rewards)
+
+    def held_out(self, limit: int | None = None) -> list[Prompt]:
+        """Return the first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
+        return [msgspec.structs.replace(prompt, index=index) for index, prompt in enumerate(self._held_out[:limit])]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`, as plain JSON."""
+        return self._order.state()
+
+    def restore(self, state: object) -> None:
+        """Continue from a state; raise an InputError if the data set or the order differs."""
+        self._order.restore(state)
+
+
+def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
+    """Read, tokenize, filter and divide the prompts of a run.
+
+    `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response.
+    """
+    if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
+        raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
+    assert config.prompts is not None
+    # All files are read before the tokenizer loads, so that a fault in the last file is reported within seconds.
+    rows = read_rows(config.prompts, config)
+    eval_rows = read_rows(config.eval_prompts, config) if config.eval_prompts else []
+    tokenizer = PromptTokenizer.load(model, vocab_size, config)
+    notes: list[str] = []
+    prompts = _fitting(rows, tokenizer, config, longest, "--prompts", notes)
+    if config.eval_prompts:
+        held_out = _fitting(eval_rows, tokenizer, config, longest, "--eval-prompts", notes)
+    else:
+        held_out = draw_held_out(prompts, config.held_out, seed)
+    trained = leave_out(prompts, held_out, config, notes)
+    num_read = len(rows) + len(eval_rows)
+    stops = tokenizer.find_stops((prompt.text for prompt in (*trained, *held_out)), notes)
+    return PromptSource(
+        trained,
+        held_out,
+        seed=seed,
+        shuffle=config.shuffle,
+        notes=notes,
+        num_read=num_read,
+        curriculum=_build_curriculum(config),
+        stops=stops,
+    )
+
+
+def _fitting(
+    rows: Sequence[Row], tokenizer: PromptTokenizer, config: DataConfig, longest: int, flag: str, notes: list[str]
+) -> list[Prompt]:
+    """Return the prompts that are short enough; add a note that counts the others."""
+    limit = config.max_prompt_tokens
+    prompts = []
+    for row, prompt in zip(rows, tokenizer.prompts(rows), strict=True):
+        length = len(decode_tokens(prompt.tokens))
+        if limit is not None and length > limit:
+            continue
+        if length > longest:
+            raise row.error(
+                f"has a prompt of {length} tokens, and more than {longest} leave no room for a response; leave longer "
+                f"ones out with --max-prompt-tokens {longest}, raise --seq-length, or lower --rollout-max-tokens"
+            )
+        prompts.append(prompt)
+    num_left_out = len(rows) - len(prompts)
+    if not prompts:
+        raise InputError(f"{flag}: all {len(rows)} prompts are longer than {limit} tokens; raise --max-prompt-tokens")
+    if num_left_out:
+        of = "prompts" if flag == "--prompts" else f"prompts of {flag}"
+        are = "is" if num_left_out == 1 else "are"
+        notes.append(f"{num_left_out} of {len(rows)} {of} {are} longer than {limit} tokens and left out")
+    return prompts
+
+
+def _build_curriculum(config: DataConfig) -> Curriculum | None:
+    if config.rest_below is None and config.rest_above is None:
+        return None
+    least = -math.inf if config.rest_below is None else config.rest_below
+    largest = math.inf if config.rest_above is None else config.rest_above
+    return Curriculum(least, largest, config.rest_epochs)
+
+
+def _fingerprint(prompts: Iterable[Prompt]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(f"{prompt.row}\0{len(prompt.tokens)}\0".encode())
+        digest.update(prompt.tokens)
+    return digest.hexdigest()

@@ -1,0 +1,78 @@
+"""Evaluation on held-out prompts: engines sample responses to them between publish and submit."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from megatron_rl.config.settings import EvaluationConfig
+from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.wire import Evaluated, Evaluation, Group, Prompt, Sampling
+from megatron_rl.trainer.data.slots import Identity
+
+
+class Evaluator(Protocol):
+    """Measures the model between updates, on the ranks that have a part in it."""
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        """Return whether to evaluate this version: every `interval` iterations, and at the end."""
+        ...
+
+    def evaluate(self, identity: Identity) -> dict[str, Any]:
+        """Evaluate the model of that identity, and return the metrics."""
+        ...
+
+
+class NoEvaluator:
+    """Evaluates nothing: for runs without evaluation, and ranks that have no part in it."""
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        return False
+
+    def evaluate(self, identity: Identity) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineEvaluator:
+    """Has engines respond. Rank 0 alone has it; the others wait meanwhile until rank 0 submits the iteration."""
+
+    config: EvaluationConfig
+    client: RolloutClient
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    deadline_seconds: float
+    write_samples: Callable[[int, Sequence[Group]], None] = lambda version, groups: None
+    """Called with the version and the groups of each evaluation."""
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        interval = self.config.interval
+        return interval is not None and (is_last or version % interval == 0)
+
+    def evaluate(self, identity: Identity) -> dict[str, Any]:
+        evaluated = self.client.evaluate(
+            Evaluation(
+                run=identity.run,
+                version=identity.version,
+                fingerprint=identity.fingerprint,
+                prompts=list(self.prompts),
+                group_size=self.config.num_samples,
+                sampling=self.sampling,
+                deadline_seconds=self.deadline_seconds,
+            )
+        )
+        self.write_samples(identity.version, evaluated.groups)
+        return summarize(evaluated, self.config.pass_reward)
+
+
+def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
+    """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response."""
+    rewards = [[response.reward for response in group.responses] for group in evaluated.groups]
+    lengths = [len(response.tokens) // 4 for group in evaluated.groups for response in group.responses]
+    return {
+        "mean": statistics.fmean(reward for group in rewards for reward in group),
+        "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),
+        "num_prompts": len(rewards),
+        "num_samples": len(rewards[0]),
+        "length_mean": statistics.fmean(lengths),
+    }

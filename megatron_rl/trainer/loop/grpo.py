@@ -1,0 +1,205 @@
+"""An iteration of --stage grpo: publish, submit, learn from the first groups while engines sample the others."""
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.plug_ins import check_agreement, describe_plug_ins
+from megatron_rl.config.command_line.run import find_shared_folder
+from megatron_rl.errors import UsageError
+from megatron_rl.rewards.spec import find_weights
+from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.wire import PublishAnswer
+from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
+from megatron_rl.trainer.data.prompts import PromptSource
+from megatron_rl.trainer.data.slots import Identity
+from megatron_rl.trainer.loop.evaluator import EngineEvaluator, Evaluator, NoEvaluator
+from megatron_rl.trainer.loop.learner import Learner
+from megatron_rl.trainer.loop.measures import Learned, Measures, compute_metrics
+from megatron_rl.trainer.loop.mismatch import MismatchBounds, build_mismatch_bounds
+from megatron_rl.trainer.loop.rank import Rank
+from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
+from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
+from megatron_rl.trainer.loop.saver import RunState, StartPoint
+from megatron_rl.trainer.mcore.publish.probe import Probe
+from megatron_rl.trainer.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
+from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.roles import build_roles
+
+# Seconds that a sidecar takes before and after its engines start: it tries rewards and reads the tokenizer.
+_SIDECAR_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoStage:
+    """Learns from groups that engines sample."""
+
+    run: str
+    """The run's name."""
+    policy: Policy
+    reference: Reference | None
+    """The reference; None if the loss has no divergence from it."""
+    publisher: Publisher
+    rollouts: Rollouts
+    learner: Learner
+    bounds: MismatchBounds
+    largest_micro_batch: int
+    """The number of tokens that a micro-batch may have."""
+    log: RunLog
+    evaluator: Evaluator
+    rates: ClassVar[Mapping[str, str]] = {"generated": "tokens.response", "trained": "tokens.computed"}
+
+    @property
+    def state(self) -> RunState:
+        return self.rollouts.state
+
+    def publish(self, version: int) -> Identity:
+        with self.log.phase("publish"):
+            self.policy.synchronize()
+            return Identity(self.run, version, self.publisher.publish(version))
+
+    def learn(self, identity: Identity) -> Learned:
+        reference_is_policy = self._compare_reference(identity)
+        with self.log.phase("train"):
+            with self.rollouts.iteration(identity) as slots:
+                bound = self.bounds.error(self.publisher.answer.kind)
+                learned = self.learner.learn(slots, reference_is_policy, bound)
+            with self.log.timeline.part("complete"):
+                self.rollouts.complete(identity.version, learned.mismatch)
+        return learned
+
+    def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
+        metrics = compute_metrics(measures, learned.updates, self.largest_micro_batch)
+        metrics |= _describe_publish(self.publisher.answer)
+        if self.reference is not None:
+            metrics["reference"] = self.reference.fingerprint
+        return metrics | self.rollouts.describe_prompts() | {"audit_head": self.state.audit_head}
+
+    def list_remarks(self, checkpoint: Path | None) -> Sequence[str]:
+        return self.rollouts.list_put_off(checkpoint)
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    def _compare_reference(self, identity: Identity) -> bool:
+        """Move the reference if that is due; return whether it is the policy that was published."""
+        if self.reference is None:
+            return False
+        version, fingerprint = identity.version, identity.fingerprint
+        with self.log.timeline.part("reference"):
+            self.reference.move_if_due(self.policy.wrapped, version, fingerprint)
+            return self.reference.is_policy(self.policy.weights, version, fingerprint)
+
+
+def _describe_publish(answer: PublishAnswer) -> dict[str, Any]:
+    """Return the number of an engine's parameters that were compared bit for bit; nothing without a model."""
+    if not answer.num_parameters:
+        return {}
+    return {"publish": {"compared": answer.num_compared, "parameters": answer.num_parameters}}
+
+
+def build_grpo(
+    rank: Rank,
+    prompts: PromptSource | None,
+    sidecar: OwnSidecar | None,
+    policy: Policy,
+    reference: Reference | None,
+    start: StartPoint,
+    schedule: Schedule,
+) -> GrpoStage:
+    """Build the stage. Only rank 0 has prompts and, if it started one, a sidecar, which starts up meanwhile."""
+    settings = rank.settings
+    check_agreement(rank.session.gather(describe_plug_ins(settings.algorithm)))
+    advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
+    client = _connect(rank, sidecar)
+    publisher = _build_publisher(rank, policy, client)
+    rank.stack.callback(publisher.close)
+    log = open_log(rank, start.version, client, advantages)
+    return GrpoStage(
+        run=settings.name,
+        policy=policy,
+        reference=reference,
+        publisher=publisher,
+        rollouts=build_rollouts(rank, client, prompts, advantages, schedule, log.timeline, start.state),
+        learner=_build_learner(rank, policy, reference, log),
+        bounds=build_mismatch_bounds(settings, policy.weights.dtype),
+        largest_micro_batch=settings.sizes.largest_micro_batch,
+        log=log,
+        evaluator=_build_evaluator(rank, client, prompts, log.reporter),
+    )
+
+
+def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
+    """Wait for the sidecar and take it for this run."""
+    settings, session = rank.settings, rank.session
+
+    def find() -> Address | None:
+        if session.rank != 0:
+            return None
+        if sidecar is None:
+            return read_given_address(settings)
+        # If an engine does not start in time, the sidecar reports it, with the engine's last words.
+        return sidecar.address(settings.rollout.start_minutes * 60 + _SIDECAR_SECONDS)
+
+    address = session.broadcast(session.run_or_raise_everywhere(find))
+    assert address is not None
+    client = rank.stack.enter_context(address.client(settings.service.patience_seconds))
+    lease = session.run_or_raise_everywhere(lambda: client.take_lease(settings.name) if session.rank == 0 else 0)
+    client.use_lease(session.broadcast(lease))
+    return client
+
+
+def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publisher:
+    settings, session = rank.settings, rank.session
+    receiver = client if session.rank == 0 else None
+    publish, run = settings.publish, settings.name
+    transport, dtype = settings.rollout.transport, publish.dtype
+    deadline = datetime.timedelta(minutes=publish.deadline_minutes)
+    sizes = settings.sizes
+    longest = sizes.longest_prompt + sizes.longest_response
+    probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, publish.probe_bound, publish.agreement_bound)
+    if transport == "shm":
+        folder = find_shared_folder(settings)
+        return SharedMemoryPublisher(
+            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof
+        )
+    if transport not in session.platform.weight_transports:
+        raise UsageError(
+            f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
+            f"{', '.join(session.platform.weight_transports)}"
+        )
+    session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
+    make = streams.open_sender
+    return StreamPublisher(
+        policy.weights, session, receiver, run, transport, make, dtype, deadline, probe, publish.proof
+    )
+
+
+def _build_learner(rank: Rank, policy: Policy, reference: Reference | None, log: RunLog) -> Learner:
+    settings, steps = rank.settings, log.trace.steps
+    roles = build_roles(settings, rank.session, policy, reference, settings.sizes.plan.num_updates, steps)
+    objective = Objective(settings.algorithm, settings.sizes.longest_response)
+    observe = settings.observe
+    num_kept = math.ceil(observe.log_samples / settings.training.micro_batch_size) if observe.log_sample_tokens else 0
+    return Learner(policy, roles, objective, rank.session, log.timeline, steps, num_kept)
+
+
+def _build_evaluator(rank: Rank, client: RolloutClient, prompts: PromptSource | None, reporter: Reporter) -> Evaluator:
+    settings = rank.settings
+    if prompts is None or settings.evaluation.interval is None:
+        return NoEvaluator()
+    return EngineEvaluator(
+        settings.evaluation,
+        client,
+        prompts.held_out(settings.evaluation.num_prompts),
+        build_sampling(settings, settings.evaluation.temperature, prompts),
+        settings.service.deadline_minutes * 60,
+        reporter.evaluation,
+    )

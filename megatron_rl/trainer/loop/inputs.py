@@ -1,0 +1,177 @@
+"""The data of a run, and checks of weights and checkpoints, before any process is started."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from megatron_rl.algorithm.plug_ins import compare_plug_ins, describe_plug_ins
+from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
+from megatron_rl.observe import metrics
+from megatron_rl.observe.startup import Startup, describe_prompts
+from megatron_rl.shared.records.append_file import read_lines
+from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
+from megatron_rl.trainer.data.prompts import PromptSource, load_prompts
+from megatron_rl.trainer.loop.saver import find_missing_hf
+from megatron_rl.trainer.mcore.checkpoint import folders, serialization
+from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
+from megatron_rl.trainer.mcore.checkpoint.schedule import check_loaded_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The data of a run: prompts or demonstrations on rank 0, as --stage says; nothing on the other ranks."""
+
+    prompts: PromptSource | None = None
+    demonstrations: DemonstrationSource | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for people about the settings and the data."""
+    is_finished: bool = False
+    """Whether the checkpoint leaves nothing to do; a note says so."""
+
+    @property
+    def data(self) -> PromptSource | DemonstrationSource | None:
+        """The source that the run reads from; on rank 0."""
+        return self.demonstrations if self.prompts is None else self.prompts
+
+
+def read_inputs(settings: RunSettings, startup: Startup) -> Inputs:
+    """Read the data; raise an InputError if weights, checkpoints or the run's folder do not fit the settings."""
+    is_supervised = settings.run.stage == "sft"
+    name = "demonstrations" if is_supervised else "prompts"
+    startup.say(f"{name}: they are read and tokenized")
+    demonstrations = _load_demonstrations(settings) if is_supervised else None
+    prompts = None if is_supervised else _load_prompts(settings)
+    data = demonstrations or prompts
+    assert data is not None
+    startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
+    _check_weights(settings)
+    check_loaded_stage(settings)
+    check_loaded_schedule(settings, settings.num_updates)
+    _check_continuation(settings)
+    notes = [*settings.notes, *data.notes, *check_loaded_plug_ins(settings)]
+    finished = describe_finished(settings)
+    if finished is not None:
+        notes.append(finished)
+    return Inputs(prompts, demonstrations, tuple(notes), is_finished=finished is not None)
+
+
+def _load_prompts(settings: RunSettings) -> PromptSource:
+    assert settings.model.hf_model is not None
+    return load_prompts(
+        settings.data,
+        settings.model.hf_model,
+        seed=settings.training.seed,
+        longest=settings.sizes.longest_prompt,
+        vocab_size=settings.architecture.vocab_size,
+    )
+
+
+def _load_demonstrations(settings: RunSettings) -> DemonstrationSource:
+    assert settings.model.hf_model is not None
+    return load_demonstrations(
+        settings.data,
+        settings.model.hf_model,
+        seed=settings.training.seed,
+        longest=settings.sizes.longest_response,
+        vocab_size=settings.architecture.vocab_size,
+    )
+
+
+def _check_weights(settings: Settings) -> None:
+    """Raise an InputError unless the folders hold the architecture's tensors."""
+    reference = settings.algorithm.ref_model if settings.algorithm.kl_beta else None
+    for folder in (settings.model.hf_model, reference):
+        if folder is not None:
+            with Checkpoint(folder) as checkpoint:
+                checkpoint.check(Mapping(settings.architecture))
+
+
+def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
+    """Return the version and the folder of the checkpoint that the run resumes; None if it begins at version 0."""
+    config = settings.checkpoint
+    if config.load is None or config.finetune:
+        return None
+    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
+        return None
+    return folders.find(config.load, config.ckpt_step)
+
+
+def check_loaded_stage(settings: Settings) -> None:
+    """Raise an InputError if another stage saved the checkpoint that --load names."""
+    loaded = _find_loaded(settings)
+    if loaded is None:
+        return
+    _, source = loaded
+    extra = serialization.read_common(source).get(EXTRA)
+    stage = settings.run.stage if extra is None else extra.get("stage", "grpo")
+    if stage != settings.run.stage:
+        raise InputError(
+            f"{source} was saved by --stage {stage}, and this run is --stage {settings.run.stage}: write --finetune to "
+            f"begin with its weights, or --stage {stage} to continue"
+        )
+
+
+def check_loaded_plug_ins(settings: Settings) -> list[str]:
+    """Return a note for each plug-in that only the loaded checkpoint has, or only this run.
+
+    Raise an InputError if the file of one has changed since.
+    """
+    loaded = _find_loaded(settings)
+    if loaded is None:
+        return []
+    _, source = loaded
+    extra = serialization.read_common(source).get(EXTRA) or {}
+    if "plug_ins" not in extra:
+        return []
+    return compare_plug_ins(extra["plug_ins"], describe_plug_ins(settings.algorithm), source)
+
+
+def _check_continuation(settings: RunSettings) -> None:
+    """Raise an InputError if the folder's metrics end before the checkpoint: another run's, or a part of this one's."""
+    path = settings.folder / metrics.FILE_NAME
+    loaded = _find_loaded(settings) if path.exists() else None
+    if loaded is None:
+        return
+    version, source = loaded
+    records = read_lines(path)
+    last = records[-1]["version"] if records else math.inf
+    if last < version - 1:
+        raise InputError(
+            f"{settings.folder} holds a run up to version {last}, and {source} continues from version {version}: "
+            "name the --rollout-folder of the run that saved it, or a new one"
+        )
+
+
+def describe_finished(settings: RunSettings) -> str | None:
+    """Return what to tell the user if the checkpoint leaves nothing to do; None if the run must start.
+
+    Nothing is left to do if the checkpoint holds --train-iters iterations, and the run would make neither the Hugging
+    Face folder of its last iteration nor the evaluation after it.
+    """
+    num_iterations, loaded = settings.training.train_iters, _find_loaded(settings)
+    assert num_iterations is not None
+    if loaded is None:
+        return None
+    version, source = loaded
+    # Loading refuses the checkpoint of another run, and says why.
+    is_own = serialization.read_common(source).get(EXTRA, {}).get("run") == settings.name
+    if version < num_iterations or not is_own:
+        return None
+    if find_missing_hf(settings, version) is not None or _lacks_evaluation(settings, version):
+        return None
+    return (
+        f"{source} already holds iteration {version} of --train-iters {num_iterations}: nothing is left to do, and "
+        "nothing was started. Write a larger --train-iters to train on"
+    )
+
+
+def _lacks_evaluation(settings: RunSettings, version: int) -> bool:
+    if settings.evaluation.interval is None:
+        return False
+    path = settings.folder / metrics.FILE_NAME
+    records = read_lines(path) if path.exists() else []
+    return not any(record["version"] == version and "evaluation" in record for record in records)

@@ -1,0 +1,143 @@
+"""The updates of an iteration: losses over its slots, gradients, optimizer steps."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithm.advantages import GroupAdvantages, compute_deviation
+from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics, copy_to_host
+from megatron_rl.errors import ExitCode, MegatronRLError
+from megatron_rl.observe.timeline import Timeline
+from megatron_rl.trainer.data.slots import IterationSlots
+from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, measure_contents
+from megatron_rl.trainer.loop.mismatch import MismatchBeyond, ReplicaMismatch, combine_parts
+from megatron_rl.trainer.mcore.session import Session
+from megatron_rl.trainer.mcore.step.auxiliary import take_losses
+from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, is_reporter, loss_scale, run_schedule
+from megatron_rl.trainer.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.step.roles import Roles
+from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+
+class TrainingFailed(MegatronRLError):
+    """Raised in place of an update that must not be made."""
+
+    exit_code = ExitCode.RUN
+
+
+class Learner:
+    """Turns the slots of an iteration into updates of the policy."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        roles: Roles,
+        objective: Objective,
+        session: Session,
+        timeline: Timeline | None = None,
+        trace: StepTrace | None = None,
+        num_kept: int = 0,
+    ):
+        """`trace` records when each pass runs. The log-probs of the first `num_kept` slots are kept."""
+        self._policy = policy
+        self._roles = roles
+        self._objective = objective
+        self._session = session
+        self._timeline = timeline or Timeline()
+        self._trace = trace
+        self._num_kept = num_kept
+        self._kept: dict[int, torch.Tensor] = {}
+        self._is_divided = GroupAdvantages(objective.config).is_divided
+
+    def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
+        """Make the updates in turn, each over its own slots; raise before one whose mismatch is beyond the bound."""
+        self._kept = {}
+        statistics: list[Statistics] = []
+        parts: list[ReplicaMismatch] = []
+        updates = []
+        for update in range(slots.division.plan.num_updates):
+            of_update = self.forward_backward(slots, update, reference_is_policy)
+            with self._timeline.part("agree"):
+                found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
+            of_replicas = [part for part in found if part is not None]
+            mismatch = combine_parts(of_replicas, mismatch_bound)
+            if not mismatch.is_accepted:
+                raise MismatchBeyond(slots.identity.version, mismatch)
+            parts += of_replicas
+            with self._timeline.part("optimizer"):
+                updates.append(self._step(slots, update, of_update))
+            statistics += of_update
+        with self._timeline.part("report"):
+            measures = Measures(sums=take_losses())
+            log_probs: dict[int, np.ndarray] = {}
+            if is_reporter():
+                log_probs = {slot: kept_N.float().cpu().numpy() for slot, kept_N in self._kept.items()}
+                measures.merge(measure_contents(slots.of_all()))
+                sums, maxima = combine_statistics(statistics)
+                measures.merge(Measures(sums=sums, largest=maxima))
+            return Learned(updates, measures, combine_parts(parts, mismatch_bound), slots.of_all(), log_probs)
+
+    def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
+        """Add the gradient of the update's losses, summed over all replicas, to every `main_grad`."""
+        micro_batches = slots.of_update(update)
+        micro_batches.wait_for_first()
+        with self._timeline.part("schedule"):
+            policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
+            assignment = self._roles.assign(micro_batches, update, reference_is_policy)
+            step = PolicyStep(
+                policy, assignment, self._objective, self._roles.temperature, scale, self._trace, self._num_kept
+            )
+            reports = run_schedule(step, policy, micro_batches)
+            self._kept |= step.kept
+            if update == 0 and slots.division.plan.num_updates > 1:
+                self._roles.keep_old(slots, reference_is_policy)
+            return copy_to_host([report["statistics"] for report in reports])
+
+    def _step(self, slots: IterationSlots, update: int, of_update: list[Statistics]) -> UpdateOutcome:
+        shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
+        denominator = sum_over_replicas(self._session, sum(shares))
+        if self._is_divided:
+            denominator *= self._compute_deviation(of_update)
+        return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
+
+    def _compute_deviation(self, of_update: list[Statistics]) -> float:
+        """Compute the deviation of an update's advantages, over all replicas."""
+        of_replica = combine_statistics(of_update)[0] if is_reporter() else None
+        found = self._session.gather_or_raise_everywhere(lambda: of_replica)
+        return compute_deviation(sums for sums in found if sums is not None)
+
+
+def sum_over_replicas(session: Session, share: int) -> float:
+    """Sum the replicas' shares of an update's denominator."""
+    total = torch.tensor(share, dtype=torch.int64, device=session.device)
+    dist.all_reduce(total, group=session.replicas_group)
+    return float(total)
+
+
+def make_update(
+    policy: Policy, denominator: float, updating: Callable[[], AbstractContextManager] = nullcontext
+) -> UpdateOutcome:
+    """Divide the accumulated gradients by the denominator, and step, within the context `updating`."""
+    with updating():
+        result = policy.update(1.0 / denominator)
+    return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros)
+
+
+def _check(statistics: list[Statistics]) -> ReplicaMismatch | None:
+    """Return the mismatch of this replica's tokens, on its reporting rank; raise unless every loss is finite."""
+    for number, one in enumerate(statistics):
+        loss = float(one.sums["loss"])
+        if not math.isfinite(loss):
+            mismatch = float(one.maxima["mismatch"])
+            raise TrainingFailed(
+                f"the loss of micro-batch {number} is {loss} (its log-probs differ from the engine's by up to "
+                f"{mismatch:g}): nothing was updated; look at --lr, --clip-grad and the precision"
+            )
+    if not is_reporter():
+        return None
+    sums, maxima = combine_statistics(statistics)
+    return ReplicaMismatch(sums["mismatch"], maxima["mismatch"], int(sums["targets"]))

@@ -1,0 +1,177 @@
+"""Measures of an iteration, by each replica, and the iteration's metrics, computed from those of all replicas."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_rl.algorithm.advantages import is_all_equal
+from megatron_rl.shared.protocol.wire import GroupPart, Mismatch
+from megatron_rl.trainer.data.batch import Contents
+
+
+class Measures(msgspec.Struct):
+    """Sums, least and largest values by name; `merge` adds those of another rank."""
+
+    sums: dict[str, float] = {}
+    least: dict[str, float] = {}
+    largest: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def bound(self, name: str, value: float) -> None:
+        """Keep the least and the largest value."""
+        self.least[name] = min(self.least.get(name, math.inf), value)
+        self.largest[name] = max(self.largest.get(name, -math.inf), value)
+
+    def merge(self, other: "Measures") -> None:
+        for name, value in other.sums.items():
+            self.add(name, value)
+        for name, value in other.least.items():
+            self.least[name] = min(self.least.get(name, math.inf), value)
+        for name, value in other.largest.items():
+            # NaN counts as the largest: Python's max would lose it.
+            known = self.largest.get(name, -math.inf)
+            self.largest[name] = value if value != value else max(known, value)
+
+
+def measure_contents(of_slots: Iterable[Contents]) -> Measures:
+    """Measure the contents of a replica's slots."""
+    measures = Measures()
+    for contents in of_slots:
+        measures.add("tokens.computed", contents.num_tokens)
+        measures.add("micro_batches", 1)
+        measures.bound("micro_batch", contents.num_tokens)
+        for part in contents.parts:
+            _add_part(measures, part)
+    return measures
+
+
+def _add_part(measures: Measures, part: GroupPart) -> None:
+    if part.first_response == 0:
+        measures.add("groups", 1)
+        measures.add("groups.all_equal", is_all_equal(np.asarray(part.rewards)))
+        measures.add("tokens.prompt", len(part.prompt_tokens) // 4)
+    for response in part.responses:
+        length = len(response.tokens) // 4
+        measures.add("responses", 1)
+        measures.add("tokens.response", length)
+        measures.bound("length", length)
+        measures.add("truncated", response.finish_reason != "stop")
+        measures.add("reward", response.reward)
+        measures.add("reward.square", response.reward**2)
+        measures.bound("reward", response.reward)
+        for name, value in response.components.items():
+            if value is not None:
+                measures.add(f"component.{name}", value)
+                measures.add(f"component.{name}.count", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateOutcome:
+    """The outcome of an optimizer step."""
+
+    gradient_norm: float
+    learning_rate: float
+    was_taken: bool
+    denominator: float
+    gradient_zeros: int | None = None
+    """Elements of the gradient that are zero; None without --log-num-zeros-in-grad."""
+
+
+NOTHING_SAMPLED = Mismatch(mean=0.0, largest=0.0, bound=None)
+"""The mismatch of an iteration whose tokens no engine sampled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """The outcome of an iteration's updates."""
+
+    updates: Sequence[UpdateOutcome]
+    measures: Measures
+    """Measures of this rank's replica, on the replica's reporting rank; each rank has its part of auxiliary losses."""
+    mismatch: Mismatch = NOTHING_SAMPLED
+    """Difference from the engines' log-probs over all replicas' tokens; the same on every rank."""
+    contents: Sequence[Contents] = ()
+    """Contents of the replica's slots, in their order."""
+    log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Log-probs of the targets of the first slots, by slot: the trainer's, under the policy that sampled.
+
+    Only the replica's reporting rank has them.
+    """
+
+
+def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], largest_micro_batch: int) -> dict[str, Any]:
+    """Compute the metrics of an iteration from all replicas' measures."""
+    sums = measures.sums
+    responses, targets = sums["responses"], sums["targets"]
+    mean = sums["reward"] / responses
+    reward: dict[str, float] = {
+        "mean": mean,
+        "std": math.sqrt(max(0.0, sums["reward.square"] / responses - mean**2)),
+        "min": measures.least["reward"],
+        "max": measures.largest["reward"],
+        "all_equal_groups": int(sums["groups.all_equal"]),
+    }
+    for name in sums:
+        if name.startswith("component.") and not name.endswith(".count"):
+            reward[name.removeprefix("component.")] = sums[name] / sums[f"{name}.count"]
+    metrics: dict[str, Any] = {
+        "reward": reward,
+        "groups": int(sums["groups"]),
+        "loss": sums["loss"] / sum(update.denominator for update in updates),
+        "entropy": sums["entropy"] / targets,
+        "ratio": sums["ratio"] / targets,
+        **{f"clip_fraction_{bound}": sums[f"clipped_{bound}"] / targets for bound in _list_bounds(sums)},
+        "gradient_norm": updates[-1].gradient_norm,
+        "learning_rate": updates[-1].learning_rate,
+        "skipped_updates": sum(not update.was_taken for update in updates),
+        "mismatch": {
+            "mean": sums["mismatch"] / targets,
+            "max": measures.largest["mismatch"],
+            "kl": sums["mismatch_kl"] / targets,
+        },
+        "responses": {
+            "count": int(responses),
+            "length_mean": sums["tokens.response"] / responses,
+            "length_max": int(measures.largest["length"]),
+            "truncated": sums["truncated"] / responses,
+        },
+        "tokens": {
+            "prompt": int(sums["tokens.prompt"]),
+            "response": int(sums["tokens.response"]),
+            "computed": int(sums["tokens.computed"]),
+            "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
+        },
+    }
+    own = {name.removeprefix("metric."): sums[name] / targets for name in sums if name.startswith("metric.")}
+    if own:
+        metrics["metric"] = own
+    if updates[-1].gradient_zeros is not None:
+        metrics["gradient_zeros"] = updates[-1].gradient_zeros
+    if "kl" in sums:
+        metrics["kl"] = sums["kl"] / targets
+    if "entropy_policy" in sums:
+        metrics["entropy_policy"] = sums["entropy_policy"] / targets
+    if "correction" in sums:
+        metrics["correction"] = {
+            "mean": sums["correction"] / targets,
+            "bounded": sums["correction.bounded"] / targets,
+            "rejected": sums["correction.rejected"] / targets,
+        }
+    return metrics | describe_auxiliary(sums)
+
+
+def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:
+    """Compute the means of the routers' auxiliary losses."""
+    names = ("moe_load_balancing_loss", "moe_z_loss")
+    return {name: sums[name] / sums["micro_batches"] for name in names if name in sums}
+
+
+def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:
+    """List the bounds of the ratio that the loss has."""
+    return (bound for bound in ("low", "high", "dual") if f"clipped_{bound}" in sums)

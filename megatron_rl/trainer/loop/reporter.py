@@ -1,0 +1,321 @@
+"""Reports for people, on rank 0: metrics, display, samples. The other ranks only hand in their measures."""
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.config.command_line.describe import describe_run
+from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe import metrics as metrics_file
+from megatron_rl.observe import run_folder
+from megatron_rl.observe import samples as samples_file
+from megatron_rl.observe.metrics import MetricsFile
+from megatron_rl.observe.progress import Progress, progress_of
+from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
+from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
+from megatron_rl.observe.timeline import Timeline
+from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
+from megatron_rl.sidecar.group_maker import build_decoder
+from megatron_rl.trainer.data.batch import Contents
+from megatron_rl.trainer.loop.equal_rewards import EqualRewards
+from megatron_rl.trainer.loop.mismatch import find_warning_bound
+from megatron_rl.trainer.loop.rank import Rank
+from megatron_rl.trainer.loop.tracing import RankTrace, Untraced, open_trace
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+
+_FOLLOW_SECONDS = 0.5
+# Decimals of a log-prob in the samples.
+_DECIMALS = 5
+
+
+class Reporter:
+    """Takes the loop's reports and writes nothing: the reporter of every rank but the first."""
+
+    def begin(self, version: int) -> None:
+        """Show that the iteration of this version begins."""
+
+    def phase(self, name: str) -> None:
+        """Show that a part of the iteration begins."""
+
+    def say(self, text: str) -> None:
+        """Print a line for people."""
+
+    def follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Show the sidecar's counts of the running iteration, from now on, if the display has room for them."""
+
+    def evaluation(self, version: int, groups: Sequence[Group]) -> None:
+        """Write some of the responses of an evaluation."""
+
+    def iteration(
+        self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
+    ) -> None:
+        """Report a finished iteration.
+
+        `contents` are those of the slots of this rank's replica; `log_probs` are the trainer's, for some slots.
+        """
+        self.write(version, metrics)
+
+    def write(self, version: int, metrics: dict[str, Any]) -> None:
+        """Write metrics."""
+
+    def close(self) -> None:
+        """Close the files and restore the terminal; a second call does nothing."""
+
+
+class MetricsReporter(Reporter):
+    """Writes the metrics of each iteration, and shows the progress of the run."""
+
+    def __init__(self, num_groups: int, metrics: MetricsFile, sinks: Sinks, progress: Progress):
+        """`num_groups` are the groups of an iteration that a display counts; 0 for none."""
+        self._num_groups = num_groups
+        self._metrics = metrics
+        self._sinks = sinks
+        self._progress = progress
+
+    def begin(self, version: int) -> None:
+        self._progress.begin(version, self._num_groups)
+
+    def phase(self, name: str) -> None:
+        self._progress.phase(name)
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._sinks.close()
+        self._metrics.close()
+
+    def write(self, version: int, metrics: dict[str, Any]) -> None:
+        self._metrics.write(metrics)
+        self._sinks.write(version, metrics)
+        self._progress.end(version, metrics)
+
+
+class SamplesReporter(MetricsReporter):
+    """Writes samples of the responses, too."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        metrics: MetricsFile,
+        samples: SamplesFile,
+        sinks: Sinks,
+        progress: Progress,
+        decode: Decode,
+        advantages: GroupAdvantages,
+    ):
+        super().__init__(settings.sizes.plan.num_prompts, metrics, sinks, progress)
+        self._closed = threading.Event()
+        self._samples = samples
+        self._decode = decode
+        self._advantages = advantages
+        self._mismatch_warning = find_warning_bound(settings)
+        self._with_tokens = settings.observe.log_sample_tokens
+        self._equal_rewards = EqualRewards(settings)
+        self._is_corrected = settings.algorithm.importance_correction
+
+    def follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        if self._progress.shows_counts:
+            threading.Thread(target=self._follow, args=(status,), name="follow", daemon=True).start()
+
+    def _follow(self, status: Callable[[], dict[str, Any]]) -> None:
+        while not self._closed.wait(_FOLLOW_SECONDS):
+            try:
+                now = status()
+            except MegatronRLError:
+                # The loop gets the same error, and reports it.
+                continue
+            if (iteration := now.get("iteration")) is not None:
+                groups, waiting = iteration["groups"], now["slots_waited_for"]
+                self._progress.counts(
+                    finished=groups["finished"] + groups["claimed"],
+                    trained=groups["claimed"],
+                    waiting_for=f"slot {waiting[0]}" if waiting else "",
+                )
+
+    def close(self) -> None:
+        self._closed.set()
+        self._say_if_any(self._equal_rewards.end())
+        super().close()
+        self._samples.close()
+
+    def iteration(
+        self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
+    ) -> None:
+        self._warn(metrics)
+        self._write_samples(version, contents, log_probs)
+        self.write(version, metrics)
+
+    def evaluation(self, version: int, groups: Sequence[Group]) -> None:
+        for group in groups:
+            left = self._samples.left(version, "evaluation")
+            if left <= 0:
+                return
+            responses = [(response, None) for response in group.responses[:left]]
+            sampled = self._decode_group(group.prompt.row, group.prompt.tokens, responses)
+            self._samples.write(version, [sampled], "evaluation")
+
+    def _warn(self, metrics: dict[str, Any]) -> None:
+        difference = metrics["mismatch"]["mean"]
+        if not difference <= self._mismatch_warning:
+            remedy = "" if self._is_corrected else "; --rl-inference-logprobs-is-correction weighs tokens for it"
+            self._progress.say(
+                f"warning: engine's and trainer's log-probs differ by {difference:.2g} on average, above "
+                f"{self._mismatch_warning:g} (--rollout-mismatch-warning): compare precisions and kernels of the two"
+                f"{remedy}"
+            )
+        self._say_if_any(self._equal_rewards.follow(metrics))
+
+    def _say_if_any(self, text: str | None) -> None:
+        if text is not None:
+            self._progress.say(text)
+
+    def _write_samples(self, version: int, contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]) -> None:
+        parts = (
+            (part, of_part)
+            for slot, of_slot in enumerate(contents)
+            for part, of_part in _divide_log_probs(of_slot.parts, log_probs.get(slot))
+        )
+        # A group may be split over several slots, one after the other.
+        for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
+            left = self._samples.left(version)
+            if left <= 0:
+                return
+            of_parts = list(of_group)
+            first = of_parts[0][0]
+            responses = [item for part, of_part in of_parts for item in zip(part.responses, of_part, strict=True)]
+            # Advantages that are divided over the whole update say little about one group.
+            advantages = None if self._advantages.is_divided else self._advantages(first).tolist()
+            sampled = self._decode_group(first.row, first.prompt_tokens, responses[:left], advantages)
+            self._samples.write(version, [sampled])
+
+    def _decode_group(
+        self,
+        row: str,
+        prompt_tokens: bytes,
+        responses: Sequence[tuple[Response, np.ndarray | None]],
+        advantages: Sequence[float] | None = None,
+    ) -> SampledGroup:
+        """Decode a group; each response comes with the trainer's log-probs of its tokens, or with None."""
+        tokens = (prompt_tokens, *(response.tokens for response, _ in responses))
+        prompt, *texts = self._decode([decode_tokens(data).tolist() for data in tokens])
+        sampled = [
+            SampledResponse(
+                text,
+                response.reward,
+                {name: value for name, value in response.components.items() if value is not None},
+                num_tokens=len(response.tokens) // 4,
+                finish_reason=response.finish_reason,
+                advantage=None if advantages is None else advantages[number],
+                tokens=self._decode_tokens(response, trainer_N) if self._with_tokens else None,
+            )
+            for number, (text, (response, trainer_N)) in enumerate(zip(texts, responses, strict=True))
+        ]
+        return SampledGroup(row, prompt, sampled)
+
+    def _decode_tokens(self, response: Response, trainer_N: np.ndarray | None) -> SampledTokens:
+        return SampledTokens(
+            texts=self._decode([[token] for token in decode_tokens(response.tokens).tolist()]),
+            engine=_round(decode_log_probs(response.log_probs)),
+            trainer=None if trainer_N is None else _round(trainer_N),
+        )
+
+
+def _divide_log_probs(
+    parts: Iterable[GroupPart], log_probs_N: np.ndarray | None
+) -> Iterator[tuple[GroupPart, list[np.ndarray | None]]]:
+    """Divide the log-probs of a slot, which follow the order of its responses, over these."""
+    begin = 0
+    for part in parts:
+        of_part: list[np.ndarray | None] = []
+        for response in part.responses:
+            end = begin + len(response.tokens) // 4
+            of_part.append(None if log_probs_N is None else log_probs_N[begin:end])
+            begin = end
+        yield part, of_part
+
+
+def _round(log_probs: np.ndarray) -> list[float]:
+    """Round to the decimals that single precision resolves."""
+    return [round(value, _DECIMALS) for value in log_probs.tolist()]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLog:
+    """The records of a rank while the run lives: reports for people, times, and the trace."""
+
+    reporter: Reporter
+    timeline: Timeline
+    trace: RankTrace | Untraced
+    finish_iteration: Callable[[int], None] = lambda version: None
+    """Called by every rank when the iteration of a version is over."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a part of an iteration, and count its time."""
+        self.reporter.phase(name)
+        with self.timeline.span(name):
+            yield
+
+
+def open_log(
+    rank: Rank, version: int, client: RolloutClient | None = None, advantages: GroupAdvantages | None = None
+) -> RunLog:
+    """Open the files that a run writes from a version on; every rank calls it.
+
+    Without engines there are neither a `client` nor `advantages`.
+    """
+    settings, startup = rank.settings, rank.startup
+    trace: RankTrace | Untraced = Untraced()
+    if settings.observe.trace == "on":
+        trace = open_trace(settings.folder, rank.session, version, client, rank.say)
+        rank.stack.callback(trace.close)
+    timeline, reporter = Timeline(recorder=trace.recorder), Reporter()
+    if rank.session.rank == 0:
+        others = None if rank.recipe.open_sinks is None else rank.recipe.open_sinks()
+        reporter = build_reporter(settings, version, advantages, others)
+        rank.stack.callback(reporter.close)
+        run_folder.write_saved_config(settings.folder / run_folder.CONFIG_FILE, describe_run(settings))
+        if client is not None:
+            reporter.follow(client.status)
+        startup.say("all is ready")
+        timeline.restart(startup.seconds)
+    return RunLog(reporter, timeline, trace, rank.recipe.finish_iteration)
+
+
+def build_reporter(
+    settings: RunSettings,
+    version: int,
+    advantages: GroupAdvantages | None,
+    others: Sequence[Sink] | None = None,
+) -> Reporter:
+    """Build rank 0's reporter of a run from a version on; drop the records of that version and later ones.
+
+    If a run does not resume, its folder's earlier files are copied first. `advantages` is None without engines.
+    `others` replace the sinks that flags ask for.
+    """
+    observe, folder, num_iterations = settings.observe, settings.folder, settings.training.train_iters
+    assert num_iterations is not None
+    progress = progress_of(observe, num_iterations, sys.stdout)
+    metrics = MetricsFile(folder / metrics_file.FILE_NAME)
+    samples = None if advantages is None else SamplesFile(folder / samples_file.FILE_NAME, observe.log_samples)
+    for file in filter(None, (metrics, samples)):
+        if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
+            progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
+        file.restart(version)
+    sinks = sinks_of(observe, settings.name, version, progress.say) if others is None else Sinks(others, progress.say)
+    if advantages is None or samples is None:
+        return MetricsReporter(0, metrics, sinks, progress)
+    decode = build_decoder(str(settings.model.hf_model))
+    return SamplesReporter(settings, metrics, samples, sinks, progress, decode, advantages)

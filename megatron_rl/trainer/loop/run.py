@@ -1,0 +1,183 @@
+"""One rank of a run, from the settings to the exit code. `build.py` makes its parts."""
+
+import contextlib
+import datetime
+import functools
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.command_line.run import RunSettings, find_shared_folder
+from megatron_rl.config.cores import find_asked_threads
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import ExitCode, room_checked
+from megatron_rl.observe import metrics, run_folder, samples
+from megatron_rl.observe.run_folder import keep_warnings
+from megatron_rl.observe.startup import Startup, describe_cores, describe_model
+from megatron_rl.observe.summary import RunPaths, print_summary
+from megatron_rl.ops.shared_prompt.trial import check_backend
+from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
+from megatron_rl.sidecar.child import OwnSidecar
+from megatron_rl.trainer.loop.build import build_trainer
+from megatron_rl.trainer.loop.inputs import Inputs, read_inputs
+from megatron_rl.trainer.loop.lifelines import listen
+from megatron_rl.trainer.loop.rank import Rank, print_note
+from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
+from megatron_rl.trainer.loop.stop import StopRequest
+from megatron_rl.trainer.loop.trainer import Trainer
+from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
+from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.session import Session, start_session
+
+
+def train(
+    settings: RunSettings,
+    watch: Watch | None = None,
+    schedule: Schedule | None = None,
+    startup: Startup | None = None,
+    recipe: Recipe = STAND_ALONE,
+) -> int:
+    """Run one rank from start to end and return the exit code. `schedule` replaces the one that --schedule names.
+
+    An entry that made `watch` and `startup` when its process began passes them: ranks watch each other, and the
+    start is timed, from then on.
+    """
+    watch, startup = watch or Watch.of_environment(), startup or Startup()
+    schedule = schedule or SCHEDULES[settings.loop.schedule]
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    stop = StopRequest(settings.loop.grace_seconds, watch.leave).install()
+    with contextlib.ExitStack() as stack:
+        if not settings.observe.verbose:
+            path = settings.folder / run_folder.WARNINGS_FILE
+            stack.enter_context(keep_warnings(path, print_note if is_first else lambda text: None))
+        inputs, sidecar = _prepare(settings, startup, stack) if is_first else (Inputs(), None)
+        trainer = None
+        with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
+            with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
+                session = start_session(settings, _find_waiting(settings), functools.partial(meet, watch))
+                if not session.broadcast(inputs.is_finished):
+                    _prepare_device(settings, session, startup)
+                    rank = Rank(settings, session, recipe, startup, parts)
+                    trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
+            if trainer is not None:
+                _train(settings, trainer, watch, stop, sidecar)
+        session.close()
+        return ExitCode.OK
+
+
+def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStack) -> tuple[Inputs, OwnSidecar | None]:
+    """Read the data and start the run's own sidecar, if it has one; `stack` ends it. Only rank 0 calls this."""
+    if settings.observe.progress != "none":
+        startup.show(sys.stdout)
+    inputs = read_inputs(settings, startup)
+    for note in inputs.notes:
+        print_note(note)
+    if settings.sidecar is None or inputs.is_finished:
+        return inputs, None
+    assert inputs.prompts is not None
+    sidecar = OwnSidecar(settings.sidecar, inputs.prompts.list_kinds())
+    startup.say(f"sidecar: started, its log is {sidecar.log}")
+    stack.callback(sidecar.close)
+    return inputs, sidecar
+
+
+def _list_written(settings: RunSettings) -> list[Path]:
+    """Return the folders that a run writes to."""
+    checkpoint = settings.checkpoint
+    written = [settings.folder, checkpoint.save, checkpoint.save_hf, settings.observe.tensorboard_dir]
+    if settings.rollout.transport == "shm" and settings.run.stage == "grpo":
+        written.append(find_shared_folder(settings))
+    return [folder for folder in written if folder is not None]
+
+
+def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> None:
+    """Place this rank on its cores, and try the attention; raise on every rank if that fails on any."""
+    session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
+    startup.say(describe_model(settings, session.platform.name, session.world_size))
+    if settings.platform == "cpu":
+        startup.say(describe_cores(settings.cores, torch.get_num_threads()))
+    session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
+
+
+def _try_attention(settings: Settings, device: torch.device) -> None:
+    """Raise unless an accelerator computes attention: tests on a CPU have not run its kernels."""
+    if device.type == "cpu":
+        return
+    one = settings.architecture
+    check_backend(
+        settings.attention.backend,
+        device,
+        settings.transformer.params_dtype,
+        one.num_attention_heads,
+        one.num_query_groups,
+        one.kv_channels,
+        one.sliding_window,
+    )
+
+
+def _find_waiting(settings: Settings) -> datetime.timedelta:
+    """Return how long a rank may wait for engines to start, and then for an iteration's last group."""
+    if settings.run.stage == "sft":
+        return datetime.timedelta()
+    return datetime.timedelta(minutes=settings.rollout.start_minutes + settings.service.deadline_minutes)
+
+
+def _train(
+    settings: RunSettings, trainer: Trainer, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
+) -> None:
+    """Run the loop, tidied if this process is ended, and on rank 0 print the summary."""
+    watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes)
+    with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):
+        trainer.train()
+    stop.over()
+    if watch.rank == 0:
+        _print_summary(settings, trainer)
+
+
+def _watched(sidecar: OwnSidecar, watch: Watch, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+    """End all ranks when the sidecar ends, but first let a checkpoint be finished that is being saved."""
+    return sidecar.watched(watch.fail, is_busy=lambda: trainer.place[1] == "save")
+
+
+def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
+    """Print the run's results and where its files are."""
+    trainer.log.reporter.close()
+    is_sampled = settings.run.stage == "grpo"
+    places = RunPaths(
+        checkpoint=trainer.saver.last_saved,
+        hf_weights=trainer.saver.last_hf,
+        metrics=settings.folder / metrics.FILE_NAME,
+        samples=settings.folder / samples.FILE_NAME if is_sampled else None,
+        audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
+        tensorboard=settings.observe.tensorboard_dir,
+    )
+    print_summary(metrics.read_metrics(settings.folder), places, sys.stdout)
+
+
+def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
+    """Connect to the store and return it; if the ranks did not watch each other yet, they do from then on."""
+    if watch.is_connected:
+        return _store_of_rank_0(watch, timeout)
+    store, _, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if world_size > 1 and meets_in_an_agent():
+        watch.connect_through(store)
+    return store
+
+
+def _store_of_rank_0(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
+    """Open the store at a port that rank 0 tells the others, since they watch each other at MASTER_PORT."""
+    host = os.environ["MASTER_ADDR"]
+    if watch.rank == 0:
+        listener = listen(host, 0)
+        port = listener.getsockname()[1]
+        watch.say_store(port)
+        return dist.TCPStore(
+            host, port, watch.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+        )
+    port = watch.store_port(timeout.total_seconds())
+    if port is None:
+        raise TimeoutError("rank 0 did not say where its store is")
+    return dist.TCPStore(host, port, watch.world_size, is_master=False, timeout=timeout)

@@ -1,0 +1,187 @@
+"""Checkpoints of a run: when they are due, the values beside model and optimizer, the checks of a resumed run."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.algorithm.plug_ins import describe_plug_ins
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
+from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
+from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
+from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.session import Session
+from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+
+
+class Data(Protocol):
+    """The data of a run, with a place in it."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: object) -> None: ...
+
+    @property
+    def stops(self) -> Sequence[int]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """The values that an iteration leaves to the next one, beside weights and the place in the data."""
+
+    audit_head: str = ""
+    """Head of the sidecar's audit log when the iteration was completed; on rank 0."""
+    baseline: float | None = None
+    """Mean reward of the iteration, if --grpo-advantage takes it off in the next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StartPoint:
+    """The place where a run begins or resumes."""
+
+    version: int = 0
+    """The number of finished iterations."""
+    state: RunState = RunState()
+
+
+class Saver:
+    """Saves and resumes one run, in Megatron's format; with --save-hf it saves in Hugging Face's too."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        policy: Policy,
+        run: str,
+        prompts: Data | None,
+        reference: Reference | None,
+        recipe: Recipe = STAND_ALONE,
+    ):
+        """`prompts` are the data of the run; only rank 0 has them."""
+        self._settings = settings
+        self._session = session
+        self._policy = policy
+        self._run = run
+        self._prompts = prompts
+        self._stops = [] if prompts is None else list(prompts.stops)
+        self._start = None if reference is None else reference.start
+        self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
+        self._loaded: tuple[int, Path] | None = None
+        self._num_done = 0
+        self.last_saved: Path | None = None
+        self.last_hf: Path | None = None
+
+    def load(self, say: Callable[[str], None]) -> StartPoint:
+        """Load the checkpoint of --load, if there is one, and return where the run starts."""
+        loaded = self._checkpointer.load()
+        if loaded is None:
+            return StartPoint()
+        say(f"the run continues from {loaded.source}, version {loaded.version}")
+        for note in loaded.notes:
+            say(note)
+        if loaded.extra:
+            self._session.run_or_raise_everywhere(lambda: self._take_over(loaded.extra, loaded.source))
+        self._num_done = loaded.version
+        if not self._settings.checkpoint.finetune:
+            self._loaded = loaded.version, loaded.source
+        self._complete(loaded.version, loaded.source, say)
+        return StartPoint(loaded.version, RunState(loaded.extra.get("audit_head", ""), loaded.extra.get("baseline")))
+
+    def save_if_due(self, version: int, is_last: bool, state: RunState) -> None:
+        """Save in both formats if that is due, after completing a checkpoint that was written in the background."""
+        config, self._num_done = self._settings.checkpoint, version
+        self._checkpointer.poll()
+        if not is_save_due(self._settings, version, is_last):
+            return
+        if config.save_hf is not None:
+            hf_folder = iteration_folder(config.save_hf, version)
+            # An earlier attempt may have left a folder there, which does not match the checkpoint written now.
+            self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
+        if config.save is not None:
+            self._checkpointer.save(version, self._extra(state))
+            self.last_saved = iteration_folder(config.save, version)
+        if config.save_hf is not None:
+            self._save_hf(hf_folder)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self._checkpointer.finish()
+
+    def describe_loss(self) -> str:
+        """Describe the newest checkpoint, the finished iterations that an interrupt loses, and the way to resume."""
+        config = self._settings.checkpoint
+        newest = None if config.save is None else latest_iteration(config.save)
+        way = "the same command resumes from it"
+        if config.save is not None and newest is not None:
+            version, source = newest, iteration_folder(config.save, newest)
+            if config.load != config.save or config.finetune or config.ckpt_step is not None:
+                way = f"--load {config.save} without --finetune and --ckpt-step resumes from it"
+        elif self._loaded is not None:
+            version, source = self._loaded
+        else:
+            lost = _count(self._num_done, "")
+            way = "the same command begins again" + ("; --save keeps checkpoints" if config.save is None else "")
+            return f"no checkpoint exists; {lost}, and {way}"
+        lost = _count(self._num_done - version, " after it")
+        return f"the newest checkpoint is {source}, of iteration {version}; {lost}, and {way}"
+
+    def _complete(self, version: int, source: Path, say: Callable[[str], None]) -> None:
+        """Write the Hugging Face folder that is missing if the run was killed between a checkpoint and its folder."""
+        folder = self._session.broadcast(find_missing_hf(self._settings, version))
+        if folder is not None:
+            say(f"{folder} is missing: it is written from {source}")
+            self._save_hf(folder)
+
+    def _save_hf(self, folder: Path) -> None:
+        self._policy.synchronize()
+        settings = self._settings
+        self._policy.weights.save_hf(folder, settings.model.hf_model, settings.publish.dtype, self._stops)
+        self.last_hf = folder
+
+    def _extra(self, state: RunState) -> dict[str, Any]:
+        return {
+            "run": self._run,
+            "stage": self._settings.run.stage,
+            "prompts": self._prompts.state() if self._prompts is not None else {},
+            "stops": self._stops,
+            "reference": self._start,
+            "audit_head": state.audit_head,
+            "plug_ins": describe_plug_ins(self._settings.algorithm),
+            "baseline": state.baseline,
+        }
+
+    def _take_over(self, extra: Mapping[str, Any], source: Path) -> None:
+        if extra.get("run") != self._run:
+            raise InputError(
+                f"{source} belongs to the run {extra.get('run')!r}, and --rollout-folder names {self._run!r}: seeds of "
+                f"responses follow from the name; write a folder of that name, or --finetune to begin a new run"
+            )
+        if extra.get("reference") not in (None, self._start) and self._start is not None:
+            raise InputError(
+                f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
+                f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
+            )
+        if self._prompts is not None:
+            self._prompts.restore(extra.get("prompts"))
+
+
+def _count(number: int, place: str) -> str:
+    """Return the words for a number of lost iterations."""
+    return f"1 finished iteration{place} is lost" if number == 1 else f"{number} finished iterations{place} are lost"
+
+
+def find_missing_hf(settings: Settings, version: int) -> Path | None:
+    """Return the Hugging Face folder that is due for the loaded version and missing; None if there is none."""
+    save_hf, num_iterations = settings.checkpoint.save_hf, settings.training.train_iters
+    assert num_iterations is not None
+    if save_hf is None or not is_save_due(settings, version, is_last=version >= num_iterations):
+        return None
+    folder = iteration_folder(save_hf, version)
+    return None if folder.exists() else folder
+
+
+def is_save_due(settings: Settings, version: int, is_last: bool) -> bool:
+    """Return whether the run is to be saved after `version` iterations."""
+    interval = settings.checkpoint.save_interval
+    return version > 0 and (is_last or (interval is not None and version % interval == 0))

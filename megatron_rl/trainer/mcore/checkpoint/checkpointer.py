@@ -1,0 +1,282 @@
+"""The state that a run trains, saved and loaded. With --async-save, training continues during a save.
+
+The trainer's own state besides model and optimizer (data position, version, identities) is passed as `extra`, a
+dictionary that JSON can hold.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
+from megatron_rl.trainer.mcore.checkpoint import folders, serialization, state_dict
+from megatron_rl.trainer.mcore.checkpoint.schedule import SAVED, check_schedule
+from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
+from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
+from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.session import Session
+from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+
+EXTRA = "megatron_rl"
+"""The key of the trainer's own state in a checkpoint."""
+# The version of the policy that had the saved reference's weights, if they were saved.
+_REFERENCE_VERSION = "megatron_rl_reference"
+# Settings of strictness with which the model keeps its own values where the checkpoint has none.
+_LENIENT = ("log_all", "return_all", "ignore_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The state that a run resumes from: its finished iterations, the saved `extra`, and notes to print once."""
+
+    version: int
+    extra: Mapping[str, Any]
+    notes: tuple[str, ...]
+    source: Path
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run. Every method is called on every rank."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        policy: Policy,
+        reference: Reference | None = None,
+        recipe: Recipe = STAND_ALONE,
+    ):
+        """Save a `reference` only after it has moved."""
+        self._config = settings.checkpoint
+        self._schedule = settings.schedule
+        self._session = session
+        self._policy = policy
+        self._reference = reference
+        self._recipe = recipe
+        self._queue = AsyncCallsQueue()
+        self._pending: tuple[int, Prepared] | None = None
+        # The iteration in the --save folder that this run resumed from, if it did.
+        self._loaded: int | None = None
+
+    def save(self, version: int, extra: Mapping[str, Any]) -> None:
+        """Write the current state, with rank 0's `extra`.
+
+        With --async-save it is written in the background: call `poll` meanwhile, and `finish` in the end.
+        """
+        folder = self._config.save
+        assert folder is not None
+        self.finish()
+        self._policy.synchronize()
+        noted = self._session.broadcast(json.loads(json.dumps(extra)))
+        prepared = serialization.prepare(
+            lambda: self._add_optimizer(self._collect_without_optimizer(version, noted)),
+            folder,
+            version,
+            self._session,
+            self._config.ckpt_fully_parallel_save,
+            self._loaded,
+        )
+        if self._config.async_save:
+            serialization.finish(self._session, prepared, lambda: self._queue.schedule_async_request(prepared.request))
+            self._pending = version, prepared
+        else:
+            serialization.finish(self._session, prepared, prepared.write_now)
+            self._prune(version)
+
+    def poll(self) -> None:
+        """Make the checkpoint that is being written the newest if it is complete, without waiting for it."""
+        self._finalize(is_waiting=False)
+
+    def finish(self) -> None:
+        """Wait until no checkpoint is being written."""
+        self._finalize(is_waiting=True)
+
+    def load(self) -> Loaded | None:
+        """Load the checkpoint of --load. Without one, return None and leave the state as it was built."""
+        config = self._config
+        self._session.run_or_raise_everywhere(self._check_folders)
+        if config.load is None:
+            return None
+        folder = config.load
+        holds_one = self._session.run_or_raise_everywhere(
+            lambda: config.ckpt_step is not None or folders.holds_checkpoint(folder)
+        )
+        if not holds_one and not config.exit_on_missing_checkpoint:
+            return None
+        found, source = self._session.run_or_raise_everywhere(lambda: serialization.find(folder, config.ckpt_step))
+        version = 0 if config.finetune else found
+        self._loaded = self._session.run_or_raise_everywhere(lambda: self._find_resumed(version, source))
+        return self._load(version, source)
+
+    def _load(self, version: int, source: Path) -> Loaded:
+        config, session = self._config, self._session
+        found, common = session.run_or_raise_everywhere(
+            lambda: (serialization.read_metadata(source), serialization.read_common(source))
+        )
+        if EXTRA not in common and not config.finetune:
+            raise InputError(
+                f"{source} was not written by megatron_rl: write --finetune to begin at version 0 with its weights"
+            )
+        content = serialization.get_content(common)
+        has_optimizer = not (config.finetune or config.no_load_optim)
+        if has_optimizer:
+            session.run_or_raise_everywhere(lambda: self._check_optimizer(common, source))
+        wants_rng = not (config.finetune or config.no_load_rng)
+        has_rng = wants_rng and all(session.gather(state_dict.has_rng_of_layout(found)))
+        is_lenient = config.dist_ckpt_strictness in _LENIENT
+        moved = None if config.finetune else common.get(_REFERENCE_VERSION)
+        reference = None if moved is None else self._reference
+        if not is_lenient:
+            session.run_or_raise_everywhere(
+                lambda: serialization.check(self._weights(reference, content), found, source)
+            )
+
+        wanted = serialization.run_together(
+            session,
+            lambda: self._describe_wanted(reference, content, has_optimizer, has_rng),
+            serialization.unreadable(source),
+        )
+        parallel = config.ckpt_fully_parallel_load
+        loaded = serialization.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
+        state_dict.apply_model(self._policy, loaded, strict=not is_lenient)
+        if has_optimizer:
+            session.run_or_raise_everywhere(
+                lambda: state_dict.apply_optimizer(self._policy, loaded, self._schedule.override_opt_param_scheduler)
+            )
+        else:
+            self._policy.optimizer.reload_model_params()
+        if has_rng:
+            state_dict.apply_rng(loaded, session.platform)
+        if reference is not None:
+            assert moved is not None
+            state_dict.apply_reference(reference.models, loaded, strict=not is_lenient)
+            reference.resume(moved)
+        notes = self._make_notes(has_optimizer, wants_rng and not has_rng, source)
+        return Loaded(version, {} if config.finetune else common.get(EXTRA, {}), notes, source)
+
+    def _collect_without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Collect the state under Megatron's names, and our own state under our keys."""
+        state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
+        state |= self._recipe.saved
+        reference = self._reference
+        if reference is not None and reference.version is not None:
+            state[_REFERENCE_VERSION] = reference.version
+        else:
+            reference = None
+        state |= self._weights(reference, CONTENT)
+        if not self._config.no_save_rng:
+            state |= state_dict.get_rng_state(self._session.platform)
+        return state
+
+    def _weights(self, reference: Reference | None, content: Mapping[str, Any]) -> dict[str, Any]:
+        state = state_dict.build_model_state(self._policy.chunks, content)
+        return state if reference is None else state | state_dict.build_reference_state(reference.models, content)
+
+    def _add_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._config.no_save_optim:
+            return state
+        model = {name: state[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
+        return state | state_dict.build_optimizer_state(self._policy, model, CONTENT, is_loading=False)
+
+    def _describe_wanted(
+        self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
+    ) -> dict[str, Any]:
+        wanted = self._weights(reference, content)
+        if has_optimizer:
+            model = {name: wanted[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
+            wanted["optimizer"] = state_dict.build_optimizer_state(self._policy, model, content, is_loading=True)[
+                "optimizer"
+            ]
+        return wanted | (state_dict.get_rng_state(self._session.platform) if has_rng else {})
+
+    def _finalize(self, is_waiting: bool) -> None:
+        if self._pending is None:
+            return
+        version, prepared = self._pending
+        try:
+            serialization.finish(
+                self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting)
+            )
+        except BaseException:
+            self._pending = None
+            raise
+        if not self._queue.get_num_unfinalized_calls():
+            self._pending = None
+            self._prune(version)
+
+    def _prune(self, version: int) -> None:
+        config = self._config
+        assert config.save is not None
+        if self._session.rank == 0:
+            folders.prune(config.save, version, config.keep_last, config.save_retain_interval)
+
+    def _check_folders(self) -> None:
+        save, load = self._config.save, self._config.load
+        if save is None or not (save / folders.TRACKER).exists():
+            return
+        if load is None or load.resolve() != save.resolve():
+            raise InputError(
+                f"--save {save} holds checkpoints already: add --load {save} to resume from them, or choose another "
+                f"folder"
+            )
+
+    def _find_resumed(self, version: int, source: Path) -> int | None:
+        """Return the version if it was loaded from the --save folder, where newer checkpoints may then be replaced."""
+        save = self._config.save
+        if save is None:
+            return None
+        if source.resolve() == folders.iteration_folder(save, version).resolve():
+            return version
+        newest = folders.latest_iteration(save)
+        if newest is not None and newest > version:
+            raise InputError(
+                f"--save {save} holds checkpoints up to iteration {newest}, and this run begins at iteration {version} "
+                f"with {source}: choose another --save"
+            )
+        return None
+
+    def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
+        if "optimizer" not in common or SAVED not in common:
+            raise InputError(
+                f"{source} holds no optimizer: write --no-load-optim to start with a new optimizer, or --finetune"
+            )
+        own = {name: value for name, value in self._policy.scheduler.state_dict().items() if name != "num_steps"}
+        check_schedule(own, common[SAVED], self._schedule, source)
+        has_several = isinstance(common["optimizer"], dict) and 0 in common["optimizer"]
+        if has_several != (len(getattr(self._policy.optimizer, "chained_optimizers", ())) > 1):
+            size = "above 1" if has_several else "of 1"
+            raise InputError(
+                f"{source} was written with --expert-model-parallel-size {size}, where experts have "
+                f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: use a size {size}, or "
+                f"write --no-load-optim"
+            )
+        is_sharded = self._is_distributed(common["optimizer"])
+        is_wanted = self._policy.wrapped[0].ddp_config.use_distributed_optimizer
+        if is_sharded != is_wanted:
+            change = "add it" if is_sharded else "drop it"
+            how = "with" if is_sharded else "without"
+            raise InputError(
+                f"{source} was written {how} --use-distributed-optimizer: {change}, or write --no-load-optim"
+            )
+
+    @staticmethod
+    def _is_distributed(optimizer: Any) -> bool:
+        # Optimizers are numbered if experts have an optimizer of their own.
+        one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
+        return "param_state_sharding_type" in one
+
+    def _make_notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
+        notes = []
+        if not has_optimizer:
+            notes.append(f"only weights were loaded from {source}: optimizer and schedule start from the beginning")
+        if is_rng_new:
+            notes.append(
+                f"{source} has no random state for this layout: random numbers start from --seed again (write "
+                f"--no-load-rng to hide this note)"
+            )
+        return tuple(notes)

@@ -1,0 +1,185 @@
+"""The content of a checkpoint: model, optimizer, schedule and random state as Megatron's sharded state dicts."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_rl.errors import InputError
+from megatron_rl.platforms import Platform
+from megatron_rl.platforms.megatron_patches import allocate_adam_state
+from megatron_rl.trainer.mcore.checkpoint.slices import in_slices
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
+from megatron_rl.trainer.mcore.step.policy import Policy
+
+RNG = "rng_state"
+_REFERENCE = "reference."
+# The bounds of the schedules of a group of parameters.
+_BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
+# The only form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write.
+# Each tensor is whole, under its parameter's name.
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    # Otherwise the names of experts' states would depend on the number of optimizers.
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def name_chunks(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTModel]]:
+    """Name the stages as Megatron's own checkpoints do."""
+    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+
+
+def build_model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the weights as shards of the whole model's weights."""
+    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in name_chunks(chunks)}
+
+
+def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the reference's weights, under names beside the model's."""
+    state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
+    add_prefix_for_sharding(state, _REFERENCE)
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
+            # A background writer gets no copy of pinned memory, and the reference may move while it writes.
+            part.data = part.data.clone()
+    return state
+
+
+def build_optimizer_state(
+    policy: Policy, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
+) -> dict[str, Any]:
+    """Describe optimizer and schedule. Each rank describes its own slices of the distributed optimizer."""
+    if not is_loading:
+        _allocate(policy.optimizer)
+    with in_slices(policy.optimizer):
+        optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content))
+    return {"optimizer": optimizer, "opt_param_scheduler": policy.scheduler.state_dict()}
+
+
+def get_rng_state(platform: Platform) -> dict[str, Any]:
+    """Describe the random state of this rank's place in the model, which is the same in all replicas."""
+    of_numpy: Any = np.random.get_state()
+    version, keys, *rest = of_numpy
+    states = {
+        "random_rng_state": random.getstate(),
+        # Lists and numbers only, because torch.load needs more permissions for arrays than for tensors.
+        "np_rng_state": (version, keys.tolist(), *rest),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": platform.rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    shape, offset = _find_place()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return {RNG: ShardedObject(RNG, [states], shape, offset, replica_id=replica)}
+
+
+def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
+    """Check whether the same number of tensor and pipeline ranks wrote the checkpoint."""
+    shape, offset = _find_place()
+    return ShardedObject(RNG, None, shape, offset).unique_key in found
+
+
+def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool) -> None:
+    """Apply the loaded optimizer and schedule."""
+    optimizer, scheduler = policy.optimizer, policy.scheduler
+    bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
+    if is_overriding:
+        _override_bounds(loaded["optimizer"], bounds)
+    _name_steps(optimizer, loaded["optimizer"])
+    with in_slices(optimizer):
+        optimizer.load_state_dict(loaded["optimizer"])
+    _allocate_steps(optimizer)
+    if is_overriding:
+        # The loaded groups have the bounds of the save.
+        for group, own in zip(optimizer.param_groups, bounds, strict=True):
+            group.update(own)
+    scheduler.num_steps = 0
+    try:
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    except AssertionError as error:
+        raise InputError(
+            f"the checkpoint's schedule differs from the flags' ({error}): write --override-opt-param-scheduler to use "
+            f"the flags' schedule, or --use-checkpoint-opt-param-scheduler to use the checkpoint's"
+        ) from None
+
+
+def apply_model(policy: Policy, loaded: dict[str, Any], strict: bool) -> None:
+    """Apply the loaded weights."""
+    for name, chunk in name_chunks(policy.chunks):
+        chunk.load_state_dict(loaded[name], strict=strict)
+
+
+def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
+    """Apply the loaded weights to the reference."""
+    for name, chunk in name_chunks(chunks):
+        chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
+
+
+def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
+    """Apply the loaded random state."""
+    (states,) = loaded[RNG]
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    platform.set_rng_state(states["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+
+
+def _find_place() -> tuple[tuple[int, int], tuple[int, int]]:
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    return shape, (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def _allocate(optimizer: MegatronOptimizer) -> None:
+    """Allocate the optimizer's state, which it does not have before its first step, and which a load expects."""
+    for inner in _torch_adams(optimizer):
+        allocate_adam_state(inner)
+
+
+def _override_bounds(loaded: dict[Any, Any], bounds: Sequence[Mapping[str, Any]]) -> None:
+    """Give saved groups this run's bounds: from 0.19 on, Megatron also uses bounds to find a saved group."""
+    first, *others = bounds
+    if any(own != first for own in others):
+        return
+    for one in loaded.values() if 0 in loaded else [loaded]:
+        for group in one.get("optimizer", one)["param_groups"]:
+            group.update(first)
+
+
+def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    """Add a missing step: Megatron does not save a step of zero, and torch's Adam requires a step."""
+    if not _torch_adams(optimizer):
+        return
+    for one in loaded.values() if 0 in loaded else [loaded]:
+        state = one.get("optimizer", one).get("state")
+        # The distributed optimizer keeps its state elsewhere.
+        if state is not None:
+            state.setdefault("common_step", torch.tensor(0.0))
+
+
+def _allocate_steps(optimizer: MegatronOptimizer) -> None:
+    """Set steps that were not saved to zero: the distributed optimizer loads without them, but cannot update."""
+    for inner in _torch_adams(optimizer):
+        for values in inner.state.values():
+            values.setdefault("step", torch.tensor(0.0))
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [one for one in inner if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]

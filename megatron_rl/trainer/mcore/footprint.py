@@ -1,0 +1,276 @@
+"""The memory that a rank will take, counted before the rank exists.
+
+A rank of each pipeline stage is built in this process, on tensors without memory, and with process groups that reach no
+other process. The largest micro-batch goes through it, and the tensors that its backward pass needs are added up.
+
+Stand-ins replace attention and experts. Attention keeps what a fused kernel keeps, and experts get equal shares of
+tokens.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.trainer.data.packing import Pack, pack_groups
+from megatron_rl.trainer.mcore.model import context
+from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_chunks
+from megatron_rl.trainer.mcore.session import make_groups
+from megatron_rl.types import ParallelSizes
+
+# Two buckets of tensors that are gathered for engines: one is sent while the next one is filled.
+_STREAM_BYTES = 2 << 28
+# The versions in shared memory: the one that engines sample with, and the one before or after it.
+_VERSIONS_SHARED = 2
+# The logits of a block of the vocabulary, and their gradient, in float32 (`ops/log_probs.py`).
+_LOGITS_BYTES = 2 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The work of a rank, as far as it decides how much memory the rank takes."""
+
+    world_size: int
+    lengths: Sequence[tuple[int, Sequence[int]]]
+    """The number of tokens of each prompt and its responses in the largest micro-batch."""
+    multiple_of: int
+    num_micro_batches: int
+    """The number of micro-batches in one run of the schedule."""
+    num_updates: int
+    """The number of updates in an iteration."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """The bytes of a rank of a pipeline stage, by purpose."""
+
+    stage: int
+    num_parameters: int
+    device: dict[str, int]
+    host: dict[str, int]
+
+
+def count(settings: Settings, work: Workload) -> list[Footprint]:
+    """Count the memory of a rank of each pipeline stage; no process group may exist."""
+    sizes = settings.parallel_sizes
+    groups = [([0] * prompt, [[0] * length for length in responses]) for prompt, responses in work.lengths]
+    pack = pack_groups(groups, work.multiple_of).divided(sizes.context)
+    return [_count_stage(settings, work, pack, stage) for stage in range(sizes.pipeline)]
+
+
+def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> Footprint:
+    with _be_one_rank(settings.parallel_sizes, work.world_size, stage), FakeTensorMode(allow_non_fake_inputs=True):
+        config = copy.copy(settings.transformer)
+        chunks = build_chunks(config, settings.architecture, settings.model.make_vocab_size_divisible_by)
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        own = _Bytes.of(settings, parameters)
+        kept = [_count_kept(chunk, pack) for chunk in chunks]
+        of_layer = _count_kept_of_a_layer(chunks[-1], pack)
+        is_last = chunks[-1].post_process
+    num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
+    frozen = num_frozen * own.weights
+    layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
+    is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
+    dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    device = {
+        "weights": own.weights,
+        "gradients": own.gradients,
+        "optimizer": own.optimizer,
+        "frozen": layers if is_offloaded else frozen,
+        "activations": _count_in_flight(settings, work, stage) * sum(kept) // len(kept),
+        "workspace": of_layer + (_LOGITS_BYTES if is_last else 0),
+        "publish": _STREAM_BYTES if is_published and not is_shared else 0,
+    }
+    host = {
+        "publish": _VERSIONS_SHARED * num_parameters * dtype.itemsize if is_published and is_shared else 0,
+        "optimizer": own.offloaded,
+        "frozen": frozen if is_offloaded else 0,
+        # A save in the background writes from a copy of everything that the rank writes.
+        "save": own.optimizer + own.offloaded + own.weights if settings.checkpoint.async_save else 0,
+    }
+    return Footprint(stage, num_parameters, device, host)
+
+
+@contextlib.contextmanager
+def _be_one_rank(sizes: ParallelSizes, world_size: int, stage: int) -> Iterator[None]:
+    """Be the first rank of a pipeline stage, among ranks that do not exist."""
+    rank = stage * (world_size // sizes.pipeline)
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        make_groups(sizes, create_gloo_process_groups=False)
+        # This tracker draws no numbers, because states of a generator cannot be compared here.
+        tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+    """The bytes that a rank keeps for its parameters."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    offloaded: int
+    """The bytes of the optimizer's state on the host."""
+
+    @classmethod
+    def of(cls, settings: Settings, parameters: Sequence[torch.nn.Parameter]) -> "_Bytes":
+        size = settings.transformer.params_dtype.itemsize
+        experts = sum(parameter.numel() for parameter in parameters if not getattr(parameter, "allreduce", True))
+        others = sum(parameter.numel() for parameter in parameters) - experts
+        owned: float = others + experts
+        if settings.ddp.use_distributed_optimizer:
+            owned = others / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            owned += experts / parallel_state.get_expert_data_parallel_world_size()
+        state = round(owned * _count_state(settings))
+        config = settings.optimizer
+        share = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+        return cls(
+            weights=(others + experts) * size,
+            gradients=(others + experts) * (4 if settings.ddp.grad_reduce_in_fp32 else size),
+            optimizer=round(state * (1 - share)),
+            offloaded=round(state * share),
+        )
+
+
+def _count_state(settings: Settings) -> int:
+    """Count the bytes that the optimizer keeps for a parameter: moments, and a copy if the model has half precision."""
+    config = settings.optimizer
+    num_moments = 2 if config.optimizer == "adam" else 1
+    if config.use_precision_aware_optimizer:
+        # If the copy has two bytes, the weight itself is its upper half.
+        moments = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[:num_moments]
+        return config.main_params_dtype.itemsize + sum(dtype.itemsize for dtype in moments)
+    has_copy = settings.transformer.params_dtype != torch.float32
+    return 4 * (num_moments + has_copy)
+
+
+def _count_frozen(settings: Settings, num_updates: int) -> int:
+    """Count the models that are kept beside the policy."""
+    has_reference = settings.algorithm.kl_beta > 0
+    has_old = num_updates > 1 and settings.loop.tri_model != "separate"
+    return has_reference + has_old
+
+
+def _count_in_flight(settings: Settings, work: Workload, stage: int) -> int:
+    """Count the micro-batches, of one chunk each, that a stage keeps at once, since it runs ahead of later stages."""
+    sizes = settings.parallel_sizes
+    ahead = sizes.pipeline - stage - 1
+    virtual = sizes.virtual_pipeline
+    if virtual is None:
+        return min(ahead + 1, work.num_micro_batches)
+    together = settings.transformer.microbatch_group_size_per_vp_stage or sizes.pipeline
+    return min(2 * ahead + (virtual - 1) * together + 1, work.num_micro_batches * virtual)
+
+
+def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
+    """Count the bytes that autograd keeps for a micro-batch, without weights."""
+    _stand_in(chunk)
+    own = {parameter.untyped_storage()._cdata for parameter in chunk.parameters()}
+    # The tensors are kept, so that no two storages have the same address.
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in own:
+            kept[address] = tensor
+        return tensor
+
+    if not chunk.pre_process:
+        chunk.set_input_tensor(_make_input(chunk, pack))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chunk(pack)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _count_kept_of_a_layer(chunk: PackedGPTModel, pack: Pack) -> int:
+    """Count the bytes that a layer keeps without recomputation; gradients in its backward pass take the same."""
+    config: TransformerConfig = chunk.config
+    changed = config.recompute_granularity
+    num_layers = max(1, len(chunk.decoder.layers))
+    # Only the layers are counted: neither the embedding nor the output layer.
+    chunk.pre_process = chunk.post_process = False
+    chunk.decoder.pre_process = False
+    config.recompute_granularity = None if changed == "full" else changed
+    return _count_kept(chunk, pack) // num_layers
+
+
+def _make_input(chunk: PackedGPTModel, pack: Pack) -> torch.Tensor:
+    """Make the input that the previous stage would send."""
+    config = chunk.config
+    rows = pack.num_tokens // config.context_parallel_size
+    rows //= config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return torch.empty(rows, 1, config.hidden_size, dtype=config.params_dtype, requires_grad=True)
+
+
+def _stand_in(chunk: PackedGPTModel) -> None:
+    """Replace the modules that read numbers, which tensors without memory lack: attention, and routed experts."""
+    for module in list(chunk.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, SharedPromptAttention):
+                setattr(module, name, _Attention(child.context_group))
+            elif isinstance(child, MoELayer):
+                setattr(module, name, _Experts(child.config))
+
+
+class _Attention(torch.nn.Module):
+    """A stand-in for attention. It keeps queries, keys, values, the result, and a number for each query and head."""
+
+    def __init__(self, context_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.context_group = context_group
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))
+        q_THD, k_TGD, v_TGD = context.exchange_rows_for_heads(q_RHD, k_RGD, v_RGD, self.context_group)
+        totals_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        out_THD: torch.Tensor = _Keeps.apply(q_THD.shape, q_THD, k_TGD, v_TGD, totals_TH)
+        return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)
+
+
+class _Experts(torch.nn.Module):
+    """A stand-in for experts. It keeps what Megatron's dispatcher and experts keep for an equal share of tokens."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        config = self.config
+        num_rows, size = hidden_states.numel() // config.hidden_size, config.expert_tensor_parallel_size or 1
+        # Every tensor-parallel rank of an expert has all of its tokens, and some of its columns.
+        routed, columns = num_rows * config.moe_router_topk * size, config.moe_ffn_hidden_size // size
+        like, wide = hidden_states, config.hidden_size
+        # In experts' order, and on their rank; the gated layer's halves, and the steps to their product; the way back.
+        widths = (wide, wide, 2 * columns, columns, columns, columns, wide)
+        kept = [like.new_empty(routed, width) for width in widths]
+        scores = like.new_empty(num_rows, config.num_moe_experts, dtype=torch.float32)
+        return _Keeps.apply(like.shape, like, scores, *kept), None
+
+
+class _Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: torch.Size, *tensors: torch.Tensor) -> torch.Tensor:
+        out = tensors[0].new_empty(shape)
+        ctx.save_for_backward(*tensors, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("a model that is counted is not trained")

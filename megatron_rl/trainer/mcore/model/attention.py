@@ -1,0 +1,79 @@
+"""The core attention of the layer spec: shared-prompt attention over a packed micro-batch."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_rl.ops.shared_prompt import shared_prompt_attention
+from megatron_rl.trainer.data.packing import Pack
+from megatron_rl.trainer.mcore.model import context, rope
+from megatron_rl.types import Architecture
+
+
+@dataclasses.dataclass
+class PackParams(PackedSeqParams):
+    """The parameters that carry a pack through Megatron's layers to the attention, recomputation included."""
+
+    pack: Pack | None = None
+    temperature: float = 1.0
+    with_entropies: bool = False
+
+    @classmethod
+    def of(cls, pack: Pack, temperature: float, with_entropies: bool) -> "PackParams":
+        """Make parameters with which Megatron computes on [tokens, 1, ...], without cumulative lengths."""
+        length = pack.num_tokens
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            pack=pack,
+            temperature=temperature,
+            with_entropies=with_entropies,
+        )
+
+
+class SharedPromptAttention(MegatronModule):
+    """The core attention that Megatron builds from the layer spec, which gives `architecture` and `backend`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        architecture: Architecture,
+        backend: str,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ):
+        super().__init__(config=config)
+        scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        # The factor applies to both queries and keys, so it is squared in their products.
+        self.scale = scale * rope.attention_factor(architecture.rope) ** 2
+        self.window = architecture.sliding_window
+        self.backend = backend
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attend with this rank's rows, [rows, 1, heads, head_dim] each, and return [rows, 1, heads x head_dim]."""
+        assert isinstance(packed_seq_params, PackParams) and packed_seq_params.pack is not None
+        layout = packed_seq_params.pack.layout
+        q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))
+        q_THD, k_TGD, v_TGD = context.exchange_rows_for_heads(q_RHD, k_RGD, v_RGD, self.context_group)
+        out_THD = shared_prompt_attention(q_THD, k_TGD, v_TGD, layout, self.scale, self.window, self.backend)
+        return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)

@@ -1,0 +1,242 @@
+"""The model: megatron-core's GPTModel, which takes packs and answers with log-probs.
+
+Letters: T tokens of the pack, R of its rows, which this rank computes, N targets, M targets that these rows predict,
+E hidden size.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
+from megatron_rl.platforms import select
+from megatron_rl.trainer.data.packing import Pack
+from megatron_rl.trainer.mcore.model import context, rope
+from megatron_rl.trainer.mcore.model.attention import PackParams
+from megatron_rl.trainer.mcore.model.spec import block_spec
+from megatron_rl.types import Architecture
+
+
+class PackedGPTModel(GPTModel):
+    """One stage of the model. The last stage returns the log-probs of the pack's targets, the others hidden states."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture, **options: Any):
+        super().__init__(config, **options)
+        self.take_packs(architecture)
+
+    def take_packs(self, architecture: Architecture) -> None:
+        """Set the attributes that `forward` needs besides a GPTModel's own."""
+        self.architecture = architecture
+        # Not a buffer: mixed precision would round it.
+        frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
+        self._rope_frequencies_F = frequencies_F.to(next(self.parameters()).device)
+        # Megatron computes the angles of rows, cached for 32 lengths. They are not used here.
+        self.rotary_pos_emb.forward = lambda *_, **__: None
+
+    def forward(  # type: ignore[override]
+        self, pack: Pack, temperature: float = 1.0, with_entropies: bool = False
+    ) -> torch.Tensor:
+        """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage.
+
+        With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution.
+        """
+        rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
+        return super().forward(
+            input_ids=pack.tokens_T[None, rows],
+            position_ids=pack.positions_T[None, rows],
+            attention_mask=None,
+            packed_seq_params=PackParams.of(pack, temperature, with_entropies),
+        )
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Replace Megatron's rotary angles, which follow rows, by angles that follow the pack's positions."""
+        decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if decoder_input is not None:
+            # With the strides of the embedding's transposed [R, 1, E], a frozen weight is multiplied row by row. That
+            # is slower than all rows at once, and rounded differently from the same weight when it is trained.
+            decoder_input = decoder_input.squeeze(1).unsqueeze(1)
+        return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
+        """Apply the output layer to the rows that predict targets, and return the targets' log-probs."""
+        if not self.post_process:
+            return hidden_states
+        pack = packed_seq_params.pack
+        assert pack is not None
+        if self.config.sequence_parallel:
+            # Each rank continues with its own part of the vocabulary, so the backward pass sums gradients.
+            hidden_R1E = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
+            )
+        else:
+            hidden_R1E = tensor_parallel.copy_to_tensor_model_parallel_region(
+                hidden_states, group=self.pg_collection.tp
+            )
+        hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
+        if group.size() == 1:
+            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
+        rows = context.own_rows(pack.num_tokens, group)
+        places_M = pack.places_of_part(group.rank(), group.size())
+        rows_M, tokens_M = (
+            targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
+        )
+        log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
+        return context.combine_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
+
+    def _log_probs(
+        self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
+    ) -> torch.Tensor:
+        # Rows repeat, as a prompt's last one does: index_select adds gradients in a fixed order, and indexing does not.
+        hidden_ME = hidden_RE.index_select(0, rows_M)
+        weight_VE, group = self.output_weight(), self.pg_collection.tp
+        shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
+        return output_log_probs(
+            hidden_ME, weight_VE, tokens_M, shard, params.temperature, with_entropies=params.with_entropies
+        )
+
+    def output_weight(self) -> torch.Tensor:
+        """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def padded_vocab_size(vocab_size: int, tensor_size: int, divisible_by: int = 128) -> int:
+    """Round up, as Megatron does, to a multiple of `divisible_by` times the tensor-parallel size."""
+    multiple = divisible_by * tensor_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def build_chunks(
+    config: TransformerConfig,
+    architecture: Architecture,
+    vocab_divisible_by: int = 128,
+    attention_backend: str = "naive",
+    device: torch.device | None = None,
+) -> list[PackedGPTModel]:
+    """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
+    # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
+    with device or contextlib.nullcontext():
+        return _build_stages(config, architecture, vocab_divisible_by, attention_backend)
+
+
+def _build_stages(
+    config: TransformerConfig, architecture: Architecture, vocab_divisible_by: int, attention_backend: str
+) -> list[PackedGPTModel]:
+    num_virtual = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(num_virtual) if num_virtual else [None]:
+        where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = PackedGPTModel(
+            config,
+            architecture,
+            transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend),
+            vocab_size=padded_vocab_size(
+                architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
+            ),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(architecture.rope.base),
+            vp_stage=vp_stage,
+        )
+        mark_tensor_parallel(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+    """Wrap each chunk in mixed precision, then in gradient buffers and their reduction."""
+    config = chunks[0].config
+    # A copy, because Megatron writes the size of buckets into it.
+    ddp_config = copy.copy(ddp_config)
+    settle_bucket_size(ddp_config, sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters()))
+    is_half = config.bf16 or config.fp16
+    halves = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(halves)
+    ]
+
+
+def settle_bucket_size(ddp_config: DistributedDataParallelConfig, num_parameters: int) -> None:
+    """Turn the number of buckets into their size, as Megatron's training does: its core knows only the size."""
+    # The field exists from 0.18 on.
+    num_buckets = getattr(ddp_config, "num_buckets", None)
+    if num_buckets is not None:
+        ddp_config.bucket_size = num_parameters // num_buckets
+
+
+def unwrap(module: torch.nn.Module) -> PackedGPTModel:
+    """Return the model inside the wrappers."""
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    assert isinstance(inner, PackedGPTModel)
+    return inner
+
+
+def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield this rank's parameters under their names in the whole model: layers and experts counted globally."""
+    experts_before = 0
+    config = chunks[0].config
+    if config.num_moe_experts:
+        per_rank = config.num_moe_experts // config.expert_model_parallel_size
+        experts_before = parallel_state.get_expert_model_parallel_rank() * per_rank
+    for chunk in chunks:
+        layers = [str(layer.layer_number - 1) for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            yield _global_name(name, layers, experts_before), parameter
+
+
+def _global_name(name: str, layers: list[str], experts_before: int) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = layers[int(parts[2])]
+    if "local_experts" in parts:
+        index = parts.index("local_experts") + 1
+        parts[index] = str(int(parts[index]) + experts_before)
+    elif "experts" in parts and parts[-1].removeprefix("weight").isdigit():
+        parts[-1] = f"weight{int(parts[-1].removeprefix('weight')) + experts_before}"
+    return ".".join(parts)
+
+
+def mark_tensor_parallel(chunk: torch.nn.Module) -> None:
+    """Set the marks by which the gradient norm counts a shard once; Megatron sets them only when it initializes."""
+    for module in chunk.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, tensor_parallel.RowParallelLinear):
+            dim = 1
+        elif isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding):
+            dim = 0
+        else:
+            continue
+        if weight is not None and not getattr(weight, "tensor_model_parallel", False):
+            # Megatron's own function asserts that a weight has no marks, and its scripts mark every weight as whole.
+            for mark, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+                setattr(weight, mark, value)
+    for parameter in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def build_model(settings: Settings) -> list[PackedGPTModel]:
+    """Build this rank's chunks of the model. Their weights are not filled yet."""
+    return build_chunks(
+        # A copy, because Megatron stores the functions that its schedules call in it, and they differ between models.
+        copy.copy(settings.transformer),
+        settings.architecture,
+        settings.model.make_vocab_size_divisible_by,
+        attention_backend=settings.attention.backend,
+        device=select(settings.platform).device(),
+    )

@@ -1,0 +1,267 @@
+"""A Megatron model's weights in Hugging Face's form: loaded, saved, streamed and fingerprinted."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as MappingABC
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.errors import InputError, find_no_room, room_checked
+from megatron_rl.shared.weights import arrival, files
+from megatron_rl.shared.weights.ends import add_ends
+from megatron_rl.shared.weights.families import derive_config
+from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint
+from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
+from megatron_rl.shared.weights.shards import Bucket, Digests, Put, Shard, StageRank, WeightStream, export, map_shards
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
+from megatron_rl.trainer.mcore.session import Session
+
+# Files beside the weights, which engines and users need. They are copied unchanged.
+_COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+class ModelWeights:
+    """The weights of one model, spread over the ranks of a session."""
+
+    def __init__(self, chunks: list[PackedGPTModel], session: Session):
+        self.architecture = chunks[0].architecture
+        self.mapping = Mapping(self.architecture)
+        self._session = session
+        self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
+        """The dtype of the parameters. The architecture has the dtype of the Hugging Face folder."""
+        self._padded_vocab_size = chunks[0].vocab_size
+        self._stream: WeightStream | None = None
+        self._stream_settings: tuple[str | None, int] | None = None
+        self.shards: list[Shard] = session.run_or_raise_everywhere(
+            lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
+        )
+
+    @property
+    def is_written_here(self) -> bool:
+        """Whether this rank writes any of the tensors. Only one replica's copy of a tensor is written."""
+        return any(shard.map.owned for shard in self.shards)
+
+    def load_hf(self, folder: Path | str) -> None:
+        """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
+        with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
+            self._session.run_or_raise_everywhere(lambda: self._load(checkpoint))
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        for shard in self.shards:
+            shard.load(checkpoint)
+
+    def zero_padding(self) -> None:
+        """Zero the rows that pad the vocabulary, which a checkpoint with other padding does not fill."""
+        for shard in self.shards:
+            shard.zero_padding()
+
+    def fingerprint(self, dtype: str | None = None) -> str:
+        """Compute the fingerprint that these weights would have after an export."""
+        digests = self._digest(dtype)
+        return compute_fingerprint(self.mapping.manifest(dtype), digests)
+
+    def save_hf(
+        self,
+        folder: Path | str,
+        source: Path | str | None = None,
+        dtype: str | None = None,
+        ends: Sequence[int] = (),
+    ) -> str:
+        """Write a folder that transformers and vLLM load, and return the fingerprint of its weights.
+
+        Configuration and tokenizer are copied from the folder `source`. Rank 0's `ends` are listed as tokens that end a
+        response. All ranks that write must write to the same file system. The folder gets its name when it is complete.
+        """
+        folder = Path(folder)
+        staged = folder.with_name(f".{folder.name}.partial")
+        plan = files.FilePlan(self.mapping.manifest(dtype))
+        session = self._session
+
+        def put_in_place() -> None:
+            with room_checked(staged):
+                self._describe(staged, plan, source, dtype)
+                add_ends(staged, ends)
+            files.put_in_place(staged, folder)
+
+        session.run_or_raise_everywhere(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)
+        try:
+            sums = Digests(self.mapping.manifest(dtype))
+            session.run_or_raise_everywhere(lambda: self._write(staged, plan, [sums.add]))
+            digests = sums.combine(session.control_group)
+            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
+        except BaseException:
+            if session.rank == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        return compute_fingerprint(sums.specs, digests)
+
+    def begin_files(
+        self, folder: Path, dtype: str | None = None, instead_of: Path | None = None, is_read_early: bool = False
+    ) -> "FilesBegun":
+        """Lay out files for the tensors, readable by this user alone, and write the tensors' digests beside them.
+
+        The tensors are written in the context that this returns. If the folder is read early, `arrival.Arrival` tells
+        readers which tensors have arrived. `instead_of` is a folder that an earlier call wrote with the same dtype: it
+        is renamed, and its files are overwritten.
+        """
+        plan = files.FilePlan(self.mapping.manifest(dtype))
+        digests, session = self._digest(dtype), self._session
+        writers = [rank for rank, is_writer in enumerate(session.gather(self.is_written_here)) if is_writer]
+        opened = contextlib.ExitStack()
+
+        def begin() -> None:
+            staged = folder.with_name(f".{folder.name}.partial")
+            # A user may have removed the folder, since it takes memory.
+            if instead_of is not None and instead_of.is_dir():
+                instead_of.rename(staged)
+            else:
+                _stage(staged, folder, plan, private=True)
+            try:
+                with room_checked(staged):
+                    files.write_digests(staged, digests)
+                    if is_read_early:
+                        opened.enter_context(arrival.writing(staged, len(digests), len(writers)))
+                files.put_in_place(staged, folder)
+            except BaseException:
+                opened.close()
+                shutil.rmtree(staged, ignore_errors=True)
+                raise
+
+        session.run_or_raise_everywhere(lambda: begin() if session.rank == 0 else None)
+        fingerprint = compute_fingerprint(plan.specs.values(), digests)
+        return FilesBegun(self, session, folder, plan, fingerprint, writers if is_read_early else [], opened)
+
+    def _digest(self, dtype: str | None) -> dict[str, list[int]]:
+        digests = Digests(self.mapping.manifest(dtype))
+        for shard in self.shards:
+            digests.add_shard(shard)
+        return digests.combine(self._session.control_group)
+
+    def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
+        """Yield the tensors of this rank's stage in buckets, which are empty on all but the stage's first rank."""
+        return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
+
+    def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
+        """Return the specs of the tensors in each bucket of `stream`."""
+        return self._stream_of(dtype, bucket_bytes).specs
+
+    def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
+        if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
+            self._stream_settings = (dtype, bucket_bytes)
+            self._stream = self._new_stream(dtype, bucket_bytes)
+        return self._stream
+
+    def _new_stream(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
+        session = self._session
+        names: list[tuple[str, ...]] = [()] * session.world_size
+        mine = tuple(shard.parameter_name for shard in self.shards)
+        dist.all_gather_object(names, mine, group=session.control_group)
+        peers = [
+            StageRank(rank, session.all_coordinates[rank], names[rank])
+            for rank in dist.get_process_group_ranks(session.stage_group)
+        ]
+        return WeightStream(
+            self.mapping, peers, self._padded_vocab_size, session.stage_group, session.device, dtype, bucket_bytes
+        )
+
+    def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put], in_order: bool = False) -> None:
+        """Write the tensors that this rank owns, and hand them to `puts` too."""
+        coordinates = self._session.coordinates
+        # Ranks that begin at different files do not wait for each other. But then the first tensors do not come first.
+        first = 0 if in_order else len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
+        # A rank that writes nothing may be on a host that does not have the folder.
+        if not self.is_written_here:
+            return
+        try:
+            with files.Writer(folder, plan) as writer:
+                export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
+        except OSError as error:
+            raise find_no_room(error, folder) or InputError(
+                f"{folder} cannot be written: {error}; every rank that writes must reach the same folder"
+            ) from None
+
+    def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
+        config = dict(_source_config(source) or derive_config(self.architecture))
+        stored = "dtype" if "dtype" in config else "torch_dtype"
+        config[stored] = dtype or self.architecture.dtype
+        (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if index := plan.index():
+            (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for name in _COMPANIONS:
+            if source is not None and (Path(source) / name).exists():
+                shutil.copyfile(Path(source) / name, staged / name)
+
+
+class FilesBegun:
+    """Files whose tensors all ranks have yet to write; rank 0 removes the files if that fails."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        folder: Path,
+        plan: files.FilePlan,
+        fingerprint: str,
+        writers: Sequence[int],
+        opened: contextlib.ExitStack,
+    ):
+        """Count what the ranks `writers` write, and close `opened` when all ranks have written."""
+        self.fingerprint = fingerprint
+        self._weights = weights
+        self._session = session
+        self._folder = folder
+        self._plan = plan
+        self._writers = writers
+        self._opened = opened
+
+    def __enter__(self) -> "FilesBegun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._opened.close()
+        if kind is not None and self._session.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write(self) -> None:
+        """Write all tensors; every rank calls it."""
+        self._session.run_or_raise_everywhere(self._write)
+
+    def _write(self) -> None:
+        rank, specs = self._session.rank, list(self._plan.specs.values())
+        if rank not in self._writers:
+            self._weights._write(self._folder, self._plan, [])
+            return
+        writer, num_writers = self._writers.index(rank), len(self._writers)
+        with room_checked(self._folder), arrival.Counter(self._folder, specs, writer, num_writers) as counter:
+            self._weights._write(self._folder, self._plan, [counter.put], in_order=True)
+
+
+def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(mapping)
+    return checkpoint
+
+
+def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = False) -> None:
+    if folder.exists():
+        raise InputError(f"{folder} exists already: choose another folder, or remove it")
+    # A run that was killed while it wrote may have left such a folder.
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        files.create(staged, plan, private)
+    except OSError as error:
+        raise find_no_room(error, staged) or InputError(f"{staged} cannot be created: {error}") from None
+
+
+def _source_config(source: Path | str | None) -> MappingABC[str, Any] | None:
+    if source is None or not (Path(source) / "config.json").exists():
+        return None
+    return json.loads((Path(source) / "config.json").read_text())

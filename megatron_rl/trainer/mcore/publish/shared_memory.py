@@ -1,0 +1,184 @@
+"""The trainer's half of a publish: the policy's weights reach every engine, or the version is not published.
+
+From files in memory, engines load the first tensors while the last ones are written. This is possible because the
+fingerprint, which is announced to them, is computed before. Once all engines hold version v, the files of v-1 are
+reused for v+1: the system need not find and clear new memory at every publish.
+"""
+
+import datetime
+import os
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
+from megatron_rl.shared.weights.arrival import is_in_memory
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.publish.probe import Probe
+from megatron_rl.trainer.mcore.session import Session
+
+T = TypeVar("T")
+
+
+class Publisher(Protocol):
+    """Brings versions of the policy to the engines; every rank calls it."""
+
+    @property
+    def answer(self) -> PublishAnswer:
+        """The sidecar's answer to the last publish."""
+        ...
+
+    def publish(self, version: int) -> str:
+        """Publish the weights to all engines, and return their fingerprint."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The rollout client, which hands a version to the engines."""
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
+
+
+class SharedMemoryPublisher:
+    """Publishes through files in a folder of the run's own, whose parent trainer and engines share.
+
+    Rank 0 talks to the sidecar. A rank that writes a part of the weights must find rank 0's folder. A rank that holds
+    only copies of other ranks' parts need not.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        receiver: Receiver | None,
+        run: str,
+        folder: Path,
+        dtype: str | None = None,
+        deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+        probe: Probe | None = None,
+        proof: Proof = "digests",
+    ):
+        """Compare the engines' log-probs with `probe`; without it, only with each other."""
+        self.answer = PublishAnswer()
+        self._probe = probe
+        self._proof: Proof = proof
+        self._weights = weights
+        self._session = session
+        self._receiver = receiver
+        self._run = run
+        self._dtype = dtype
+        self._deadline = deadline
+        self._folder = folder
+        # The folder of the version that engines sample with, and a folder that no engine reads any more.
+        self._current: Path | None = None
+        self._spare: Path | None = None
+        self._begin()
+
+    def publish(self, version: int) -> str:
+        """Publish the weights to all engines, and return their fingerprint."""
+        folder = self._folder / f"version-{version}"
+        if self._session.rank == 0:
+            # A failed attempt may have left the folder.
+            shutil.rmtree(folder, ignore_errors=True)
+        spare, self._spare = self._spare, None
+        begun = self._weights.begin_files(folder, self._dtype, spare, self._is_read_early)
+        fingerprint = begun.fingerprint
+        message = Weights(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint,
+            transport="shm",
+            dtype=self._dtype or self._weights.architecture.dtype,
+            location=str(folder),
+            probe=b"" if self._probe is None else self._probe.tokens(version),
+            deadline_seconds=self._deadline.total_seconds(),
+            proof=self._proof,
+        )
+        with begun:
+            if self._is_read_early:
+                told = in_background(lambda: self._send(message))
+            begun.write()
+        if not self._is_read_early:
+            told = in_background(lambda: self._send(message))
+        # Engines load while this rank computes the probe.
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
+        self.answer = self._session.gather_or_raise_everywhere(told.result)[0]
+        # A restarted engine loads the current version, so no engine reads the previous one again.
+        if self._current != folder:
+            self._spare = self._current
+        self._current = folder
+        return fingerprint
+
+    def close(self) -> None:
+        """Remove the run's files."""
+        if self._session.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self) -> None:
+        """Make the folder, and check that every rank that writes weights finds it."""
+        session, folder = self._session, self._folder
+        session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
+        # The mark tells this folder from one of the same name on another host.
+        mark = folder / f"of-rank-0-{session.broadcast(secrets.token_hex(8))}"
+        session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
+        session.run_or_raise_everywhere(lambda: _find(mark, session.rank) if self._weights.is_written_here else None)
+        # Only in memory does every process see at once what another process writes.
+        self._is_read_early = session.broadcast(session.rank == 0 and is_in_memory(folder))
+        if session.rank == 0:
+            mark.unlink()
+
+    def _send(self, message: Weights) -> PublishAnswer:
+        if self._session.rank != 0:
+            return self.answer
+        assert self._receiver is not None
+        return self._receiver.publish(message, self._deadline.total_seconds())
+
+
+def _own_folder(folder: Path) -> None:
+    """Make the folder and its parent for this user alone; refuse a folder that another user made first.
+
+    Remove the files that the run left there when it was killed, because nothing else removes them.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PlatformError(
+                f"{path} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}: "
+                f"it must belong to this user and have mode 700; remove it, or choose another folder"
+            )
+
+
+def _find(mark: Path, rank: int) -> None:
+    if not mark.exists():
+        raise PlatformError(
+            f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find rank 0's folder "
+            f"{mark.parent}. Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all "
+            "hosts share, or have one host hold a whole replica"
+        )
+
+
+def in_background(action: Callable[[], T]) -> Future[T]:
+    """Run the action in a daemon thread: a wait for a dead peer has no end, and must not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,270 @@
+"""The trainer's half of a publish that streams: rank 0 sends the tensors to the engines' devices while they load them.
+
+The sidecar tells the engines to join the sender's group and to receive. Rank 0 sends with the engines' library, so both
+ends speak the same protocol. Every publish makes a group of its own, because a restarted engine is not a member of an
+old one.
+"""
+
+import concurrent.futures
+import datetime
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.platforms import Platform
+from megatron_rl.shared.protocol.client import OtherWorkers, RolloutError
+from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
+from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.shards import Bucket
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.publish.probe import Probe
+from megatron_rl.trainer.mcore.publish.shared_memory import in_background
+from megatron_rl.trainer.mcore.session import Session
+
+T = TypeVar("T")
+
+_RETRY_SECONDS = 1.0
+_REASON_SECONDS = 5.0
+
+
+class StreamReceiver(Protocol):
+    """The rollout client, which tells the engines to receive."""
+
+    endpoint: str
+
+    def num_workers(self) -> int: ...
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
+
+    def probed(self, answer: ProbeAnswer) -> None: ...
+
+
+class Sender(Protocol):
+    """Rank 0 of the group that the engines' workers are in."""
+
+    def send_weights(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class WholeModel:
+    """The tensors of all stages, stage after stage. Iterating yields them on rank 0, and nothing on other ranks.
+
+    Every iteration over them is a collective of all ranks.
+    """
+
+    def __init__(self, weights: ModelWeights, session: Session, dtype: str | None, bucket_bytes: int = 1 << 28):
+        self._weights = weights
+        self._session = session
+        self._settings = (dtype, bucket_bytes)
+        stage_size = session.world_size // session.sizes.pipeline
+        by_rank = session.gather(weights.stream_specs(dtype, bucket_bytes))
+        self._roots = range(0, session.world_size, stage_size)
+        self._specs = [by_rank[root] for root in self._roots]
+        self._stage = session.rank // stage_size
+
+    @property
+    def manifest(self) -> list[TensorSpec]:
+        """The specs of the tensors that rank 0 gets, in order."""
+        return [spec for stage in self._specs for bucket in stage for spec in bucket]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for stage, root in enumerate(self._roots):
+            if stage == self._stage:
+                for bucket in self._weights.stream(*self._settings):
+                    if root == 0:
+                        yield from _hand_over(bucket, self._session.platform)
+                    elif bucket:
+                        dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
+            elif self._session.rank == 0:
+                for specs in self._specs[stage]:
+                    yield from _hand_over(self._receive(specs, root), self._session.platform)
+
+    def _receive(self, specs: Sequence[TensorSpec], root: int) -> Bucket:
+        sizes = [spec.num_elements for spec in specs]
+        flat = torch.empty(sum(sizes), dtype=DTYPES[specs[0].dtype], device=self._session.device)
+        dist.recv(flat, root)
+        return [(spec.name, part.view(spec.shape)) for spec, part in zip(specs, flat.split(sizes), strict=True)]
+
+
+def _hand_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that may be read on the stream that is current when each tensor is taken.
+
+    vLLM's sender changes its stream in the middle of a bucket, whenever it has filled a buffer. The policy's parameters
+    themselves may be read on any stream, since the host has read their fingerprint before.
+    """
+    if platform.device_type == "cpu":
+        yield from bucket
+        return
+    made = platform.event()
+    made.record(platform.current_stream())
+    for name, tensor in bucket:
+        reading = platform.current_stream()
+        reading.wait_event(made)
+        # The sender drops a tensor before its stream has read it. The memory must not be reused before that.
+        tensor.record_stream(reading)
+        yield name, tensor
+
+
+MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
+"""The function that opens a sender, from transport, address, port, group size and model; it waits for the workers."""
+
+
+class StreamPublisher:
+    """Publishes from device to device. Rank 0 talks to the sidecar, and sends."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        receiver: StreamReceiver | None,
+        run: str,
+        transport: Literal["nccl", "hccl"],
+        make_sender: MakeSender,
+        dtype: str | None = None,
+        deadline: datetime.timedelta = datetime.timedelta(minutes=10),
+        probe: Probe | None = None,
+        proof: Proof = "digests",
+    ):
+        """Compare the engines' log-probs with `probe`; without it, only with each other."""
+        self.answer = PublishAnswer()
+        self._probe = probe
+        self._proof: Proof = proof
+        self._weights = weights
+        self._session = session
+        self._receiver = receiver
+        self._run = run
+        self._transport: Literal["nccl", "hccl"] = transport
+        self._dtype = dtype
+        self._deadline = deadline.total_seconds()
+        self._make_sender = make_sender
+        self._model = WholeModel(weights, session, dtype)
+
+    def publish(self, version: int) -> str:
+        """Publish the weights to all engines, and return their fingerprint."""
+        fingerprint = self._weights.fingerprint(self._dtype)
+        joined = self._session.run_or_raise_everywhere(lambda: self._join(version, fingerprint))
+        if joined is None:
+            for _ in self._model:
+                pass
+        else:
+            self._send(version, *joined)
+        self._session.barrier()
+        # The engines have all weights and wait for the probe. No work of the sender is left on the device's queues.
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
+        taken = self._session.gather_or_raise_everywhere(
+            lambda: None if joined is None else self._await_answer(version, *joined)
+        )[0]
+        assert taken is not None
+        self.answer = taken
+        return fingerprint
+
+    def close(self) -> None:
+        """Do nothing, since this publisher keeps nothing between versions."""
+
+    def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[PublishAnswer]] | None:
+        """Have the engines told to receive, and wait until their workers are in the group."""
+        if self._session.rank != 0:
+            return None
+        assert self._receiver is not None
+        deadline = time.monotonic() + self._deadline
+        while True:
+            try:
+                return self._try_to_join(version, fingerprint, deadline)
+            except OtherWorkers:
+                # An engine started or ended after the workers were counted.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[PublishAnswer]]:
+        receiver = self._receiver
+        assert receiver is not None
+        host, port = _find_address(receiver.endpoint)
+        world_size = 1 + receiver.num_workers()
+        if world_size == 1:
+            raise OtherWorkers(f"version {version} was not published: no engine is up")
+        message = Weights(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint,
+            transport=self._transport,
+            dtype=self._dtype or self._weights.architecture.dtype,
+            location=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            probe=b"" if self._probe is None else self._probe.tokens(version),
+            manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
+            world_size=world_size,
+            deadline_seconds=self._deadline,
+            proof=self._proof,
+        )
+        told = in_background(lambda: receiver.publish(message, self._deadline))
+        opened = self._on_device(lambda: self._make_sender(self._transport, host, port, world_size, self._model))
+        futures: list[Future[Any]] = [opened, told]
+        concurrent.futures.wait(futures, deadline - time.monotonic(), concurrent.futures.FIRST_COMPLETED)
+        if told.done():
+            told.result()
+        if not opened.done():
+            raise RolloutError(
+                f"version {version} was not published: {world_size - 1} workers of engines did not connect to "
+                f"{message.location} within {self._deadline:g} s; check that the engines' hosts reach this host"
+            )
+        return opened.result(), told
+
+    def _send(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> None:
+        """Send all tensors and wait for the end; if the engines fail, raise the sidecar's error."""
+        sent = self._on_device(sender.send_weights)
+        futures: list[Future[Any]] = [sent, told]
+        concurrent.futures.wait(futures, self._deadline, concurrent.futures.FIRST_COMPLETED)
+        if told.done() and not told.exception():
+            # The engines may have received everything before the sending thread reports its end.
+            concurrent.futures.wait([sent], _REASON_SECONDS)
+        if sent.done() and sent.exception() is not None:
+            # The sidecar's reason for a failure says more than the error that it causes here.
+            concurrent.futures.wait([told], _REASON_SECONDS)
+        if told.done():
+            told.result()
+        if not sent.done():
+            raise _not_taken(version, self._deadline)
+        sent.result()
+
+    def _await_answer(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> PublishAnswer:
+        """Wait until all engines hold the version."""
+        concurrent.futures.wait([told], self._deadline)
+        if not told.done():
+            raise _not_taken(version, self._deadline)
+        answer = told.result()
+        sender.shutdown()
+        return answer
+
+    def _on_device(self, action: Callable[[], T]) -> Future[T]:
+        def run() -> T:
+            # Each thread has its own current device.
+            self._session.platform.set_device(self._session.device.index or 0)
+            return action()
+
+        return in_background(run)
+
+
+def _not_taken(version: int, seconds: float) -> RolloutError:
+    return RolloutError(f"the engines did not receive version {version} within {seconds:g} s")
+
+
+def _find_address(endpoint: str) -> tuple[str, int]:
+    """Return the address at which the sidecar's engines reach this host, and a free port."""
+    host = urlsplit(endpoint).hostname or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # No packet is sent: the system only tells which source address it would use.
+        probe.connect((host, 9))
+        own = probe.getsockname()[0]
+    with socket.socket(family) as listener:
+        listener.bind((own, 0))
+        return own, listener.getsockname()[1]

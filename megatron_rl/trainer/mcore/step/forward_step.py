@@ -1,0 +1,328 @@
+"""The way of a micro-batch from its slot to the loss: Megatron's schedules, and the functions that they call.
+
+Letters: N targets.
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.trainer.data.batch import Batch
+from megatron_rl.trainer.data.packing import Pack
+from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.mcore.step import auxiliary
+from megatron_rl.trainer.mcore.step.piggyback import Piggyback
+from megatron_rl.trainer.mcore.step.trace import POLICY, StepTrace
+
+M_co = TypeVar("M_co", covariant=True)
+
+Model = Sequence[torch.nn.Module]
+"""This rank's chunks of a model: one, or one for each virtual pipeline stage."""
+
+Report = dict[str, Any]
+"""The results of a micro-batch that `loss_func` reports, by name."""
+
+# The process groups that the schedules and the finalization of gradients would otherwise look up themselves.
+_GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
+
+
+class MicroBatches(Protocol[M_co]):
+    """The micro-batches of one run of the schedule. Each of a rank's chunks iterates over them once, from the first.
+
+    Iterating waits, inside the schedule, until the next micro-batch has arrived.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[M_co]: ...
+
+
+class ForwardStep:
+    """The functions that a schedule calls for each micro-batch and chunk; these compute log-probs and no loss."""
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        trace: StepTrace | None = None,
+        role: str = POLICY,
+        communicator: Piggyback | None = None,
+    ):
+        """`trace` records when each pass of `role` runs. `communicator` replaces Megatron's between pipeline stages."""
+        self.trace = trace
+        self.communicator = communicator
+        self._temperature = temperature
+        self._role = role
+
+    def forward_step(self, data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run the next micro-batch through a chunk; return its hidden states or log-probs, and the loss function."""
+        micro_batch: Pack | Batch = next(data_iterator)
+        pack = micro_batch.pack if isinstance(micro_batch, Batch) else micro_batch
+        if isinstance(micro_batch, Batch):
+            self._begin(self._role, micro_batch, model)
+        return model(pack, self._temperature), self.loss_func
+
+    def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        """Return a zero loss and the micro-batch's log-probs; the schedule calls this on the last stage."""
+        return output_tensor.new_zeros(()), {"log_probs": output_tensor.detach()}
+
+    def _begin(self, role: str, batch: Batch, model: torch.nn.Module) -> None:
+        """Tell the trace that a role's forward pass through a chunk begins; the schedule tells it the end."""
+        if self.trace is not None:
+            self.trace.begin_forward(role, unwrap(model).vp_stage or 0, batch.index, batch.pack.num_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleAssignment:
+    """The numbers of the models that play each role in one update.
+
+    The policy has number 0. The frozen models follow from 1 on, and then the known log-probs.
+    """
+
+    old: int = 0
+    reference: int | None = None
+    frozen: Sequence[Model] = ()
+    """Models without gradients that run beside the policy."""
+    known: Sequence[Mapping[int, torch.Tensor]] = ()
+    """The log-probs of models that ran earlier, by slot."""
+
+
+class PolicyStep(ForwardStep):
+    """Runs a micro-batch of an update through the frozen models and the policy, and computes its GRPO loss.
+
+    Each stage first runs a micro-batch through its part of the frozen models, without gradients, and then through its
+    part of the policy. Hidden states of the frozen models travel to the next stage in the policy's messages
+    (`piggyback.py`). Frozen models have no backward pass.
+    """
+
+    def __init__(
+        self,
+        policy: Model,
+        assignment: RoleAssignment,
+        objective: Objective,
+        temperature: float,
+        scale: float,
+        trace: StepTrace | None = None,
+        num_kept: int = 0,
+    ):
+        """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`.
+
+        Keep the log-probs of the iteration's first `num_kept` slots.
+        """
+        super().__init__(temperature, trace, communicator=_open_piggyback(policy, len(assignment.frozen)))
+        self._assignment = assignment
+        self._objective = objective
+        self._scale = scale
+        self._num_kept = num_kept
+        self.kept: dict[int, torch.Tensor] = {}
+        """The log-probs of each kept slot's targets under the policy that sampled, as the trainer computes them."""
+        self._with_entropies = objective.config.entropy_coef > 0
+
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run the next micro-batch through a chunk of the frozen models and of the policy."""
+        batch = next(data_iterator)
+        frozen_outputs = self._forward_frozen(batch, model)
+        self._begin(POLICY, batch, model)
+        output_tensor = model(batch.pack, self._temperature, self._with_entropies)
+        if self.communicator is not None and not unwrap(model).post_process:
+            self.communicator.put(output_tensor, frozen_outputs)
+        share = self._objective.share(batch.num_targets, batch.num_responses)
+        auxiliary.weigh_losses(output_tensor, share, get_model_config(model))
+        return output_tensor, partial(self.loss_func, batch, frozen_outputs)
+
+    def loss_func(  # type: ignore[override] # the schedules give the last argument alone
+        self, batch: Batch, frozen_outputs: list[torch.Tensor], output_tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, Report]:
+        """Return the sum of a micro-batch's losses, computed from its log-probs under each role, and its statistics.
+
+        Nothing is divided here: `trainer/loop/learner.py` divides once per update, by the denominator of all replicas.
+        """
+        assignment, sequences_N = self._assignment, batch.pack.target_sequences_N
+        policy_N, entropies_N = output_tensor.unbind(1) if self._with_entropies else (output_tensor, None)
+        known = (of_model[batch.index] for of_model in assignment.known)
+        log_probs_N = [policy_N.detach(), *frozen_outputs, *known]
+        reference_N = None if assignment.reference is None else log_probs_N[assignment.reference]
+        loss, statistics = self._objective.loss(
+            RoleLogProbs(policy_N, log_probs_N[assignment.old], reference_N, entropies_N),
+            batch.engine_log_probs_N,
+            # index_select: its result does not depend on the number of threads.
+            batch.advantages_S.index_select(0, sequences_N),
+            sequences_N,
+            batch.lengths_S,
+        )
+        if batch.index < self._num_kept:
+            self.kept[batch.index] = log_probs_N[assignment.old]
+        return loss * self._scale, {"statistics": statistics}
+
+    def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor]:
+        """Run the micro-batch through the same chunk of each frozen model."""
+        chunk = unwrap(model)
+        hidden = chunk.decoder.input_tensor
+        inputs: list[torch.Tensor | None] = [None] * len(self._assignment.frozen)
+        if self.communicator is not None and hidden is not None:
+            inputs = [*self.communicator.take(hidden)]
+        chunks = [frozen[chunk.vp_stage or 0] for frozen in self._assignment.frozen]
+        outputs = []
+        for number, given in enumerate(zip(chunks, inputs, strict=True), start=1):
+            self._begin("reference" if number == self._assignment.reference else "old", batch, model)
+            outputs.append(self._run_frozen(batch.pack, *given))
+        return outputs
+
+    @torch.no_grad()
+    def _run_frozen(self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None) -> torch.Tensor:
+        unwrap(chunk).set_input_tensor([hidden])
+        output = chunk(pack, self._temperature)
+        # Otherwise the chunk would keep the previous stage's hidden states until the next micro-batch.
+        unwrap(chunk).set_input_tensor([None])
+        return output
+
+
+class SupervisedStep(ForwardStep):
+    """Runs a pack of demonstrations through the model; the loss of a target is minus its log-prob."""
+
+    def __init__(self, scale: float, trace: StepTrace | None = None):
+        """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`."""
+        super().__init__(trace=trace)
+        self._scale = scale
+        # The number of micro-batches that each chunk was given.
+        self._num_given: collections.Counter[int] = collections.Counter()
+
+    def forward_step(self, data_iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run the next pack through a chunk."""
+        pack = next(data_iterator)
+        chunk = unwrap(model).vp_stage or 0
+        if self.trace is not None:
+            self.trace.begin_forward(self._role, chunk, self._num_given[chunk], pack.num_tokens)
+        self._num_given[chunk] += 1
+        output_tensor = model(pack, self._temperature)
+        auxiliary.weigh_losses(output_tensor, pack.num_targets, get_model_config(model))
+        return output_tensor, self.loss_func
+
+    def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        """Return the sum of a micro-batch's losses. `training/supervised` divides once per update."""
+        loss = -output_tensor.sum()
+        return loss * self._scale, {"loss": loss.detach()}
+
+
+def _open_piggyback(policy: Model, num_frozen: int) -> Piggyback | None:
+    """Return the communicator for frozen hidden states; None if none travel between stages."""
+    if num_frozen == 0 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return None
+    return Piggyback(get_model_config(policy[0]), num_frozen)
+
+
+def run_schedule(
+    step: ForwardStep, model: Model, micro_batches: MicroBatches, forward_only: bool = False
+) -> list[Report]:
+    """Run micro-batches through Megatron's own schedule; return their reports on the last pipeline stage, else none.
+
+    Every `main_grad` receives the gradient of the sum of losses, over all replicas, unless `forward_only`.
+    """
+    config = get_model_config(model[0])
+    config.finalize_model_grads_func = None if forward_only else finalize_model_grads
+    # Without it, an overlapped reduction starts after the number of micro-batches of the first call, and the gradients
+    # of later micro-batches are lost.
+    config.no_sync_func = _no_sync(model)
+    iterators = [iter(micro_batches) for _ in model]
+    is_interleaved = len(model) > 1
+    with _timed(config, step.trace, len(model)):
+        return _call_schedule(step, model, iterators, is_interleaved, len(micro_batches), forward_only)
+
+
+def _call_schedule(
+    step: ForwardStep,
+    model: Model,
+    iterators: Sequence[Iterator[Any]],
+    is_interleaved: bool,
+    num_micro_batches: int,
+    forward_only: bool,
+) -> list[Report]:
+    config = get_model_config(model[0])
+    return get_forward_backward_func()(
+        forward_step_func=step.forward_step,
+        data_iterator=iterators if is_interleaved else iterators[0],
+        model=list(model) if is_interleaved else model[0],
+        num_microbatches=num_micro_batches,
+        # Stages tell each other the length of each message; this number only has to be divisible by the parallel sizes.
+        seq_length=config.tensor_model_parallel_size * config.context_parallel_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        p2p_communicator=step.communicator,
+        # The schedules take both communicator and groups from their caller, or neither.
+        pg_collection=None if step.communicator is None else ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
+    )
+
+
+def loss_scale(num_micro_batches: int) -> int:
+    """Return the factor that undoes the schedule's division by micro-batches and the gradient buffers' by replicas.
+
+    Context-parallel ranks cancel out: the schedule multiplies by their number, and the buffers divide by it.
+    """
+    return num_micro_batches * parallel_state.get_data_parallel_world_size()
+
+
+def compute_log_probs(
+    model: Model,
+    micro_batches: MicroBatches,
+    temperature: float = 1.0,
+    trace: StepTrace | None = None,
+    role: str = POLICY,
+) -> list[torch.Tensor]:
+    """Compute log-probs of each micro-batch's targets, without gradients; only the last pipeline stage returns any."""
+    step = ForwardStep(temperature, trace, role)
+    # The schedules leave no_grad to their caller.
+    with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
+        reports = run_schedule(step, model, micro_batches, forward_only=True)
+    return [report["log_probs"] for report in reports]
+
+
+def is_reporter() -> bool:
+    """Check whether this rank reports for its replica: it is the first of the ranks that compute losses."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0
+
+
+@contextlib.contextmanager
+def _timed(config: ModelParallelConfig, trace: StepTrace | None, num_chunks: int) -> Iterator[None]:
+    """Have Megatron tell the trace when its passes begin and end, through its hook for timers."""
+    if trace is None:
+        yield
+        return
+    before = config.timers
+    config.timers = trace.timer if before is None else trace.combine_with(before)
+    trace.begin_schedule(num_chunks)
+    try:
+        yield
+    finally:
+        config.timers = before
+
+
+@contextlib.contextmanager
+def _last_message_awaited(config: ModelParallelConfig) -> Iterator[None]:
+    """Turn off the overlap of warm-up messages for a forward-only pass.
+
+    With it, an interleaved pass waits for its last message only in the backward pass. Without a backward pass that
+    message may be lost, and the next stage would wait forever.
+    """
+    is_overlapped, config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm_warmup_flush, False
+    try:
+        yield
+    finally:
+        config.overlap_p2p_comm_warmup_flush = is_overlapped
+
+
+def _no_sync(model: Model) -> Any:
+    """Return the contexts that delay the reduction of gradients to the last micro-batch, in the schedules' form."""
+    functions = [chunk.no_sync for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    if not functions:
+        return None
+    return functions if len(model) > 1 else functions[0]

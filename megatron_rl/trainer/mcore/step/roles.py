@@ -1,0 +1,126 @@
+"""Models in the roles of policy, old policy and reference: all in one pass, or each role in passes of its own."""
+
+from typing import Protocol
+
+import torch
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
+from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
+from megatron_rl.trainer.mcore.model.gpt import build_model
+from megatron_rl.trainer.mcore.session import Session
+from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
+from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
+from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+
+class Roles(Protocol):
+    """The models whose log-probs a loss is computed from."""
+
+    temperature: float
+    """The divisor of logits before log-probs are taken, in every role."""
+
+    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
+        """Assign models to roles for an update; `reference_is_policy` describes the iteration's start."""
+        ...
+
+    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+        """Keep the old policy for later updates, before the first update changes the weights."""
+        ...
+
+
+class TriModel:
+    """All roles in one pass of the pipeline, so that a micro-batch is trained as soon as it arrives.
+
+    A role with the weights of another role is not computed. In an iteration's first update, the old policy has the
+    policy's weights. While `reference_is_policy`, the reference has the old policy's.
+    """
+
+    def __init__(self, policy: Model, reference: Model | None, old: Model | None, temperature: float):
+        """Copy the policy's weights into `old` when needed; an iteration with a single update needs no `old`."""
+        self._policy = policy
+        self._reference = reference
+        self._old = old
+        self.temperature = temperature
+
+    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
+        reference = self._reference
+        if update == 0:
+            if reference is None:
+                return RoleAssignment()
+            if reference_is_policy:
+                return RoleAssignment(reference=0)
+            return RoleAssignment(reference=1, frozen=[reference])
+        if reference is None:
+            return RoleAssignment(old=1, frozen=[self._old_model()])
+        if reference_is_policy:
+            return RoleAssignment(old=1, reference=1, frozen=[reference])
+        return RoleAssignment(old=1, reference=2, frozen=[self._old_model(), reference])
+
+    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+        # The pass before has gathered the parameters that are gathered late.
+        if self._reference is None or not reference_is_policy:
+            copy_weights(self._policy, self._old_model())
+
+    def _old_model(self) -> Model:
+        assert self._old is not None, "several updates need room for the old policy"
+        return self._old
+
+
+class SeparateRoles:
+    """Each role in passes of its own: the baseline to compare the fused pass with.
+
+    A role with the policy's weights is not computed. The old policy has them in an iteration's first update, and the
+    reference as long as `reference_is_policy`. A frozen role's pass takes all of an update's slots, so it waits for all
+    of them.
+    """
+
+    def __init__(self, policy: Model, reference: Model | None, temperature: float, trace: StepTrace | None = None):
+        self._policy = policy
+        self._reference = reference
+        self._trace = trace
+        self._old: dict[int, torch.Tensor] = {}
+        self.temperature = temperature
+
+    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
+        if update == 1:
+            # Parameters that are gathered late are gathered once after each backward pass. The old role's pass came
+            # between the backward pass and the step. So the first pass after the step would use the old parameters.
+            force_param_sync(self._policy)
+        known = [] if update == 0 else [self._old]
+        old, reference = len(known), None
+        if self._reference is not None:
+            reference = 0
+            if update > 0 or not reference_is_policy:
+                known.append(self._log_probs(self._reference, micro_batches, "reference"))
+                reference = len(known)
+        return RoleAssignment(old=old, reference=reference, known=known)
+
+    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+        later = slots.after(0)
+        later.wait_for_first()
+        self._old = self._log_probs(self._policy, later, "old")
+
+    def _log_probs(self, model: Model, micro_batches: UpdateSlots, role: str) -> dict[int, torch.Tensor]:
+        """Compute log-probs by slot; only the last pipeline stage returns any."""
+        results = compute_log_probs(model, micro_batches, self.temperature, self._trace, role)
+        return dict(zip(micro_batches.indices, results, strict=False))
+
+
+def build_roles(
+    settings: Settings,
+    session: Session,
+    policy: Policy,
+    reference: Reference | None,
+    num_updates: int,
+    trace: StepTrace | None = None,
+) -> Roles:
+    """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
+    chunks = None if reference is None else reference.chunks
+    temperature = settings.sampling.temperature
+    if settings.loop.tri_model == "separate":
+        return SeparateRoles(policy.wrapped, chunks, temperature, trace)
+    host = session.platform if settings.loop.frozen_offload else None
+    old = freeze(build_model(settings), host) if num_updates > 1 else None
+    return TriModel(policy.wrapped, chunks, old, temperature)
