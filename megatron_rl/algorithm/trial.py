@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.declaration import ScoredGroup, Targets
-from megatron_rl.algorithm.library import LossSettings
+from megatron_rl.algorithm.library import LOSS_FIELDS
 from megatron_rl.algorithm.plug_ins import (
     ADVANTAGE,
     LOSS,
@@ -43,7 +43,6 @@ _MAX_TOKENS = 8
 _SPREAD = 0.5
 # Two sums of the same numbers in another order differ by less.
 _NEAR = 1e-4
-LOSS_FIELDS = frozenset(field.name for field in dataclasses.fields(LossSettings))
 
 
 def find_plug_in_problems(

@@ -42,6 +42,8 @@ class LossSettings(ppo.ClipSettings, sapo.SapoSettings, dppo.DppoSettings):
     """The settings that only some losses read."""
 
 
+LOSS_FIELDS = frozenset(field.name for field in dataclasses.fields(LossSettings))
+
 # What --grpo-loss, --grpo-advantage and --algorithm may name.
 LOSSES: dict[str, Loss] = {loss.name: loss for algorithm in ALGORITHMS.values() for loss in algorithm.losses}
 ADVANTAGES: dict[str, Advantage] = {

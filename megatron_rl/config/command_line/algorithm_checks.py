@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
-from megatron_rl.algorithm.trial import LOSS_FIELDS, find_plug_in_problems
+from megatron_rl.algorithm.library import ADVANTAGES, LOSS_FIELDS, LOSSES
+from megatron_rl.algorithm.trial import find_plug_in_problems
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
