@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = "megatron_rl"
 
-# The parts of the package, the lowest first. A part imports from lower layers only, and from itself. A dot names a file
-# or a folder of a room that is a part by itself.
+# The parts of the package, the lowest first. A part imports from lower layers only, and from itself. A name with
+# a dot is a file, or a folder, that is a part by itself.
 LAYERS = (
     {"errors", "types"},
     {"versions"},
@@ -105,7 +105,7 @@ def _import_violations(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]
     if part is None:
         return
     if name == f"{PACKAGE}.{part}" and any(known.startswith(f"{part}.") for layer in LAYERS for known in layer):
-        # The docstring of a room.
+        # The file of a folder that only holds parts: it has a docstring.
         return
     if _layer(part) is None:
         yield 1, f"{part} is in no layer; put it into LAYERS of tests/layering.py"

@@ -1,1 +1,1 @@
-"""The subcommands of the command `megatron-rl`."""
+"""The commands of `megatron-rl` that check, convert and patch; those that read runs are in `analysis`."""

@@ -1,4 +1,4 @@
-"""python -m megatron_rl.config"""
+"""python -m megatron_rl.config FLAGS: check the command line of a run, and print its settings."""
 
 import sys
 

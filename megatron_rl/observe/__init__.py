@@ -1,1 +1,1 @@
-"""Shows a run to people: progress, metrics, samples, traces, the report, the summary at its end. For rank 0 only."""
+"""The output of a run while it lives: metrics, progress, samples, traces, and the summary at its end."""

@@ -209,7 +209,7 @@ class SupervisedStep(ForwardStep):
         return output_tensor, self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
-        """Return the sum of a micro-batch's losses. `training/supervised` divides once per update."""
+        """Return the sum of a micro-batch's losses. `trainer/loop/supervised/stage.py` divides once per update."""
         loss = -output_tensor.sum()
         return loss * self._scale, {"loss": loss.detach()}
 
