@@ -119,6 +119,10 @@ def _is_defined(name: str) -> bool:
     words = name.removeprefix("megatron_rl.").split(".")
     if words[0] in _classes():
         return len(words) == 2 and any(words[1] in members for members in _classes()[words[0]])
+    # A folder of a room is named with its room.
+    is_inner = any(path.is_dir() and (path / "__init__.py").exists() for path in PACKAGE.glob(f"*/{words[0]}"))
+    if is_inner and not (PACKAGE / f"{words[0]}.py").exists() and words[-1] not in _SUFFIXES:
+        return False
     if not ((PACKAGE / words[0]).is_dir() or (PACKAGE / f"{words[0]}.py").exists()) or words[-1] in _SUFFIXES:
         return not name.startswith("megatron_rl.")
     for count in range(len(words), 0, -1):

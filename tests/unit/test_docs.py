@@ -210,13 +210,14 @@ def test_planted_faults_in_a_page_are_found(tmp_path, monkeypatch):
     (tmp_path / "b.md").write_text("# Two words: `code`\n")
     (tmp_path / "a.md").write_text(
         "[1](b.md) [2](b.md#two-words-code) [3](c.md) [4](b.md#three) [5](#none) [6](https://example.com/x)\n"
-        "`sidecar.runner.x`, `trainer/data/packing.py`, `data/nothing.py`, `Session.nothing`, "
+        "`sidecar.runner.x`, `mcore.session`, `trainer/data/packing.py`, `data/nothing.py`, `Session.nothing`, "
         "`torch.nothing`, `config.json`\n"
         "```text\nsidecar.main -> sidecar.mains\n```\n```python\nimport megatron_rl.nothing\n```\n"
     )
     assert broken_links("a.md") == ["c.md", "b.md#three", "#none"]
     assert unknown_names("a.md") == [
-        "data/nothing.py", "sidecar.runner.x", "Session.nothing", "sidecar.mains", "megatron_rl.nothing",
+        "data/nothing.py", "sidecar.runner.x", "mcore.session", "Session.nothing", "sidecar.mains",
+        "megatron_rl.nothing",
     ]  # fmt: skip
 
 
