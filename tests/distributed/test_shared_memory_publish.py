@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.errors import NoRoom, PlatformError
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Writer, read_digests
@@ -171,7 +171,7 @@ def fail_to_write(model: Path, folder: Path) -> tuple[str, list[str]]:
         reader = NobodyWrites() if session.rank == 0 else None
         publisher = SharedMemoryPublisher(weights, session, reader, "run", folder / "run")
         put = full if session.rank == 1 else Writer.put
-        with mock.patch.object(Writer, "put", put), pytest.raises(InputError) as caught:
+        with mock.patch.object(Writer, "put", put), pytest.raises(NoRoom) as caught:
             publisher.publish(0)
         if reader is not None:
             assert reader.is_told.wait(60)
