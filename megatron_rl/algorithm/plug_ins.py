@@ -107,16 +107,16 @@ def compare_plug_ins(saved: Mapping[str, str], now: Mapping[str, str], source: s
 
     Raise an InputError if the file of a function has changed: a resumed run would be another run under the same flags.
     """
-    for label in saved.keys() & now.keys():
-        if saved[label] != now[label]:
+    for label in now:
+        if saved.get(label, now[label]) != now[label]:
             raise InputError(
                 f"{label}: the file has changed since {source} was saved (sha256 {saved[label][:12]}, now "
                 f"{now[label][:12]}), so the run would resume as another run: restore the file, or give the new "
                 "function a file of its own"
             )
     return [
-        *(f"{source} was trained without {label}, which counts from here on" for label in now.keys() - saved.keys()),
-        *(f"{source} was trained with {label}, which this run leaves out" for label in saved.keys() - now.keys()),
+        *(f"{source} was trained without {label}, which counts from here on" for label in now if label not in saved),
+        *(f"{source} was trained with {label}, which this run leaves out" for label in saved if label not in now),
     ]
 
 

@@ -66,7 +66,7 @@ def refused_at(run: Path, name: BreachName) -> int:
 @pytest.mark.each_change
 def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_the_learning_rate(world):
     plant = {"where": "load", "names": "layers.1.mlp.up_proj", "from_load": LOADS_BEFORE + 4}
-    expected = "version 3 was not published: engine engine-0, .* held with other numbers.*: model.layers.1.mlp.up_proj"
+    expected = "version 3 was not published: engine engine-0, .* do not hold the numbers .*: model.layers.1.mlp.up_proj"
     run = fails(world, "layer", plant, expected, lr=1e-7)
     assert refused_at(run, BreachName.NOT_PROVEN) == 3
 
@@ -133,7 +133,7 @@ def test_an_engine_that_keeps_any_old_tensor_ends_the_run_at_that_publish(world,
         is_tied = family.endswith("_tied")
         loop.draw_model(folder, family=family.removesuffix("_tied"), head_dim=32, tie_word_embeddings=is_tied)
     plant = {"where": "load", "names": names, "from_load": LOADS_BEFORE + 1 + version}
-    expected = f"version {version} was not published: engine engine-0, .* held with other numbers.*{re.escape(names)}"
+    expected = f"version {version} was not published: engine engine-0, .* do not hold the numbers .*{re.escape(names)}"
     run = fails(world, f"{names}-{version}", plant, expected, hf_model=folder, lr=1e-6)
     assert refused_at(run, BreachName.NOT_PROVEN) == version
 
