@@ -351,12 +351,16 @@ def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_k
         assert "head_dim=16" in (logs / name).read_text()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 2.0, 5.0])
 @pytest.mark.parametrize(
-    ("victim", "said"),
-    [("api", "its server ended by SIGKILL"), ("core", r"its process \d+ \(VLLM::EngineCore\) has ended")],
+    ("victim", "seconds", "said"),
+    [
+        *(("api", seconds, "its server ended by SIGKILL") for seconds in (0.0, 2.0, 5.0)),
+        # Killed between two looks, a core is named by vLLM's last words.
+        ("core", 0.0, r"its process \d+ \(VLLM::EngineCore\) has ended|its server ended with exit code 1 .*core"),
+        *(("core", seconds, r"its process \d+ \(VLLM::EngineCore\) has ended") for seconds in (2.0, 5.0)),
+    ],
 )
-def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name(run, models, victim, said, seconds):
+def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name(run, models, victim, seconds, said):
     folder = run_folder()
     factory = VllmFactory(dataclasses.replace(vllm_models.CONFIG, model=str(models.first)), folder, LocalLauncher())
     engine = factory.create("engine-0")
@@ -373,7 +377,7 @@ def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name
         with pytest.raises(EngineLost) as raised:
             await asyncio.wait_for(starting, NAMED_SECONDS)
         print(f"{victim} killed {seconds:g} s after the core exists: {time.monotonic() - killed:.2f} s: {raised.value}")
-        assert re.match(f"engine engine-0: {said}", str(raised.value), re.DOTALL)
+        assert re.match(f"engine engine-0: (?:{said})", str(raised.value), re.DOTALL)
         assert await asyncio.to_thread(gone, list(found.values()), NAMED_SECONDS)
 
     try:
