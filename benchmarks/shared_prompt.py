@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks import report, shared_prompt_step
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend, find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.trainer.data.packing import pack_groups, separated
+from megatron_rl.trainer.data.packing import pack_groups, separate_responses
 from tests.ranks import run_ranks
 
 NUM_HEADS, HEAD_DIM = 8, 64
@@ -61,7 +61,7 @@ class Group:
     def measured_saving(self) -> float:
         """Return the same, measured on packs."""
         groups = [([0] * self.prompt, [[0] * length for length in self.responses])]
-        return 1 - pack_groups(groups).num_tokens / pack_groups(separated(groups)).num_tokens
+        return 1 - pack_groups(groups).num_tokens / pack_groups(separate_responses(groups)).num_tokens
 
 
 def main() -> None:
