@@ -266,7 +266,7 @@ def _varying(lengths: list[int], device: str) -> Attention:
     longest = max(lengths)
 
     def attention(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        groups = gather.grouping(varlen_attn, q_THD, k_TGD)
+        groups = gather.declare_grouping(varlen_attn, q_THD, k_TGD)
         return varlen_attn(q_THD, k_TGD, v_TGD, offsets, offsets, longest, longest, window_size=(-1, 0), **groups)
 
     return attention
