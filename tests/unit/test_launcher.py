@@ -29,7 +29,7 @@ FAKE_VLLM = """
     def core(method):
         child = multiprocessing.get_context(method).Process(target=worker)
         child.start()
-        print("pids", os.getppid(), os.getpid(), child.pid, flush=True)
+        print(f"pids {os.getppid()} {os.getpid()} {child.pid}", flush=True)
         time.sleep(600)
 
     if __name__ == "__main__":
