@@ -20,7 +20,7 @@ import torch
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
-from megatron_rl.shared.records.audit_samples import Kept, Sample, choose_samples
+from megatron_rl.shared.records.audit_samples import KeptSamples, Sample, choose_samples
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
@@ -58,7 +58,7 @@ class Outcome:
     breaches: list[Breach]
 
 
-def rescore(kept: Kept, checkpoints: Path, count: int, seed: str, bound: float | None = None) -> Outcome:
+def rescore(kept: KeptSamples, checkpoints: Path, count: int, seed: str, bound: float | None = None) -> Outcome:
     """Compute `count` responses again, spread over the versions that have a checkpoint; `seed` chooses them."""
     reasons, breaches = dict(kept.reasons), list(kept.breaches)
     folders: dict[int, Path] = {}
@@ -111,7 +111,7 @@ def _find_folder(checkpoints: Path, version: int) -> Path:
     return checkpoints / f"iter_{version:07d}"
 
 
-def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
+def _before(kept: KeptSamples, checkpoints: Path, version: int) -> Path | None:
     """Find the checkpoint of the previous version, if it exists and has another policy."""
     folder, published = _find_folder(checkpoints, version - 1), kept.fingerprints.get(version - 1)
     try:
@@ -121,7 +121,7 @@ def _before(kept: Kept, checkpoints: Path, version: int) -> Path | None:
     return folder if held == published != kept.fingerprints[version] else None
 
 
-def _other_checkpoint(kept: Kept, version: int, folder: Path, held: str) -> Breach:
+def _other_checkpoint(kept: KeptSamples, version: int, folder: Path, held: str) -> Breach:
     published = kept.fingerprints[version]
     return Breach(
         BreachName.OTHER_CHECKPOINT,

@@ -1,5 +1,6 @@
 """Flags, and their derivation from fields of dataclasses. Nothing here needs torch."""
 
+import argparse
 import dataclasses
 import difflib
 import enum
@@ -8,7 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megatron_rl.errors import UsageError
 
@@ -295,3 +296,18 @@ def index_by_name(flags: Iterable[Flag]) -> Mapping[str, Flag]:
         for name in flag.names:
             by_name.setdefault(name, flag)
     return by_name
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser that raises a UsageError in place of ending the process.
+
+    Flags cannot be abbreviated, and a flag that was not given leaves no attribute.
+    """
+
+    def __init__(self, prog: str, description: str, **keywords: Any) -> None:
+        super().__init__(
+            prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, **keywords
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))

@@ -162,6 +162,12 @@ class CheckpointConfig:
         "assume_ok_unexpected", "The reaction to tensors that only the checkpoint has, or only the model."
     )
 
+    @property
+    def written(self) -> dict[str, Path]:
+        """The folders that checkpoints are written to, by their flags."""
+        folders = {"--save": self.save, "--save-hf": self.save_hf}
+        return {flag: folder for flag, folder in folders.items() if folder is not None}
+
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:

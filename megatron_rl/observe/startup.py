@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from megatron_rl.config.cores import CoreShares
+from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.weights.mapping import Mapping
 

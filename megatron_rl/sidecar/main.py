@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.cores import CoreShares, count_cores, share_cores
+from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.rewards.pool import RewardPool

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from megatron_rl.config import devices
-from megatron_rl.config.cores import CoreShares
-from megatron_rl.config.flag import Flag, check_bounds, derive_flags, suggest_nearest
-from megatron_rl.config.flag_parser import FlagParser
+from megatron_rl.config import hardware
+from megatron_rl.config.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
+from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import (
     DraftSettings,
     ModelConfig,
@@ -148,8 +147,8 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
 
 def detect_device() -> Literal["cpu", "cuda", "npu"]:
     """Find this host's kind of device without importing packages: engines may have another environment."""
-    kinds: tuple[devices.Kind, ...] = ("npu", "cuda")
-    return next((kind for kind in kinds if devices.list_files(kind)), "cpu")
+    kinds: tuple[hardware.Kind, ...] = ("npu", "cuda")
+    return next((kind for kind in kinds if hardware.list_files(kind)), "cpu")
 
 
 def list_flags() -> list[Flag]:
@@ -291,7 +290,7 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         yield (
             f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "
             "devices are visible here, and the run's ranks have the first: start fewer ranks or engines, show more "
-            f"devices ({devices.VARIABLES[device]}), or start a sidecar elsewhere (--rollout-endpoint)"
+            f"devices ({hardware.VARIABLES[device]}), or start a sidecar elsewhere (--rollout-endpoint)"
         )
     if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
@@ -308,7 +307,7 @@ def list_visible(settings: SidecarSettings) -> list[str]:
     """List the devices that this sidecar's engines may be given; none if none is known."""
     if settings.device == "cpu" or settings.rollout.engine == "scripted":
         return []
-    return devices.list_visible_devices(settings.device)
+    return hardware.list_visible_devices(settings.device)
 
 
 def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
@@ -317,7 +316,7 @@ def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
     if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
         return settings
     num_wanted = rollout.num_engines * rollout.tensor_parallel_size
-    picked = devices.pick_after_ranks(settings.device, num_ranks, num_wanted)
+    picked = hardware.pick_after_ranks(settings.device, num_ranks, num_wanted)
     return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.shared.protocol.client import OtherWorkers, RolloutError
+from megatron_rl.shared.protocol.client import RolloutError, WorkersChanged
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
@@ -46,7 +46,7 @@ class Sidecar:
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.told.append(weights)
         if weights.world_size != 3:
-            raise OtherWorkers("two workers")
+            raise WorkersChanged("two workers")
         if self.refusals:
             raise self.refusals.pop()
         assert self.is_sent.wait(60)

@@ -23,9 +23,9 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import (
     EvaluationLost,
     IterationLost,
-    OtherWorkers,
     RolloutClient,
     RolloutError,
+    WorkersChanged,
     read_token,
 )
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
@@ -132,7 +132,7 @@ def test_a_failed_iteration_reaches_every_rank_with_its_reason(tmp_path: Path) -
     [
         (IterationFailed, IterationLost, "the reason"),
         (EvaluationFailed, EvaluationLost, "the reason"),
-        (WrongWorkerCount, OtherWorkers, "the reason"),
+        (WrongWorkerCount, WorkersChanged, "the reason"),
         (Conflict, RolloutError, "POST /v1/iterations was answered 409: the reason"),
         (NoSuchSlot, RolloutError, "POST /v1/iterations was answered 404: the reason"),
         (InputError, RolloutError, "POST /v1/iterations was answered 400: the reason"),

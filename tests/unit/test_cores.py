@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config.cores import CoreShares, count_cores, find_asked_threads, share_cores
+from megatron_rl.config.hardware import CoreShares, count_cores, find_asked_threads, share_cores
 from megatron_rl.platforms import cuda, host
 from megatron_rl.platforms.host import read_core_list
 from tests.processes import run_python
@@ -44,7 +44,7 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, text: str | None, m
 
 def test_threads_that_torchrun_has_set_by_itself_are_nobodys_wish() -> None:
     # The child of this process is like a rank of torchrun: it sees its own variables, and those its parent began with.
-    child = "from megatron_rl.config.cores import find_asked_threads; print(find_asked_threads())"
+    child = "from megatron_rl.config.hardware import find_asked_threads; print(find_asked_threads())"
     launcher = (
         "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
         f"sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import devices
+from megatron_rl.config import hardware
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar.settings import parse
@@ -31,14 +31,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 @pytest.mark.parametrize(("kind", "variable"), VISIBLE)
-def test_the_environment_says_what_is_visible(kind: devices.Kind, variable: str, said: str, visible: list[str]) -> None:
-    assert devices.list_visible_devices(kind, {variable: said}) == visible
+def test_the_environment_says_what_is_visible(
+    kind: hardware.Kind, variable: str, said: str, visible: list[str]
+) -> None:
+    assert hardware.list_visible_devices(kind, {variable: said}) == visible
 
 
 def test_without_the_variable_all_of_the_host_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "list_files", lambda kind: ["/dev/davinci0", "/dev/davinci3"] if kind == "npu" else [])
-    assert devices.list_visible_devices("npu", {}) == ["0", "1"]
-    assert devices.list_visible_devices("cuda", {}) == []
+    files = {"npu": ["/dev/davinci0", "/dev/davinci3"], "cuda": []}
+    monkeypatch.setattr(hardware, "list_files", files.get)
+    assert hardware.list_visible_devices("npu", {}) == ["0", "1"]
+    assert hardware.list_visible_devices("cuda", {}) == []
     assert sidecar_settings.detect_device() == "npu"
 
 
@@ -81,5 +84,5 @@ def test_a_run_without_engines_is_an_error_of_its_own(count: int, model: Path, m
 
 def test_nothing_is_picked_if_no_device_is_known(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "list_files", lambda kind: [])
+    monkeypatch.setattr(hardware, "list_files", lambda kind: [])
     assert parse(f"{WORDS} --hf-model {model} --platform cuda --rollout-num-engines 3".split()).rollout.devices is None

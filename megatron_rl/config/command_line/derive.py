@@ -15,7 +15,7 @@ from megatron_rl.config.command_line.projects import (
     list_implied,
     list_implied_by,
 )
-from megatron_rl.config.cores import count_cores
+from megatron_rl.config.hardware import count_cores
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.probe import find_narrower
 from megatron_rl.shared.weights import mapping

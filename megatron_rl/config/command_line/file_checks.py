@@ -29,13 +29,8 @@ def _check_evaluation(settings: DraftSettings) -> Iterator[str]:
 
 def _check_folders(settings: DraftSettings) -> Iterator[str]:
     """Yield each folder that this host cannot make; a dashboard's folder may be missing."""
-    checkpoint = settings.checkpoint
-    for flag, folder in (
-        ("--rollout-folder", settings.rollout.folder),
-        ("--publish-folder", settings.publish.folder),
-        ("--save", checkpoint.save),
-        ("--save-hf", checkpoint.save_hf),
-    ):
+    folders = {"--rollout-folder": settings.rollout.folder, "--publish-folder": settings.publish.folder}
+    for flag, folder in (*folders.items(), *settings.checkpoint.written.items()):
         if folder is not None and (problem := _check_folder(folder)) is not None:
             yield f"{flag} {folder} cannot be made or written: {problem}"
 

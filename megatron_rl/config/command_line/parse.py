@@ -16,8 +16,7 @@ from megatron_rl.config.command_line.derive import Derivation, drop_longest_sequ
 from megatron_rl.config.command_line.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.config.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.config.command_line.stage import list_others
-from megatron_rl.config.flag import Flag, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
-from megatron_rl.config.flag_parser import FlagParser
+from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.ops.shared_prompt import Conditions, choose_backend

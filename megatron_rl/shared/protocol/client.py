@@ -26,7 +26,7 @@ class IterationLost(RolloutError):
     """The iteration failed in the sidecar; all ranks get the same reason."""
 
 
-class OtherWorkers(RolloutError):
+class WorkersChanged(RolloutError):
     """The trainer opened a stream for another number of workers than the engines have, and must count again."""
 
 
@@ -37,7 +37,7 @@ class EvaluationLost(RolloutError):
 _ERRORS: dict[wire.ErrorCode, type[RolloutError]] = {
     wire.ErrorCode.ITERATION_FAILED: IterationLost,
     wire.ErrorCode.EVALUATION_FAILED: EvaluationLost,
-    wire.ErrorCode.WORKERS_CHANGED: OtherWorkers,
+    wire.ErrorCode.WORKERS_CHANGED: WorkersChanged,
 }
 """The errors that callers tell apart, by their codes."""
 

@@ -34,7 +34,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptSamples:
     """The responses of a run that can be computed again."""
 
     fingerprints: dict[int, str]
@@ -55,11 +55,11 @@ class _Logged:
     """Groups by prompt, each with its line."""
 
 
-def read_kept(run: Path) -> Kept:
+def read_kept(run: Path) -> KeptSamples:
     """Read log and journals of a run, given by its folder or its log."""
     first = find_first_file(run)
     folder = first.parent / "journal"
-    result = Kept({}, {}, {}, [])
+    result = KeptSamples({}, {}, {}, [])
     for version, logged in sorted(_logged(first, folder).items()):
         result.fingerprints[version] = logged.submit.fingerprint
         path = find_journal(folder, version)

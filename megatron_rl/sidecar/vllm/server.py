@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import megatron_rl
-from megatron_rl.config import devices
+from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights.families import read_architecture
@@ -172,7 +172,7 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
             "GLOO_SOCKET_IFNAME": "lo",
         }
     elif config.devices:
-        environment[devices.VARIABLES[config.device]] = devices.name_devices(config.device, config.devices)
+        environment[hardware.VARIABLES[config.device]] = hardware.name_devices(config.device, config.devices)
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"

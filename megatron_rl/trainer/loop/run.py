@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.command_line.run import RunSettings, find_shared_folder
-from megatron_rl.config.cores import find_asked_threads
+from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, room_checked
 from megatron_rl.observe import metrics, run_folder, samples
@@ -86,8 +86,7 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
 
 def _list_written(settings: RunSettings) -> list[Path]:
     """Return the folders that a run writes to."""
-    checkpoint = settings.checkpoint
-    written = [settings.folder, checkpoint.save, checkpoint.save_hf, settings.observe.tensorboard_dir]
+    written = [settings.folder, settings.observe.tensorboard_dir, *settings.checkpoint.written.values()]
     if settings.rollout.transport == "shm" and settings.run.stage == "grpo":
         written.append(find_shared_folder(settings))
     return [folder for folder in written if folder is not None]

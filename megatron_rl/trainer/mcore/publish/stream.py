@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.platforms import Platform
-from megatron_rl.shared.protocol.client import OtherWorkers, RolloutError
+from megatron_rl.shared.protocol.client import RolloutError, WorkersChanged
 from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
@@ -179,7 +179,7 @@ class StreamPublisher:
         while True:
             try:
                 return self._try_to_join(version, fingerprint, deadline)
-            except OtherWorkers:
+            except WorkersChanged:
                 # An engine started or ended after the workers were counted.
                 if time.monotonic() > deadline:
                     raise
@@ -191,7 +191,7 @@ class StreamPublisher:
         host, port = _find_address(receiver.endpoint)
         world_size = 1 + receiver.num_workers()
         if world_size == 1:
-            raise OtherWorkers(f"version {version} was not published: no engine is up")
+            raise WorkersChanged(f"version {version} was not published: no engine is up")
         message = Weights(
             run=self._run,
             version=version,
