@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.errors import InputError, UsageError, room_checked
+from megatron_rl.errors import InputError, UsageError
+from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.mapping import ModelSize
 
 CONFIG_FILE = "config.json"
@@ -91,13 +91,8 @@ class SavedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_saved_config(path: Path, config: SavedConfig) -> None:
     """Write the file, readable by its owner only, in place of an earlier start's."""
-    unfinished = path.with_name(f".{path.name}")
-    with room_checked(path):
-        descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            json.dump(msgspec.to_builtins(config), file, ensure_ascii=False)
-            file.write("\n")
-    unfinished.replace(path)
+    text = json.dumps(msgspec.to_builtins(config), ensure_ascii=False)
+    write_private(path, f"{text}\n".encode(errors="replace"))
 
 
 def read_saved_config(path: Path) -> SavedConfig | None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import shutil
 import signal
@@ -20,7 +19,7 @@ from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
-from megatron_rl.shared.records.append_file import make_private_folder
+from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.engines import EngineState
@@ -134,7 +133,7 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
     address = find_url(listener)
     # The token is written before the address: a reader of the address looks for the token next.
     token = _token(folder)
-    _write_private(folder / ADDRESS_FILE, address)
+    write_private(folder / ADDRESS_FILE, f"{address}\n".encode())
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
     try:
         await serve(build_application(service, token, ended.set), listener=listener, until=ended)
@@ -225,14 +224,5 @@ def _token(folder: Path) -> str:
     """Return the run's token, which is made once: a restarted sidecar keeps it."""
     path = folder / TOKEN_FILE
     if not path.exists():
-        _write_private(path, secrets.token_hex(32))
+        write_private(path, f"{secrets.token_hex(32)}\n".encode())
     return path.read_text().strip()
-
-
-def _write_private(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}")
-    with room_checked(path):
-        descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
-    unfinished.replace(path)

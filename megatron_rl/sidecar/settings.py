@@ -24,9 +24,10 @@ from megatron_rl.config.settings import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_rl.errors import InputError, UsageError, room_checked
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
+from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
@@ -103,11 +104,7 @@ class SidecarMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def write_message(path: Path, settings: SidecarSettings) -> None:
     """Write settings for the sidecar that is started next; only the file's owner can read them."""
-    unfinished = path.with_name(f".{path.name}")
-    with room_checked(path):
-        unfinished.touch(mode=0o600)
-        unfinished.write_bytes(encode_json(SidecarMessage(settings=settings)))
-        unfinished.replace(path)
+    write_private(path, encode_json(SidecarMessage(settings=settings)))
 
 
 def read_settings(words: Sequence[str]) -> SidecarSettings:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.errors import room_checked
 from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.shared.protocol.wire import Prompt, decode, encode
+from megatron_rl.shared.records.append_file import write_private
 
 FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"
@@ -27,10 +27,7 @@ class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The warnings of the rewards."""
 
     def write(self, path: Path) -> None:
-        unfinished = path.with_name(f".{path.name}")
-        unfinished.touch(mode=0o600)
-        unfinished.write_bytes(msgspec.json.encode(self))
-        unfinished.replace(path)
+        write_private(path, msgspec.json.encode(self))
 
 
 def read(path: Path) -> StartProgress | None:
@@ -47,9 +44,7 @@ class _Trials(msgspec.Struct, frozen=True):
 
 def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
     """Write rows on which the sidecar that is started next tries its rewards; only the file's owner can read them."""
-    with room_checked(path):
-        path.touch(mode=0o600)
-        path.write_bytes(encode(_Trials(list(prompts))))
+    write_private(path, encode(_Trials(list(prompts))))
 
 
 def take_trials(path: Path) -> list[RewardRequest]:

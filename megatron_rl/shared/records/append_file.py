@@ -1,4 +1,6 @@
-"""Files that one writer appends whole records to: the journal, the audit log and the metrics are such files.
+"""Files that only their owner reads: those that one writer appends whole records to, and those written at once.
+
+The journal, the audit log and the metrics are appended to.
 
 Once `append` has returned, its record survives the death of the process, kill -9 included: the kernel has the bytes.
 It survives a loss of power only with `sync`. A process that dies inside `append` leaves a prefix of the record.
@@ -24,7 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_rl.errors import InputError, MegatronRLError, describe_failed_write
+from megatron_rl.errors import InputError, MegatronRLError, describe_failed_write, room_checked
 
 
 class AppendFailed(MegatronRLError):
@@ -33,6 +35,16 @@ class AppendFailed(MegatronRLError):
 
 class FileInUse(MegatronRLError):
     """The file has another writer, in this process or another."""
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read; a reader finds the old content or the whole new one."""
+    unfinished = path.with_name(f".{path.name}")
+    with room_checked(path):
+        descriptor = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    unfinished.replace(path)
 
 
 class AppendFile:
