@@ -1,4 +1,4 @@
-"""The settings of the objective: one field a flag, as in `config/subjects.py`. Nothing here needs torch."""
+"""The settings of the objective: one field a flag, as in `config/trainer.py`. Nothing here needs torch."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The settings of the sidecar: engines, rewards, prompts, and the transport of weights. As in `subjects`."""
+"""The settings of the sidecar: engines, rewards, prompts, and the transport of weights. As in `trainer`."""
 
 import dataclasses
 from pathlib import Path

@@ -13,7 +13,7 @@ from megatron_rl.config.rollout import (
     SamplingConfig,
     ServiceConfig,
 )
-from megatron_rl.config.subjects import (
+from megatron_rl.config.trainer import (
     AttentionConfig,
     CheckpointConfig,
     DistributedConfig,

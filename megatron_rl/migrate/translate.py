@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config.command_line.parse import parse_run
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError
-from megatron_rl.migrate.launch_words import (
+from megatron_rl.migrate.launch_command import (
     find_command,
     group_words,
     read_flat_yaml,

@@ -9,7 +9,7 @@ from megatron_rl.config.command_line import flags
 from megatron_rl.config.command_line.projects import choose_estimator, list_implied
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.migrate.launch_words import group_words, read_launcher
+from megatron_rl.migrate.launch_command import group_words, read_launcher
 from megatron_rl.migrate.translation import Translation, index_flags, place_devices
 
 _DIVERGENCE = ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type", "--use-unbiased-kl")

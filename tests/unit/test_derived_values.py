@@ -233,7 +233,9 @@ def test_a_flag_that_slime_leaves_out_is_implied() -> None:
     assert (settings.optimizer.lr, settings.data.shuffle, settings.data.prompt_key) == (1e-6, False, "input")
     assert parse(*DENSE, SLIMES, "--rollout-shuffle --prompts a").data.prompt_key == "prompt"
     assert parse(*DENSE, SLIMES, "--rollout-shuffle").data.shuffle
-    assert "slime implies --grpo-group-size 1 must be at least 2" in error(*DENSE, "--rollout-batch-size 8")
+    message = error(*DENSE, "--rollout-batch-size 8")
+    assert "--grpo-group-size 1 must be at least 2" in message
+    assert "write 2 or more (slime implies --grpo-group-size 1)" in message
 
 
 def test_flags_that_change_nothing_are_accepted() -> None:

@@ -56,7 +56,7 @@ class Derivation:
                 if set(flag.targets) <= self._given.keys():
                     continue
                 value = flag.read(values)
-                self.problems += (f"{title} implies {problem}" for problem in flag.check_bound(value))
+                self.problems += (f"{problem} ({title} implies {text})" for problem in flag.check_bound(value))
                 implied.append(text)
                 for target in flag.targets:
                     self._given.setdefault(target, Given(value, f"{title} implies {text}", name, IMPLIED))

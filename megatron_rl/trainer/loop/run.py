@@ -29,7 +29,7 @@ from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
-from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session, start_session
 
 

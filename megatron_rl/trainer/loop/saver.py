@@ -10,7 +10,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
-from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 

@@ -18,7 +18,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
 from megatron_rl.trainer.mcore.model.adopt import adopt
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
-from megatron_rl.trainer.mcore.recipe import Recipe
+from megatron_rl.trainer.mcore.recipe_parts import Recipe
 from megatron_rl.trainer.recipe.writers import MegatronTimers, open_writers
 
 

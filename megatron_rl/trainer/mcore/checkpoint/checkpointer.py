@@ -18,7 +18,7 @@ from megatron_rl.trainer.mcore.checkpoint import folders, serialization, state_d
 from megatron_rl.trainer.mcore.checkpoint.schedule import SAVED, check_schedule
 from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
 from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
-from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 

@@ -12,7 +12,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, wrap
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
-from megatron_rl.trainer.mcore.recipe import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.optimizer import (
     UpdateResult,

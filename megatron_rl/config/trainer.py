@@ -1,4 +1,4 @@
-"""Our own configuration: one frozen dataclass a subject, one field a flag. Nothing here needs torch.
+"""The settings of the trainer: one frozen dataclass a subject, one field a flag. Nothing here needs torch.
 
 A field's name, type, default, help and bound are the flag's: argparse and docs/flags.md are generated from them. A new
 subject is a dataclass and a field of `settings.Subjects`. Those of the sidecar are in `rollout`, those of the loss in
