@@ -8,12 +8,14 @@ Each end first says which rank it is. A process that does not is a stranger: ran
 listens at rank 0's address, the other ranks disconnect and try again until rank 0 listens.
 """
 
+import abc
 import contextlib
 import json
 import os
 import selectors
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 # Seconds of silence before the first keepalive probe, seconds between probes, and probes without an answer.
@@ -63,30 +65,41 @@ class Lines(Protocol):
         ...
 
 
-class Hub:
-    """Rank 0's end of all connections."""
+class _End(abc.ABC):
+    """One rank's end: the messages that it tells, in one order for all connections."""
 
-    def __init__(self, listener: socket.socket, num_others: int, peer: Peer) -> None:
-        self._listener = listener
-        self._never_there = set(range(1, num_others + 1))
+    def __init__(self, peer: Peer, told: Sequence[Message] = ()) -> None:
         self._peer = peer
-        self._lines: dict[_Connection, int | None] = {}
-        self._said: list[Message] = []
+        self._told: list[Message] = list(told)
         self._lock = threading.Lock()
-        self._all_there = threading.Event()
         self._closed = threading.Event()
-        listener.setblocking(False)
-        os.register_at_fork(after_in_child=listener.close)
-        threading.Thread(target=self._listen, name="lifelines", daemon=True).start()
 
     def tell(self, *message: Any) -> None:
         with self._lock:
-            self._said.append(list(message))
+            self._told.append(list(message))
             self._send(list(message))
 
     def mention(self, *message: Any) -> None:
         with self._lock:
             self._send(list(message))
+
+    @abc.abstractmethod
+    def _send(self, message: Message) -> None:
+        """Send a message over each connection whose other end is known; the lock is held."""
+
+
+class Hub(_End):
+    """Rank 0's end of all connections."""
+
+    def __init__(self, listener: socket.socket, num_others: int, peer: Peer) -> None:
+        super().__init__(peer)
+        self._listener = listener
+        self._never_there = set(range(1, num_others + 1))
+        self._lines: dict[_Connection, int | None] = {}
+        self._all_there = threading.Event()
+        listener.setblocking(False)
+        os.register_at_fork(after_in_child=listener.close)
+        threading.Thread(target=self._listen, name="lifelines", daemon=True).start()
 
     def wait_until_told(self, seconds: float) -> bool:
         return self._all_there.wait(seconds)
@@ -140,7 +153,7 @@ class Hub:
         with self._lock:
             self._lines[line] = rank
             self._never_there.discard(rank)
-            for message in [_greet(0), *self._said]:
+            for message in [_greet(0), *self._told]:
                 line.send(message)
             if not self._never_there:
                 self._all_there.set()
@@ -154,27 +167,15 @@ class Hub:
             self._peer.lost(rank)
 
 
-class Spoke:
+class Spoke(_End):
     """Another rank's end of its connection to rank 0, which may not listen yet."""
 
     def __init__(self, host: str, port: int, rank: int, peer: Peer) -> None:
+        super().__init__(peer, [_greet(rank)])
         self._address = host, port
-        self._peer = peer
         self._line: _Connection | None = None
-        self._said: list[Message] = [_greet(rank)]
-        self._lock = threading.Lock()
         self._connected = threading.Event()
-        self._closed = threading.Event()
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
-
-    def tell(self, *message: Any) -> None:
-        with self._lock:
-            self._said.append(list(message))
-            self._send(list(message))
-
-    def mention(self, *message: Any) -> None:
-        with self._lock:
-            self._send(list(message))
 
     def wait_until_told(self, seconds: float) -> bool:
         return self._connected.wait(seconds)
@@ -231,7 +232,7 @@ class Spoke:
         connection.settimeout(None)
         with self._lock:
             self._line = _Connection(connection)
-            for message in self._said:
+            for message in self._told:
                 self._line.send(message)
         return self._line
 
