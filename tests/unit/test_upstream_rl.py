@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm import advantages
+from megatron_rl.algorithm.library import grpo
 from megatron_rl.algorithm.library.grpo import normalize
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
@@ -196,7 +197,7 @@ def test_advantages_are_those_of_megatron_lm_but_for_the_constant_beside_the_dev
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("case", AGGREGATIONS)
 def test_an_update_over_the_same_groups_is_that_of_megatron_rl(upstream, groups, models, case, correction, monkeypatch):
-    monkeypatch.setattr(advantages, "_EPSILON", THEIR_EPSILON)
+    monkeypatch.setattr(grpo, "EPSILON", THEIR_EPSILON)
     aggregation, words = AGGREGATIONS[case]
     rules = Rules(lower=0.1, upper=0.2, beta=0.05, **CORRECTIONS[correction], **words)
     config = AlgorithmConfig(
