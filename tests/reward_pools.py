@@ -41,7 +41,8 @@ def with_pool(
 
     async def run() -> Any:
         pool = RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))
-        await pool.start(trials)
+        await pool.start()
+        await pool.try_on(trials)
         scratch = pool._scratch
         try:
             return await use(pool)

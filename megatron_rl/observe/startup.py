@@ -9,6 +9,9 @@ from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.weights.mapping import Mapping
 
+# Parts that took fewer seconds are not shown.
+_LEAST_SHOWN = 0.05
+
 
 class Startup:
     """The start of rank 0. Other ranks have one too, and show nothing."""
@@ -17,6 +20,8 @@ class Startup:
         """Count from `begun`, the clock's time when the process began, or from now."""
         self._clock = clock
         self._begun = clock() if begun is None else begun
+        self._last = self._begun
+        self._parts: dict[str, float] = {}
         self._stream: TextIO | None = None
         self._lock = threading.Lock()
 
@@ -24,6 +29,17 @@ class Startup:
     def seconds(self) -> float:
         """Return the seconds since the start."""
         return self._clock() - self._begun
+
+    def end_part(self, name: str) -> None:
+        """End a part of the start: it began when the part before it ended."""
+        now = self._clock()
+        self._parts[name] = self._parts.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def describe_parts(self) -> str:
+        """Describe the parts that took time, one after the other, with their seconds."""
+        shown = (f"{name} {seconds:.1f} s" for name, seconds in self._parts.items() if seconds >= _LEAST_SHOWN)
+        return ", ".join(shown)
 
     def show(self, stream: TextIO) -> None:
         """Print to this stream from now on; before this call nothing is printed."""

@@ -51,7 +51,7 @@ class RewardPool:
         self._alive: set[RewardWorker] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._num_jobs = 0
-        self._started = self._closed = False
+        self._started = self._closed = self._is_read = False
         self._sources: dict[str, str] = {}
         self.errors: collections.Counter[str] = collections.Counter()
         """The number of groups that each function failed for, including those that got the value of `on_error`."""
@@ -60,40 +60,57 @@ class RewardPool:
         self.warnings: list[str] = []
         """Warnings for the user before groups are scored."""
 
-    async def start(self, trials: Sequence[RewardRequest] = ()) -> None:
-        """Load every function in every worker; raise a UsageError that names the file and line that does not import.
+    def read_sources(self) -> None:
+        """Read the files of functions, which decide `identity`; `start` does it too, if it has not been done."""
+        self._sources = {spec.source: read_source(spec.source) for spec in self._specs if spec.is_file}
+        self._is_read = True
 
-        Each trial is a row with made-up completions, for which every function is called once. A UsageError names each
-        mistake that any completion would cause, at the first row that has one.
-        """
+    async def start(self) -> None:
+        """Load every function in every worker; raise a UsageError that names the file and line that does not import."""
         assert not self._started, "a pool is started once"
         self._started = True
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-rl-rewards-"))
         try:
             self._log = OutputLog(self._settings.log)
-            self._sources = {spec.source: read_source(spec.source) for spec in self._specs if spec.is_file}
+            if not self._is_read:
+                self.read_sources()
             path = find_python_path()
             self._environment = build_environment(self._settings.environment, self._scratch, path)
             self._setup = self._setup_line(path)
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start_worker()) for _ in range(self._settings.num_workers)]
-            workers: list[RewardWorker | None] = [start.result() for start in starts]
-            failed: dict[int, list[str]] = {}
-            for trial in trials:
-                if workers[0] is not None:
-                    workers[0] = await self._try_out(workers[0], trial, failed)
-            self._warn_of_failures(failed, trials)
-            for worker in workers:
-                self._free.put_nowait(worker)
+            for start in starts:
+                self._free.put_nowait(start.result())
         except BaseExceptionGroup as errors:
             await self.close()
             raise errors.exceptions[0] from None
         except BaseException:
             await self.close()
             raise
-        self.warnings += [f"functions are not confined in {what}: {why}" for what, why in self.missing.items()]
-        for warning in self.warnings:
-            _LOGGER.warning("%s", warning)
+        for what, why in self.missing.items():
+            self._warn(f"functions are not confined in {what}: {why}")
+
+    async def try_on(self, trials: Sequence[RewardRequest]) -> None:
+        """Call every function once for each trial, a row with made-up completions, before any group is scored.
+
+        A UsageError names each mistake that any completion would cause, at the first row that has one.
+        """
+        assert self._started, "functions are tried after start"
+        failed: dict[int, list[str]] = {}
+        worker = await self._free.get()
+        try:
+            for trial in trials:
+                if worker is not None:
+                    worker = await self._try_out(worker, trial, failed)
+        except BaseException:
+            await self.close()
+            raise
+        self._free.put_nowait(worker)
+        self._warn_of_failures(failed, trials)
+
+    def _warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        _LOGGER.warning("%s", warning)
 
     def _setup_line(self, path: list[str]) -> bytes:
         read = [*(Path(file).parent for file in self._sources), *self._settings.readable]
@@ -109,7 +126,7 @@ class RewardPool:
     @property
     def identity(self) -> str:
         """Everything that a pool knows to decide a reward; it does not know what functions import, read or ask for."""
-        assert self._started, "sources are read by start"
+        assert self._is_read, "read_sources comes before"
         digests = {file: hashlib.sha256(source.encode()).hexdigest() for file, source in self._sources.items()}
         specs = [dataclasses.asdict(spec) for spec in self._specs]
         return json.dumps({"specs": specs, "digests": digests, "on_error": self._settings.on_error})
@@ -166,7 +183,8 @@ class RewardPool:
                 failed.setdefault(number, []).append(answer.error)
         if problems and self._settings.on_error is None:
             raise UsageError(*problems)
-        self.warnings += [f"{problem}; until then --reward-on-error replaces its value" for problem in problems]
+        for problem in problems:
+            self._warn(f"{problem}; until then --reward-on-error replaces its value")
         return worker
 
     def _warn_of_failures(self, failed: dict[int, list[str]], trials: Sequence[RewardRequest]) -> None:
@@ -174,9 +192,10 @@ class RewardPool:
         for number, errors in failed.items():
             if len(errors) == len(trials):
                 made_up = ", ".join(map(repr, trials[0].completions))
-                self.warnings.append(
-                    f"--reward {self._specs[number].name}: {errors[0]}; it failed on each of {len(trials)} rows that "
-                    f"it was tried on, with made-up completions ({made_up}): check that it works for others"
+                name = self._specs[number].name
+                self._warn(
+                    f"--reward {name}: {errors[0]}; it failed on each of {len(trials)} rows that it was tried on, "
+                    f"with made-up completions ({made_up}): check that it works for others"
                 )
 
     def _check_confinement(self, missing: dict[str, str]) -> None:

@@ -104,15 +104,13 @@ class OwnSidecar:
     The kernel ties it to the thread that starts it, so that must be the main thread.
     """
 
-    def __init__(self, settings: SidecarSettings, trials: Sequence[Prompt] = ()):
-        """Start the process. The sidecar tries its rewards on the rows of `trials` before it starts engines."""
+    def __init__(self, settings: SidecarSettings):
+        """Start the process. The sidecar serves once it has tried its rewards on the rows of `try_rewards`."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
         # An earlier sidecar may have left them if it was killed.
         for name in (_ADDRESS, starting.FILE_NAME, starting.TRIALS_FILE):
             (folder / name).unlink(missing_ok=True)
-        if trials:
-            starting.write_trials(folder / starting.TRIALS_FILE, trials)
         write_message(folder / _MESSAGE, settings)
         self._handle = LocalLauncher().start(
             ProcessSpec(
@@ -129,6 +127,10 @@ class OwnSidecar:
     def log(self) -> Path:
         """The file of its output."""
         return self._handle.log
+
+    def try_rewards(self, prompts: Sequence[Prompt]) -> None:
+        """Hand over the rows that it waits for, on which it tries its rewards."""
+        starting.write_trials(self._folder / starting.TRIALS_FILE, prompts)
 
     def address(self, seconds: float) -> Address:
         """Wait until it serves, at most for these seconds, and return its address."""

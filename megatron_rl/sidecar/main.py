@@ -1,4 +1,4 @@
-"""The sidecar's process: starts rewards, engines and the service in this order, and ends them in reverse."""
+"""The sidecar's process: starts rewards and engines at the same time, then the service, and ends them in reverse."""
 
 import asyncio
 import contextlib
@@ -8,10 +8,10 @@ import secrets
 import shutil
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Coroutine
+import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
@@ -22,7 +22,6 @@ from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import starting
-from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve
@@ -31,18 +30,19 @@ from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
-from megatron_rl.sidecar.starting import StartProgress
+from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
-from megatron_rl.sidecar.vllm.flags import check_with_vllm
+from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
 from megatron_rl.sidecar.vllm.server import configure_server, find_packages, run_folder
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
 REWARDS_LOG = "rewards.log"
 ENGINE_LOGS = "logs"
-_POLL_SECONDS = 0.1
+
+T = TypeVar("T")
 
 _log = logging.getLogger("megatron_rl.sidecar")
 
@@ -71,8 +71,8 @@ async def run(settings: SidecarSettings) -> None:
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
-        # Mistakes in rewards should show before engines take half a minute to start.
-        pool = await stack.enter_async_context(_rewards(settings))
+        pool = _build_pool(settings)
+        stack.push_async_callback(pool.close)
         recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
         stack.callback(recorder.close)
         trace = SidecarTrace(
@@ -80,51 +80,26 @@ async def run(settings: SidecarSettings) -> None:
             lambda: dict.fromkeys(supervisor.names(), _count_sampled_at_a_time(settings)),
         )
         stack.callback(trace.close)
-        supervisor = Supervisor(_factory(settings, stack), _supervisor_config(settings), trace.recorder)
+        notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
+        supervisor = Supervisor(_build_factory(settings, stack, notes), _supervisor_config(settings), trace.recorder)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
-        async with _noted_start(supervisor, folder / starting.FILE_NAME, pool.warnings):
-            await _unless(ended, supervisor.start(settings.rollout.num_engines))
-        if ended.is_set():
+        async with notes.following(supervisor):
+            # Mistakes in rewards and flags are reported before those of engines, which may follow from them.
+            actions = {
+                starting.REWARDS: _start_rewards(pool, settings),
+                starting.FLAGS: _check_flags(settings.rollout),
+                starting.ENGINES: supervisor.start(settings.rollout.num_engines),
+                starting.TOKENIZER: asyncio.to_thread(_build_decoder, settings),
+            }
+            made = await _unless(ended, notes.parts.run(actions))
+        if made is None or ended.is_set():
             return
-        scorer, lease_seconds = PoolScorer(pool, _decoder(settings)), settings.rollout.lease_seconds
+        scorer, lease_seconds = PoolScorer(pool, made[starting.TOKENIZER]), settings.rollout.lease_seconds
         service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace)
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         await _serve(service, settings, ended)
-
-
-@contextlib.asynccontextmanager
-async def _noted_start(supervisor: Supervisor, path: Path, warnings: list[str]) -> AsyncIterator[None]:
-    """Write down the progress of the engines that start within the context, and once more when all are ready."""
-    begun = time.monotonic()
-    noted = StartProgress()
-
-    def note() -> None:
-        nonlocal noted
-        seconds = round(time.monotonic() - begun, 1)
-        engines = {
-            name: None if engine["state"] == EngineState.STARTING else noted.engines.get(name) or seconds
-            for name, engine in supervisor.status()["engines"].items()
-        }
-        # A failed start ends all engines, and reports the reason itself.
-        if engines and engines != noted.engines:
-            noted = StartProgress(engines=engines, warnings=warnings)
-            # This only informs the trainer: other writers report a full disk.
-            with contextlib.suppress(OSError):
-                noted.write(path)
-
-    async def follow() -> None:
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            note()
-
-    following = asyncio.create_task(follow())
-    try:
-        yield
-        note()
-    finally:
-        following.cancel()
 
 
 async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
@@ -141,8 +116,7 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
 
 
-@contextlib.asynccontextmanager
-async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
+def _build_pool(settings: SidecarSettings) -> RewardPool:
     reward = settings.reward
     pool_settings = PoolSettings(
         num_workers=reward.workers,
@@ -155,14 +129,18 @@ async def _rewards(settings: SidecarSettings) -> AsyncIterator[RewardPool]:
         log=settings.folder / REWARDS_LOG,
     )
     pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
-    await pool.start(starting.take_trials(settings.folder / starting.TRIALS_FILE))
-    try:
-        yield pool
-    finally:
-        await pool.close()
+    pool.read_sources()
+    return pool
 
 
-def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> EngineFactory:
+async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
+    """Start the rewards, and try them on the rows that the trainer hands over, if it does."""
+    await pool.start()
+    if settings.tries_rewards:
+        await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
+
+
+def _build_factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":
         model = settings.hf_model
@@ -172,12 +150,20 @@ def _factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Eng
     config = configure_server(rollout, settings.hf_model, settings.seq_length, settings.device, num_threads)
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
-    if config.flags:
-        check_with_vllm(config.python, config.flags, find_packages(config.python, sockets))
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)
     deadlines = Deadlines(start=rollout.start_minutes * 60)
-    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs)
+    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs, notes.note_engine)
+
+
+async def _check_flags(rollout: RolloutConfig) -> None:
+    """Ask vLLM's own parser about the flags that the user adds, in a process of its own: an import takes seconds."""
+    words = split_flags(rollout.vllm_args)
+    if rollout.engine != "vllm" or not words:
+        return
+    python = str(rollout.python or sys.executable)
+    with tempfile.TemporaryDirectory(prefix="mrl-") as folder:
+        await check_with_vllm(python, words, find_packages(python, Path(folder)))
 
 
 def _share_cores(rollout: RolloutConfig) -> CoreShares:
@@ -200,14 +186,14 @@ def _count_sampled_at_a_time(settings: SidecarSettings) -> int:
     return min(settings.rollout.max_num_seqs, settings.rollout.max_in_flight or settings.rollout.max_num_seqs)
 
 
-def _decoder(settings: SidecarSettings) -> Decode:
+def _build_decoder(settings: SidecarSettings) -> Decode:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences]
     return build_decoder(str(settings.hf_model))
 
 
-async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:
-    """Wait for the action, and cancel it if the event is set."""
+async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, T]) -> T | None:
+    """Wait for the action and return its result; if the event is set before, cancel the action and return None."""
     task = asyncio.create_task(action)
     waiting = asyncio.create_task(ended.wait())
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -216,8 +202,8 @@ async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, None]) -> No
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        return
-    await task
+        return None
+    return await task
 
 
 def _token(folder: Path) -> str:

@@ -70,6 +70,8 @@ class SidecarSettings:
     rollout: RolloutConfig
     reward: RewardConfig
     trace: Literal["on", "off"] = "on"
+    tries_rewards: bool = False
+    """Whether the trainer that starts it hands over rows, on which it tries the rewards before it serves."""
 
     @property
     def folder(self) -> Path:
@@ -138,6 +140,7 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
         rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
         trace=settings.observe.trace,
+        tries_rewards=True,
     )
     return pick_devices(sidecar, num_ranks)
 

@@ -1,7 +1,8 @@
 """The progress of a sidecar's start, which the sidecar writes and the trainer that started it reads."""
 
+import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,12 @@ from megatron_rl.shared.records.append_file import write_private
 
 FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"
+# The parts of a start, which run at the same time, in the order in which their errors count.
+REWARDS = "rewards"
+FLAGS = "flags of vLLM"
+ENGINES = "engines"
+TOKENIZER = "tokenizer"
+_POLL_SECONDS = 0.05
 # Two: enough to tell a reward per completion from a single one for all.
 _MADE_UP = ("42", "This is a trial, and no answer.")
 # Seconds without news after which the awaited processes are named.
@@ -25,6 +32,14 @@ class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds after which each started engine was ready; None for one that is not ready yet."""
     warnings: list[str] = []
     """The warnings of the rewards."""
+    parts: dict[str, float | None] = {}
+    """The seconds after which each part was done; None for one that is not done yet."""
+    engine_parts: dict[str, dict[str, float]] = {}
+    """The seconds of the parts of each engine's start."""
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.parts) and None not in (*self.parts.values(), *self.engines.values())
 
     def write(self, path: Path) -> None:
         write_private(path, msgspec.json.encode(self))
@@ -43,16 +58,15 @@ class _Trials(msgspec.Struct, frozen=True):
 
 
 def write_trials(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write rows on which the sidecar that is started next tries its rewards; only the file's owner can read them."""
+    """Write rows on which a sidecar that is starting tries its rewards; only the file's owner can read them."""
     write_private(path, encode(_Trials(list(prompts))))
 
 
-def take_trials(path: Path) -> list[RewardRequest]:
-    """Read the rows, with made-up completions, and remove the file, which is for one sidecar; [] without a file."""
-    try:
-        prompts = decode(path.read_bytes(), _Trials).prompts
-    except FileNotFoundError:
-        return []
+async def take_trials(path: Path) -> list[RewardRequest]:
+    """Wait for the rows, return them with made-up completions, and remove the file, which is for one sidecar."""
+    while not path.exists():
+        await asyncio.sleep(_POLL_SECONDS)
+    prompts = decode(path.read_bytes(), _Trials).prompts
     path.unlink()
     return [
         RewardRequest(
@@ -72,34 +86,50 @@ class News:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._told: set[str] = set()
+        self._ready: set[str] = set()
+        self._num_warnings = 0
+        self._is_begun = self._is_told = False
         self._begun = self._last = time.monotonic()
-        self._is_begun = False
 
-    def lines(self, now: float) -> Iterable[str]:
+    def lines(self, now: float) -> Iterator[str]:
         """Yield the news or, after a silence, the processes that are awaited."""
         starting = read(self._path)
         if starting is None or not starting.engines:
-            if not self._is_begun and self._is_silent(now):
-                yield f"rewards: waiting for their processes, {now - self._begun:.0f} s so far"
+            if self._is_silent(now):
+                yield f"sidecar: waiting for its process, {now - self._begun:.0f} s so far"
             return
-        engines = starting.engines
-        if not self._is_begun:
-            yield from (f"rewards: {warning}" for warning in starting.warnings)
-            self._is_begun, self._last = True, now
-            yield f"engines: {_named(engines)} start and load the model"
-        ready = {name: seconds for name, seconds in engines.items() if seconds is not None}
-        if new := [name for name in ready if name not in self._told]:
-            self._told |= ready.keys()
+        for line in self._find_news(starting):
             self._last = now
+            yield line
+        if not self._is_told and self._is_silent(now):
+            yield from self._name_awaited(starting, now)
+
+    def _find_news(self, starting: StartProgress) -> Iterator[str]:
+        yield from (f"rewards: {warning}" for warning in starting.warnings[self._num_warnings :])
+        self._num_warnings = len(starting.warnings)
+        if not self._is_begun:
+            self._is_begun = True
+            yield f"engines: {_named(starting.engines)} start and load the model"
+        ready = _find_ready(starting)
+        if new := [name for name in ready if name not in self._ready]:
+            self._ready |= ready.keys()
             slowest = max(ready[name] for name in new)
-            yield f"engines: {_named(new)} ready after {slowest:.1f} s, {len(ready)} of {len(engines)}"
-        missing = [name for name in engines if name not in ready]
-        if missing and self._is_silent(now):
+            yield f"engines: {_named(new)} ready after {slowest:.1f} s, {len(ready)} of {len(starting.engines)}"
+        if starting.is_over and not self._is_told:
+            self._is_told = True
+            yield f"sidecar: {describe_parts(starting)}"
+
+    def _name_awaited(self, starting: StartProgress, now: float) -> Iterator[str]:
+        ready = _find_ready(starting)
+        missing = [name for name in starting.engines if name not in ready]
+        if missing:
             yield (
-                f"engines: {len(ready)} of {len(engines)} ready, waiting for {_named(missing)} "
+                f"engines: {len(ready)} of {len(starting.engines)} ready, waiting for {_named(missing)} "
                 f"(what they print is in {self._path.parent / 'logs'})"
             )
+        others = [name for name, seconds in starting.parts.items() if seconds is None and name != ENGINES]
+        if others:
+            yield f"sidecar: waiting for {', '.join(others)}, {now - self._begun:.0f} s so far"
 
     def _is_silent(self, now: float) -> bool:
         """Check whether the silence is long enough to break; True starts another silence."""
@@ -107,6 +137,23 @@ class News:
         if is_silent:
             self._last = now
         return is_silent
+
+
+def describe_parts(starting: StartProgress) -> str:
+    """Describe the seconds of a start's parts, which ran at the same time, and those of the slowest engine's."""
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in starting.parts.items() if seconds is not None]
+    slowest = max(starting.engine_parts.items(), key=lambda engine: sum(engine[1].values()), default=None)
+    text = f"its parts, side by side: {', '.join(parts)}"
+    return text if slowest is None else f"{text}; {slowest[0]}: {list_seconds(slowest[1])}"
+
+
+def list_seconds(parts: Mapping[str, float]) -> str:
+    """List parts with their seconds."""
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+
+
+def _find_ready(starting: StartProgress) -> dict[str, float]:
+    return {name: seconds for name, seconds in starting.engines.items() if seconds is not None}
 
 
 def _named(engines: Iterable[str]) -> str:

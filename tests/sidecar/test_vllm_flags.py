@@ -1,5 +1,6 @@
 """Flags of vLLM that a user adds, against the parser of the installed vLLM."""
 
+import asyncio
 import json
 import shlex
 import sys
@@ -27,9 +28,9 @@ LOSSY = "rejection_sample_method synthetic samples other tokens"
 
 def test_vllm_itself_is_asked_about_its_flags_before_an_engine_starts(tmp_path: Path) -> None:
     packages = link_package(tmp_path)
-    check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--max_num_batched_tokens=128"), packages)
+    asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--max_num_batched_tokens=128"), packages))
     with pytest.raises(UsageError, match=r"--rollout-vllm-args: vLLM refuses it: .*--no-such-flag"):
-        check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--no-such-flag"), packages)
+        asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--no-such-flag"), packages))
 
 
 def test_vllms_own_parser_finds_flags_that_are_not_free_however_they_are_written() -> None:

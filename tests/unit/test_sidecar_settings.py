@@ -13,8 +13,9 @@ import pytest
 from megatron_rl.config.settings import RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.protocol.wire import WIRE_VERSION
-from megatron_rl.sidecar.main import _factory
+from megatron_rl.sidecar.main import _build_factory
 from megatron_rl.sidecar.settings import SidecarSettings, list_flags, parse, read_settings, write_message
+from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.vllm.engine import VllmFactory
 from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models
@@ -193,7 +194,7 @@ def test_engines_have_as_long_to_start_as_the_flag_says(model: Path, tmp_path: P
 
     async def find_deadline() -> float:
         async with contextlib.AsyncExitStack() as stack:
-            factory = _factory(settings, stack)
+            factory = _build_factory(settings, stack, StartNotes(tmp_path / "starting.json", []))
             assert isinstance(factory, VllmFactory)
             return factory._deadlines.start
 

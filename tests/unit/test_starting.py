@@ -1,12 +1,25 @@
 """The lines that a run writes while it starts: one for each step, and none twice."""
 
+import asyncio
 import io
 from types import SimpleNamespace
 
 import torch
 
 from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
-from megatron_rl.sidecar.starting import FILE_NAME, News, StartProgress
+from megatron_rl.shared.protocol.wire import Prompt
+from megatron_rl.sidecar.starting import (
+    ENGINES,
+    FILE_NAME,
+    FLAGS,
+    REWARDS,
+    TOKENIZER,
+    TRIALS_FILE,
+    News,
+    StartProgress,
+    take_trials,
+    write_trials,
+)
 from megatron_rl.types import Architecture, ParallelSizes
 
 QWEN = Architecture(
@@ -78,20 +91,75 @@ def test_engines_that_start_are_said_once_when_they_begin_and_once_when_they_are
     assert [*news.lines(begun + 1000)] == []
 
 
-def test_rewards_that_take_long_to_import_are_said_before_there_are_engines(tmp_path):
+def test_a_sidecar_that_writes_nothing_is_said_to_be_waited_for(tmp_path):
     news = News(tmp_path / FILE_NAME)
     begun = news._begun
-    assert [*news.lines(begun + 16)] == ["rewards: waiting for their processes, 16 s so far"]
+    assert [*news.lines(begun + 16)] == ["sidecar: waiting for its process, 16 s so far"]
     assert [*news.lines(begun + 17)] == []
 
 
-def test_warnings_of_rewards_are_printed_once_before_engines_start(tmp_path):
-    StartProgress(engines={"engine-0": None}, warnings=["--reward f: it failed"]).write(tmp_path / FILE_NAME)
+def test_rewards_that_take_longer_than_engines_are_said_to_be_waited_for(tmp_path):
+    path = tmp_path / FILE_NAME
+    StartProgress(engines={"engine-0": 2.0}, parts={REWARDS: None, ENGINES: 2.0, TOKENIZER: None}).write(path)
+    news = News(path)
+    begun = news._begun
+    assert len([*news.lines(begun + 3)]) == 2
+    assert [*news.lines(begun + 18)] == ["sidecar: waiting for rewards, tokenizer, 18 s so far"]
+    assert [*news.lines(begun + 19)] == []
+
+
+def test_a_start_that_is_over_is_told_once_by_its_parts_with_those_of_its_slowest_engine(tmp_path):
+    path = tmp_path / FILE_NAME
+    news = News(path)
+    parts = {REWARDS: 1.25, FLAGS: 0.0, ENGINES: 31.0, TOKENIZER: 2.0}
+    of_engines = {"engine-0": {"model": 3.0, "graphs": 6.0}, "engine-1": {"model": 4.0, "graphs": 8.5}}
+    StartProgress(engines=dict.fromkeys(of_engines, 31.0), parts=parts, engine_parts=of_engines).write(path)
+    *_, last = news.lines(news._begun)
+    assert last == (
+        "sidecar: its parts, side by side: rewards 1.2 s, flags of vLLM 0.0 s, engines 31.0 s, tokenizer 2.0 s; "
+        "engine-1: model 4.0 s, graphs 8.5 s"
+    )
+    assert [*news.lines(news._begun + 1000)] == []
+
+
+def test_the_parts_of_a_start_follow_one_another_and_short_ones_are_not_shown():
+    clock = _Clock()
+    startup = Startup(begun=90.0, clock=clock)
+    startup.end_part("imports and flags")
+    clock.now = 103.5
+    startup.end_part("data")
+    clock.now = 103.51
+    startup.end_part("process groups")
+    clock.now = 110.0
+    startup.end_part("data")
+    assert startup.describe_parts() == "imports and flags 10.0 s, data 10.0 s"
+
+
+def test_a_sidecar_waits_for_the_rows_that_it_tries_its_rewards_on_and_removes_them(tmp_path):
+    path = tmp_path / TRIALS_FILE
+
+    async def take():
+        taking = asyncio.create_task(take_trials(path))
+        await asyncio.sleep(0.2)
+        assert not taking.done()
+        write_trials(path, [Prompt(index=7, row="file:3", tokens=b"", columns={"answer": "4"})])
+        return await taking
+
+    (request,) = asyncio.run(take())
+    assert (request.index, request.row, request.columns, len(request.completions)) == (7, "file:3", {"answer": "4"}, 2)
+    assert not path.exists()
+
+
+def test_each_warning_of_rewards_is_printed_once_whenever_it_comes(tmp_path):
+    warnings = ["--reward f: it failed", "--reward g: it failed"]
+    StartProgress(engines={"engine-0": None}, warnings=warnings[:1]).write(tmp_path / FILE_NAME)
     news = News(tmp_path / FILE_NAME)
     assert [*news.lines(news._begun)] == [
         "rewards: --reward f: it failed", "engines: engine-0 start and load the model",
     ]  # fmt: skip
     assert [*news.lines(news._begun + 1)] == []
+    StartProgress(engines={"engine-0": None}, warnings=warnings).write(tmp_path / FILE_NAME)
+    assert [*news.lines(news._begun + 2)] == ["rewards: --reward g: it failed"]
 
 
 def test_many_engines_are_counted_and_not_listed(tmp_path):

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,12 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupCall,
 )
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, make_process_spec
+from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
 
 _log = logging.getLogger(__name__)
+
+NoteStart = Callable[[str, Mapping[str, float]], object]
+"""Gets an engine's name, and the seconds of the parts of its start."""
 
 # The most that log-probs of the same weights and kernels may differ: some devices do not add in a fixed order.
 _RELOAD_TOLERANCES = {"float32": 1e-4}
@@ -94,8 +98,12 @@ class VllmEngine:
         deadlines: Deadlines = Deadlines(),
         stream_place: streams.StreamPlace | None = None,
         pace: Pace | None = None,
+        note_start: NoteStart = lambda name, seconds: None,
     ) -> None:
-        """Make an engine; `pace` has the measured starts and silences of all engines like this one."""
+        """Make an engine; `pace` has the measured starts and silences of all engines like this one.
+
+        `note_start` gets the seconds of the parts of its start.
+        """
         self.name = name
         self.address = address
         self.state = EngineState.STARTING
@@ -111,6 +119,7 @@ class VllmEngine:
         """The other processes that a step waits for, or waited for until its deadline; empty if there are none."""
         self._progress = CoreProgress()
         self._pace = pace or Pace(LEAST_SECONDS)
+        self._note_start = note_start
         self._connection = Connection(name, address, handle, deadlines.health)
 
     async def start(self) -> None:
@@ -120,12 +129,17 @@ class VllmEngine:
         try:
             async with asyncio.timeout(seconds):
                 await self._until_healthy()
+                answered = time.monotonic()
                 await self._prepare()
                 await self._check_updates()
         except TimeoutError:
             self._pace.note("start", seconds)
             raise EngineLost(f"engine {self.name} was not ready after {seconds:.3g} s\n{self.last_words()}") from None
-        self._pace.note("start", time.monotonic() - begun)
+        ended = time.monotonic()
+        self._pace.note("start", ended - begun)
+        if self._handle:
+            server, log = measure_server(int(self.facts["pid"])), self._handle.log_lines()
+            self._note_start(self.name, describe_start(answered - begun, server, ended - answered, log))
         self.state = EngineState.WAITING
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -455,10 +469,12 @@ class VllmFactory:
         devices: tuple[tuple[int, ...], ...] = (),
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
+        note_start: NoteStart = lambda name, seconds: None,
     ) -> None:
         """Make a factory.
 
         `folder` is private and has a short path, for sockets. The engines' output goes to `logs`, or else to `folder`.
+        `note_start` gets the parts of each engine's start.
         """
         self._config = config
         self._folder = folder
@@ -466,13 +482,14 @@ class VllmFactory:
         self._launcher = launcher
         self._deadlines = deadlines or Deadlines()
         self._pace = Pace(LEAST_SECONDS)
+        self._note_start = note_start
         self._devices: dict[tuple[int, ...], str | None] = dict.fromkeys(devices)
 
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
-        return VllmEngine(name, handle.address, handle, self._deadlines, pace=self._pace)
+        return VllmEngine(name, handle.address, handle, self._deadlines, pace=self._pace, note_start=self._note_start)
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started elsewhere on this host, given the path of its socket."""

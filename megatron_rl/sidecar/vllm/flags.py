@@ -6,6 +6,7 @@ the flags set a value that the user may not set, a line is printed for each, and
 """
 
 import argparse
+import asyncio
 import importlib
 import os
 import shlex
@@ -82,22 +83,29 @@ def _find_name(word: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def check_with_vllm(python: Path | str, words: Sequence[str], packages: Path | str) -> None:
+async def check_with_vllm(python: Path | str, words: Sequence[str], packages: Path | str) -> None:
     """Ask the parser of this interpreter's vLLM; raise a UsageError with the mistakes in the flags."""
-    environment = {**os.environ, "PYTHONPATH": str(packages)}
+    asked = await asyncio.create_subprocess_exec(
+        str(python), "-m", __name__, *words,
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [str(python), "-m", __name__, *words],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+        async with asyncio.timeout(_SECONDS):
+            said, complained = await asked.communicate()
+    except TimeoutError:
         raise PlatformError(
             f"{FLAG}: vLLM's parser gave no answer within {_SECONDS} s: check the load of this machine"
         ) from None
-    if done.returncode == _NOT_FREE:
-        raise UsageError(*(line for line in done.stdout.splitlines() if line.startswith(FLAG)))
-    if done.returncode == 2:
-        raise UsageError(f"{FLAG}: vLLM refuses it: {_find_error(done.stderr)}")
+    finally:
+        # Its answer is not awaited any more if another part of the start has failed.
+        if asked.returncode is None:
+            asked.kill()
+            await asked.wait()
+    if asked.returncode == _NOT_FREE:
+        raise UsageError(*(line for line in said.decode().splitlines() if line.startswith(FLAG)))
+    if asked.returncode == 2:
+        raise UsageError(f"{FLAG}: vLLM refuses it: {_find_error(complained.decode(errors='replace'))}")
 
 
 def _find_error(output: str) -> str:

@@ -1,5 +1,6 @@
 """The prompts of a run: those to train on, in order, and those held out."""
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -116,17 +117,39 @@ class PromptSource:
         self._order.restore(state)
 
 
-def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
-    """Read, tokenize, filter and divide the prompts of a run.
+@dataclasses.dataclass(frozen=True)
+class PromptRows:
+    """The rows of a run's files, read and not tokenized yet."""
 
-    `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response.
-    """
+    trained: Sequence[Row]
+    """The rows of --prompts."""
+    evaluated: Sequence[Row]
+    """The rows of --eval-prompts."""
+
+
+def read_prompts(config: DataConfig) -> PromptRows:
+    """Read all files, so that a fault in the last one is reported before the tokenizer loads."""
     if config.max_prompt_tokens is not None and config.max_prompt_tokens < 1:
         raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
     assert config.prompts is not None
-    # All files are read before the tokenizer loads, so that a fault in the last file is reported within seconds.
-    rows = read_rows(config.prompts, config)
-    eval_rows = read_rows(config.eval_prompts, config) if config.eval_prompts else []
+    return PromptRows(
+        read_rows(config.prompts, config), read_rows(config.eval_prompts, config) if config.eval_prompts else []
+    )
+
+
+def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int) -> PromptSource:
+    """Read, tokenize, filter and divide the prompts of a run: see `tokenize_prompts`."""
+    return tokenize_prompts(read_prompts(config), config, model, seed=seed, longest=longest, vocab_size=vocab_size)
+
+
+def tokenize_prompts(
+    read: PromptRows, config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int
+) -> PromptSource:
+    """Tokenize, filter and divide the prompts of a run.
+
+    `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response.
+    """
+    rows, eval_rows = read.trained, read.evaluated
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
     notes: list[str] = []
     prompts = _fitting(rows, tokenizer, config, longest, "--prompts", notes)

@@ -22,6 +22,7 @@ def build_trainer(
     saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
+    rank.startup.end_part("model and weights")
     stage: Stage
     if settings.run.stage == "sft":
         stage = build_supervised(rank, inputs.demonstrations, policy, start)

@@ -119,6 +119,7 @@ def build_grpo(
     check_agreement(rank.session.gather(describe_plug_ins(settings.algorithm)))
     advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
     client = _connect(rank, sidecar)
+    rank.startup.end_part("waiting for engines")
     publisher = _build_publisher(rank, policy, client)
     rank.stack.callback(publisher.close)
     log = open_log(rank, start.version, client, advantages)

@@ -1,4 +1,4 @@
-"""The data of a run, and checks of weights and checkpoints, before any process is started."""
+"""The data of a run, and checks of weights and checkpoints. Only the tokenizing comes after a sidecar's start."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
-from megatron_rl.trainer.data.prompts import PromptSource, load_prompts
+from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
 from megatron_rl.trainer.loop.saver import find_missing_hf
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
@@ -38,30 +38,49 @@ class Inputs:
         return self.demonstrations if self.prompts is None else self.prompts
 
 
-def read_inputs(settings: RunSettings, startup: Startup) -> Inputs:
-    """Read the data; raise an InputError if weights, checkpoints or the run's folder do not fit the settings."""
-    is_supervised = settings.run.stage == "sft"
-    name = "demonstrations" if is_supervised else "prompts"
-    startup.say(f"{name}: they are read and tokenized")
-    demonstrations = _load_demonstrations(settings) if is_supervised else None
-    prompts = None if is_supervised else _load_prompts(settings)
-    data = demonstrations or prompts
-    assert data is not None
-    startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
+@dataclasses.dataclass(frozen=True)
+class CheckedInputs:
+    """What is known of a run's inputs without a tokenizer: enough to start a sidecar."""
+
+    rows: PromptRows | None
+    """The rows of the prompts; None for a stage without prompts."""
+    notes: tuple[str, ...]
+    """Lines for people about the loaded checkpoint."""
+    is_finished: bool
+    """Whether the checkpoint leaves nothing to do; a note says so."""
+
+
+def check_inputs(settings: RunSettings) -> CheckedInputs:
+    """Read the prompts; raise an InputError if weights, checkpoints or the run's folder do not fit the settings."""
+    rows = None if settings.run.stage == "sft" else read_prompts(settings.data)
     _check_weights(settings)
     check_loaded_stage(settings)
     check_loaded_schedule(settings, settings.num_updates)
     _check_continuation(settings)
-    notes = [*settings.notes, *data.notes, *check_loaded_plug_ins(settings)]
+    notes = check_loaded_plug_ins(settings)
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
-    return Inputs(prompts, demonstrations, tuple(notes), is_finished=finished is not None)
+    return CheckedInputs(rows, tuple(notes), is_finished=finished is not None)
 
 
-def _load_prompts(settings: RunSettings) -> PromptSource:
+def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup) -> Inputs:
+    """Tokenize the data."""
+    name = "demonstrations" if checked.rows is None else "prompts"
+    startup.say(f"{name}: they are read and tokenized")
+    demonstrations = _load_demonstrations(settings) if checked.rows is None else None
+    prompts = None if checked.rows is None else _tokenize_prompts(settings, checked.rows)
+    data = demonstrations or prompts
+    assert data is not None
+    startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
+    notes = (*settings.notes, *data.notes, *checked.notes)
+    return Inputs(prompts, demonstrations, notes, checked.is_finished)
+
+
+def _tokenize_prompts(settings: RunSettings, rows: PromptRows) -> PromptSource:
     assert settings.model.hf_model is not None
-    return load_prompts(
+    return tokenize_prompts(
+        rows,
         settings.data,
         settings.model.hf_model,
         seed=settings.training.seed,

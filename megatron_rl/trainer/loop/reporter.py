@@ -289,6 +289,8 @@ def open_log(
         run_folder.write_saved_config(settings.folder / run_folder.CONFIG_FILE, describe_run(settings))
         if client is not None:
             reporter.follow(client.status)
+        startup.end_part("the rest")
+        startup.say(f"rank 0: {startup.describe_parts()}")
         startup.say("all is ready")
         timeline.restart(startup.seconds)
     return RunLog(reporter, timeline, trace, rank.recipe.finish_iteration)

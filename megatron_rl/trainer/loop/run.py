@@ -22,7 +22,7 @@ from megatron_rl.ops.shared_prompt.trial import check_backend
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
-from megatron_rl.trainer.loop.inputs import Inputs, read_inputs
+from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
@@ -46,6 +46,7 @@ def train(
     start is timed, from then on.
     """
     watch, startup = watch or Watch.of_environment(), startup or Startup()
+    startup.end_part("imports and flags")
     schedule = schedule or SCHEDULES[settings.loop.schedule]
     is_first = int(os.environ.get("RANK", "0")) == 0
     stop = StopRequest(settings.loop.grace_seconds, watch.leave).install()
@@ -58,6 +59,7 @@ def train(
         with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
                 session = start_session(settings, _find_waiting(settings), functools.partial(meet, watch))
+                startup.end_part("process groups")
                 if not session.broadcast(inputs.is_finished):
                     _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe, startup, parts)
@@ -69,18 +71,26 @@ def train(
 
 
 def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStack) -> tuple[Inputs, OwnSidecar | None]:
-    """Read the data and start the run's own sidecar, if it has one; `stack` ends it. Only rank 0 calls this."""
+    """Start the run's own sidecar, if it has one, and load the data; `stack` ends it. Only rank 0 calls this.
+
+    The sidecar starts as soon as all is checked but what needs a tokenizer. It serves once it has rows of the data.
+    """
     if settings.observe.progress != "none":
         startup.show(sys.stdout)
-    inputs = read_inputs(settings, startup)
+    checked = check_inputs(settings)
+    startup.end_part("checks")
+    sidecar = None
+    if settings.sidecar is not None and not checked.is_finished:
+        sidecar = OwnSidecar(settings.sidecar)
+        startup.say(f"sidecar: started, its log is {sidecar.log}")
+        stack.callback(sidecar.close)
+    inputs = load_inputs(settings, checked, startup)
     for note in inputs.notes:
         print_note(note)
-    if settings.sidecar is None or inputs.is_finished:
-        return inputs, None
-    assert inputs.prompts is not None
-    sidecar = OwnSidecar(settings.sidecar, inputs.prompts.list_kinds())
-    startup.say(f"sidecar: started, its log is {sidecar.log}")
-    stack.callback(sidecar.close)
+    if sidecar is not None:
+        assert inputs.prompts is not None
+        sidecar.try_rewards(inputs.prompts.list_kinds())
+    startup.end_part("data")
     return inputs, sidecar
 
 
