@@ -50,6 +50,8 @@ class ParameterRows:
 
     tensors: tuple[str, ...]
     rectangles: tuple[Rectangle, ...]
+    starts: tuple[int, ...]
+    """The row of the parameter at which each rectangle begins."""
     first_column: int
     rows_R: torch.Tensor
     """For each row of the parameter, its row in the tensor that it comes from."""
@@ -63,7 +65,7 @@ class ParameterRows:
         matches.
         """
         num_rows = max(rectangle.first_row + rectangle.num_rows for rectangle in self.rectangles)
-        held_RC = _matrix(parameter)
+        held_RC = as_matrix(parameter)
         given_RC = held_RC.to(dtype)
         lines_SL = digests_by_row(given_RC, self.first_column, self.rows_R, num_rows, self.slices_R, len(self.tensors))
         if held_RC.dtype == dtype:
@@ -137,22 +139,38 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
             readings.in_place[name] = look(name, parameter, True)
 
 
+Find = Callable[[str, torch.Tensor, bool], ParameterRows | None]
+"""Names where a parameter's rows come from, given its name, itself, and whether it is looked at in place."""
+
+
 def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load) -> Order:
     """Load numbers that encode places, in place of tensors with these names and shapes, and read the parameters.
 
     The model holds no real weights afterwards.
     """
-    code = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    code = _find_code(dtype)
     questions = [_Question(index, spec, code, dtype) for index, spec in enumerate(specs)]
     which = _ask(model, load, questions, lambda question: torch.tensor([[question.index]]), code)
     row = _ask(model, load, questions, lambda question: torch.arange(question.num_rows)[:, None], code)
     column = _ask(model, load, questions, lambda question: torch.arange(question.num_columns)[None], code)
-    given = {question.spec.name: question.random() for question in questions}
+
+    def find(name: str, parameter: torch.Tensor, is_in_place: bool) -> ParameterRows | None:
+        answers = [readings.get(is_in_place).get(name) for readings in (which, row, column)]
+        return _rows(questions, answers, as_matrix(parameter).shape[1], parameter.device)
+
+    return prove_order(model, specs, dtype, load, find)
+
+
+def prove_order(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load, find: Find
+) -> Order:
+    """Load random numbers, and keep what `find` names for a parameter if it holds the numbers from there."""
+    code = _find_code(dtype)
+    given = {spec.name: _Question(index, spec, code, dtype).random() for index, spec in enumerate(specs)}
     found: dict[tuple[str, bool], ParameterRows] = {}
 
     def is_found(name: str, parameter: torch.Tensor, is_in_place: bool) -> bool:
-        answers = [readings.get(is_in_place).get(name) for readings in (which, row, column)]
-        rows = _rows(questions, answers, _matrix(parameter).shape[1], parameter.device)
+        rows = find(name, parameter, is_in_place)
         if rows is None:
             return False
         wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
@@ -169,6 +187,10 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
         handed_over=frozenset(readings.handed_over),
         unknown=tuple(sorted((readings.in_place.keys() | readings.handed_over.keys()) - in_place - packed)),
     )
+
+
+def _find_code(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype is torch.float16 else torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +240,7 @@ def _ask(
     """Load numbers digit by digit, and read those in the first column of every parameter; -1 if a row has none."""
 
     def read(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor:
-        digits_R = _matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
+        digits_R = as_matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
         return digits_R.where((digits_R >= 0) & (digits_R < _BASE), -1)
 
     largest = max(int(numbers(question).max()) for question in questions)
@@ -257,6 +279,7 @@ def _rows(
     starts = [0, *(torch.nonzero(~is_same_R)[:, 0] + 1).tolist(), len(which_R)]
     tensors: list[str] = []
     rectangles: list[Rectangle] = []
+    first_rows: list[int] = []
     slices_R = torch.full_like(which_R, -1)
     for start, end in itertools.pairwise(starts):
         if is_padding_R[start]:
@@ -268,16 +291,18 @@ def _rows(
         slices_R[start:end] = len(tensors)
         tensors.append(question.spec.name)
         rectangles.append(part)
+        first_rows.append(start)
     return ParameterRows(
         tensors=tuple(tensors),
         rectangles=tuple(rectangles),
+        starts=tuple(first_rows),
         first_column=columns[0],
         rows_R=row_R.where(slices_R >= 0, 0).to(device),
         slices_R=slices_R.where(slices_R >= 0, len(tensors)).to(device),
     )
 
 
-def _matrix(parameter: torch.Tensor) -> torch.Tensor:
+def as_matrix(parameter: torch.Tensor) -> torch.Tensor:
     """View a parameter as a matrix: its last dimension becomes the columns; a vector is a single column."""
     parameter = parameter.detach()
     return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)

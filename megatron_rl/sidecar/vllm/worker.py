@@ -27,7 +27,8 @@ from megatron_rl.shared.weights.files import Checkpoint, read_digests
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.engines import RefusalCode
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digesting, learn_order
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digesting
+from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 
@@ -270,9 +271,22 @@ class WorkerExtension:
         dtype = self.vllm_config.model_config.dtype
         with self.megatron_rl_loading(), torch.no_grad():
             model = self.model_runner.get_model()
-            self.megatron_rl_order = learn_order(
-                model, specs, dtype, lambda tensors: self.megatron_rl_reload(tensors.items())
+            self.megatron_rl_order = recall_or_learn(
+                model, specs, dtype, lambda tensors: self.megatron_rl_reload(tensors.items()), self.megatron_rl_facts()
             )
+
+    def megatron_rl_facts(self) -> dict[str, Any]:
+        """Return everything that decides the order of weights beyond the names and shapes of tensors and parameters."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": current_platform.device_type,
+            "rank": self.rank,
+            "world_size": self.vllm_config.parallel_config.world_size,
+        }
 
     def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> LoadProof:
         """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""

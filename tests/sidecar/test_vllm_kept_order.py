@@ -1,0 +1,185 @@
+"""A learned order of weights is kept on disk and proved by one load before it is used; without vLLM."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.sidecar.vllm.held import NotHeld, Order
+from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
+from tests.sidecar.test_vllm_held import Worker, drawn, loaded, specs_of
+
+FACTS = {"vllm": "0.32.0", "rank": 0, "world_size": 1}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megatron_rl" / "orders"
+
+
+class CountingWorker(Worker):
+    """A worker that counts its loads, and whose parameters all come from tensors."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, rank: int = 0, size: int = 1) -> None:
+        super().__init__(dtype, rank, size)
+        del self.model["embed"].scale
+        self.num_loads = 0
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.num_loads += 1
+        super().load(tensors)
+
+    def find_order(self, specs: list[TensorSpec] | None = None, **facts: Any) -> Order:
+        specs = specs or specs_of(str(self.dtype).removeprefix("torch."))
+        return recall_or_learn(self.model, specs, self.dtype, self.load, FACTS | facts)
+
+
+def assert_same(one: Order, other: Order) -> None:
+    assert (one.packed, one.handed_over, one.unknown) == (other.packed, other.handed_over, other.unknown)
+    assert one.rows.keys() == other.rows.keys()
+    for name, rows in one.rows.items():
+        others = other.rows[name]
+        assert (rows.tensors, rows.rectangles, rows.starts, rows.first_column) == (
+            others.tensors, others.rectangles, others.starts, others.first_column,
+        )  # fmt: skip
+        assert torch.equal(rows.rows_R, others.rows_R)
+        assert torch.equal(rows.slices_R, others.slices_R)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+def test_the_second_start_loads_once_and_finds_the_same_order_which_proves_as_much(dtype, rank, size):
+    first, second = (CountingWorker(dtype, rank, size) for _ in range(2))
+    learned = first.find_order(rank=rank)
+    recalled = second.find_order(rank=rank)
+    assert first.num_loads >= 5
+    assert second.num_loads == 1
+    assert_same(learned, recalled)
+    old, new = drawn(dtype), drawn(dtype)
+    assert loaded(second, recalled, new, new).num_compared == 5
+    with pytest.raises(NotHeld, match="1 tensors do not hold the numbers that were given: norm$"):
+        loaded(second, recalled, new | {"norm": old["norm"]}, new)
+
+
+def test_the_kept_file_is_private(folder: Path):
+    CountingWorker().find_order()
+    (path,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+@pytest.mark.parametrize("facts", [{"vllm": "0.33.0"}, {"rank": 1}, {"world_size": 2}])
+def test_another_vllm_or_another_place_in_the_engine_learns_for_itself(facts):
+    CountingWorker().find_order()
+    other = CountingWorker()
+    other.find_order(**facts)
+    assert other.num_loads >= 5
+
+
+def test_another_dtype_or_other_tensors_are_learned_for_themselves():
+    CountingWorker().find_order()
+    for other, specs in (
+        (CountingWorker(torch.float32), None),
+        (CountingWorker(), [*specs_of("bfloat16"), TensorSpec("extra", (4, 4), "bfloat16")]),
+    ):
+        other.find_order(specs)
+        assert other.num_loads >= 5
+
+
+def swap_two_rows(kept: dict[str, Any]) -> None:
+    q, k, _ = kept["rows"]["qkv.weight"]["rectangles"]
+    q[0], k[0] = q[0] + 1, k[0]
+    q[2] -= 1
+
+
+def name_another_tensor(kept: dict[str, Any]) -> None:
+    kept["rows"]["qkv.weight"]["tensors"][1] = "v"
+
+
+def name_no_tensor(kept: dict[str, Any]) -> None:
+    kept["rows"]["qkv.weight"]["tensors"][1] = "none"
+
+
+def leave_the_tensor(kept: dict[str, Any]) -> None:
+    kept["rows"]["qkv.weight"]["rectangles"][1][0] = 10**9
+
+
+def leave_a_parameter_out(kept: dict[str, Any]) -> None:
+    del kept["rows"]["norm.weight"]
+
+
+def leave_all_out(kept: dict[str, Any]) -> None:
+    kept["rows"] = {}
+
+
+def take_a_packed_one_for_one_in_place(kept: dict[str, Any]) -> None:
+    kept["packed"] = []
+
+
+def add_a_layer_that_packs(kept: dict[str, Any]) -> None:
+    kept["handed_over"].append("other.weight")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap_two_rows,
+        name_another_tensor,
+        name_no_tensor,
+        leave_the_tensor,
+        leave_a_parameter_out,
+        leave_all_out,
+        take_a_packed_one_for_one_in_place,
+        add_a_layer_that_packs,
+    ],
+)
+def test_a_kept_order_that_is_wrong_in_any_way_is_said_and_learned_again(
+    change: Callable[[dict[str, Any]], None], folder: Path, caplog
+):
+    learned = CountingWorker().find_order()
+    (path,) = folder.iterdir()
+    kept = json.loads(path.read_text())
+    change(kept)
+    path.write_text(json.dumps(kept))
+    worker = CountingWorker()
+    with caplog.at_level(logging.WARNING):
+        assert_same(worker.find_order(), learned)
+    assert "is not that of this model: it is learned again" in caplog.text
+    assert worker.num_loads >= 6
+    # What was learned has taken the place of the wrong one.
+    third = CountingWorker()
+    third.find_order()
+    assert third.num_loads == 1
+
+
+def test_a_file_that_cannot_be_read_is_said_and_the_order_is_learned(folder: Path, caplog):
+    CountingWorker().find_order()
+    (path,) = folder.iterdir()
+    path.write_text("{")
+    worker = CountingWorker()
+    with caplog.at_level(logging.WARNING):
+        worker.find_order()
+    assert "cannot be read and is learned again" in caplog.text
+    assert worker.num_loads >= 5
+
+
+def test_an_order_that_leaves_a_parameter_out_is_learned_at_each_start(folder: Path):
+    for _ in range(2):
+        worker = CountingWorker()
+        worker.model["embed"].scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        assert worker.find_order().unknown == ("embed.scale",)
+        assert worker.num_loads >= 5
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_costs_only_the_keeping(folder: Path, caplog):
+    folder.parent.write_text("a file")
+    worker = CountingWorker()
+    with caplog.at_level(logging.WARNING):
+        assert not worker.find_order().unknown
+    assert "the order of weights is not kept" in caplog.text
