@@ -13,8 +13,11 @@ import runpy
 
 from megatron_rl.sidecar.parent import tie
 
-# A process that multiprocessing spawns runs this module again, under this name in place of `__main__`.
-if __name__ == "__mp_main__":
+if __name__ == "__main__":
+    os.umask(0o077)
+
+# A process that multiprocessing spawns runs this module again, under this name. A forked one has what is done here.
+if __name__ in ("__main__", "__mp_main__"):
     tie()
     # vLLM must set variables that torch reads when it is imported.
     import vllm  # noqa: F401
@@ -24,6 +27,4 @@ if __name__ == "__mp_main__":
     share_gloo_device()
 
 if __name__ == "__main__":
-    os.umask(0o077)
-    tie()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
