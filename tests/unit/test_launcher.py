@@ -224,6 +224,16 @@ def test_an_engine_on_a_cpu_asks_for_large_pages(device, expected, monkeypatch):
     assert environment.get("GLIBC_TUNABLES") == expected
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("cuda", "1"), ("npu", None)])
+def test_an_engine_on_a_gpu_reads_how_much_memory_remains_if_an_earlier_one_measured_it(device, expected, monkeypatch):
+    config = dataclasses.replace(CONFIG, device=device)
+    spec = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    assert spec.environment.get("VLLM_ENABLE_STARTUP_PLAN") == expected
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "0")
+    spec = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    assert spec.environment["VLLM_ENABLE_STARTUP_PLAN"] == "0", "the user decides"
+
+
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match="must belong to you and have mode 700"):

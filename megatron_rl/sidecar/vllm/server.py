@@ -173,6 +173,9 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         }
     elif config.devices:
         environment[hardware.VARIABLES[config.device]] = hardware.name_devices(config.device, config.devices)
+    if config.device == "cuda":
+        # The memory that remains for keys and values is measured once for a configuration, and read from then on.
+        environment.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"
