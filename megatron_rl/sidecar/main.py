@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import shutil
 import signal
@@ -21,7 +22,7 @@ from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.shared.weights.families import read_architecture
-from megatron_rl.sidecar import starting
+from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve
@@ -136,7 +137,8 @@ def _build_pool(settings: SidecarSettings) -> RewardPool:
 async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
     """Start the rewards, and try them on the rows that the trainer hands over, if it does."""
     await pool.start()
-    if settings.tries_rewards:
+    # A person may start a sidecar with the settings of a run's: nothing hands over rows then.
+    if settings.tries_rewards and parent.VARIABLE in os.environ:
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 

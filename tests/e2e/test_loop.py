@@ -69,6 +69,8 @@ def assert_the_start_is_told(folder: Path, world_size: int) -> None:
         "prompts: 40 to train on, 0 held out, 0 left out",
         "engines: engine-0, engine-1 ready after ",
         f"in float32, on {world_size} rank",
+        "sidecar: its parts, side by side: rewards ",
+        " s, waiting for engines ",
         "all is ready",
     ):
         assert any(part in text for _, text in starts), (part, said)

@@ -392,18 +392,19 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
 
 
 @pytest.mark.each_change
-def test_a_reward_file_that_does_not_import_is_said_before_an_engine_is_started(world, tmp_path):
+def test_a_reward_file_that_does_not_import_is_said_and_nothing_is_served(world, tmp_path):
     reward = tmp_path / "broken.py"
     reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
     folder = world.folder / "broken"
     with loop.running(folder, 1, world.words("broken", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
         assert ranks.wait() == [2]
     assert "nothing_of_this_name" in ranks.text()
-    assert "serving" not in ranks.text()
+    assert "serving" not in (folder / "r" / "sidecar.log").read_text()
+    assert not processes_of(folder)
 
 
 @pytest.mark.each_change
-def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_before_an_engine_is_started(world, tmp_path):
+def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_and_nothing_is_served(world, tmp_path):
     reward = tmp_path / "target.py"
     reward.write_text("def f(completions, target): return [0.0] * len(completions)\n")
     folder = world.folder / "column"
@@ -412,8 +413,9 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_before_an_eng
     said = "--reward f: prompts.jsonl:1: it asks for target, and the row has no such column (it has answer): add it"
     assert said in ranks.text()
     assert "--reward-on-error" not in ranks.text()
-    assert not (folder / "r" / "starting.json").exists()
+    assert "serving" not in (folder / "r" / "sidecar.log").read_text()
     assert not (folder / "r" / "trials").exists()
+    assert not processes_of(folder)
 
 
 @pytest.mark.each_change
@@ -425,6 +427,37 @@ def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
         assert ranks.wait() == [4]
     assert re.search(r"pretrain_grpo.py: .*prompts.jsonl.*2.*prompt", ranks.text()), ranks.text()
     assert not (folder / "r").exists()
+
+
+@pytest.mark.each_change
+def test_a_prompt_that_only_the_tokenizer_finds_too_long_ends_the_sidecar_that_is_starting(world, tmp_path):
+    prompts, run = tmp_path / "prompts.jsonl", world.folder / "long" / "r"
+    prompts.write_text(json.dumps({"prompt": "1 " * 50, "answer": "0"}))
+    # The sidecar has its engines and reward workers by then, and waits for rows.
+    fault = f"""
+        import pathlib, time
+        from megatron_rl import platforms
+        platforms.select("cpu").install()
+        from megatron_rl.trainer.loop import inputs
+        tokenize = inputs.tokenize_prompts
+        def late(*arguments, **keywords):
+            while not pathlib.Path({str(tmp_path / "seen")!r}).exists():
+                time.sleep(0.05)
+            return tokenize(*arguments, **keywords)
+        inputs.tokenize_prompts = late
+    """
+    words = world.words("long", prompts=prompts, rollout_folder=run)
+    with loop.running(run.parent, 1, words, {0: fault}) as ranks:
+        until(lambda: is_done(run / "starting.json", "engines") and (run / "rewards.log").exists(), ranks)
+        (sidecar,) = processes_of(run)
+        started = [sidecar, *sidecar.children(recursive=True)]
+        assert len(started) > 1, "it has a reward worker"
+        assert not (run / "address").exists(), "it does not serve before it has rows"
+        (tmp_path / "seen").touch()
+        assert ranks.wait() == [4], ranks.text()
+        until(lambda: not any(map(is_alive, started)), ranks, is_over=True)
+    assert "has a prompt of 50 tokens, and more than 40 leave no room for a response" in ranks.text()
+    assert "the run ended" not in ranks.text()
 
 
 @pytest.mark.each_change
@@ -456,6 +489,15 @@ def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, 
         assert ranks.wait() == [4]
     assert f"{tmp_path} must hold *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
+
+
+def is_done(progress: Path, part: str) -> bool:
+    """Check whether a starting sidecar has written that this part is done."""
+    return progress.exists() and json.loads(progress.read_text())["parts"].get(part) is not None
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

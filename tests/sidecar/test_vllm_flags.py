@@ -3,12 +3,16 @@
 import asyncio
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megatron_rl.config.settings import RewardConfig, RolloutConfig
 from megatron_rl.errors import UsageError
+from megatron_rl.sidecar.settings import SidecarSettings, write_message
 from megatron_rl.sidecar.vllm.flags import (
     _PARSERS,
     _SET,
@@ -19,6 +23,8 @@ from megatron_rl.sidecar.vllm.flags import (
     find_problems,
 )
 from megatron_rl.sidecar.vllm.server import link_package
+from tests import hf_models
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.each_change
 
@@ -31,6 +37,33 @@ def test_vllm_itself_is_asked_about_its_flags_before_an_engine_starts(tmp_path: 
     asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--max_num_batched_tokens=128"), packages))
     with pytest.raises(UsageError, match=r"--rollout-vllm-args: vLLM refuses it: .*--no-such-flag"):
         asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--no-such-flag"), packages))
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--no-such-flag", "vLLM refuses it: "), ("--hos 0.0.0.0", "--host is not free: drop it")]
+)
+def test_a_mistake_in_the_flags_is_said_though_an_engine_that_starts_meanwhile_may_die_of_it(
+    flag: str, said: str, tmp_path: Path
+) -> None:
+    model, run = hf_models.draw("qwen3", tmp_path / "model"), tmp_path / "run"
+    # Read without the checks that need no vLLM, so that its parser is asked about both.
+    settings = SidecarSettings(
+        platform="cpu",
+        hf_model=model,
+        seq_length=64,
+        rollout=RolloutConfig(folder=run, engine="vllm", vllm_args=flag),
+        reward=RewardConfig(functions=["length:8"]),
+    )
+    write_message(tmp_path / "sidecar.json", settings)
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.sidecar", "--settings", str(tmp_path / "sidecar.json")],
+        capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert ended.stderr.splitlines()[-1].startswith(f"megatron_rl.sidecar: --rollout-vllm-args: {said}"), ended.stderr
+    assert ended.returncode == 2
+    assert "serving" not in ended.stderr
+    assert (run / "logs" / "engine-0.log").exists(), "an engine was started beside the parser"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(model) in " ".join(p.info["cmdline"] or [])]
 
 
 def test_vllms_own_parser_finds_flags_that_are_not_free_however_they_are_written() -> None:

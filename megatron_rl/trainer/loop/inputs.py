@@ -40,7 +40,7 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedInputs:
-    """What is known of a run's inputs without a tokenizer: enough to start a sidecar."""
+    """The part of a run's inputs that needs no tokenizer: with it a sidecar can start."""
 
     rows: PromptRows | None
     """The rows of the prompts; None for a stage without prompts."""
