@@ -63,7 +63,7 @@ FLAGS = (
     "--model", "--served-model-name", "--uds", "--dtype", "--max-model-len", "--max-num-seqs", "--tensor-parallel-size",
     "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "--logprobs-mode", "--worker-extension-cls",
     "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
-    "--weight-transfer-config",
+    "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes",
 )  # fmt: skip
 FLAG_FILES = (
     "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",

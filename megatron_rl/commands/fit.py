@@ -6,13 +6,11 @@ FLAGS are those of pretrain_grpo.py about model, layout and lengths. Data, rewar
 missing.
 """
 
-import os
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.config.command_line.run import Sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.trainer.loop import rank_memory
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.footprint import Footprint, Workload
@@ -25,33 +23,10 @@ def main(words: list[str], device_gib: float) -> int:
     """Print the table; return an exit code that says whether every rank fits."""
     if not words or not words[0].isdigit() or not int(words[0]):
         raise UsageError("--fit needs the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
-    world_size = int(words[0])
-    # The flags are read as on the ranks of such a run.
-    os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, 8))
-    settings, sizes = command_line.parse_sizes(words[1:], world_size)
-    # Megatron is imported after the platform is installed, which `parse_sizes` has done.
-    from megatron_rl.trainer.mcore import footprint
-
-    work = make_workload(sizes, world_size)
-    footprints = footprint.count(settings, work)
+    settings, work, footprints = rank_memory.count(words[1:], int(words[0]))
     for line in describe(settings, work, footprints, device_gib):
         print(line)
     return ExitCode.OK if all(sum(one.device.values()) <= device_gib * _GIB for one in footprints) else ExitCode.RUN
-
-
-def make_workload(sizes: Sizes, world_size: int) -> "Workload":
-    """Return the largest micro-batch that a run can have, and the number of micro-batches in a schedule."""
-    from megatron_rl.trainer.mcore.footprint import Workload
-
-    plan = sizes.plan
-    num_responses = min(plan.group_size, plan.micro_batch_size)
-    group = (sizes.longest_prompt, [sizes.longest_response] * num_responses)
-    if not sizes.is_shared:
-        # Each response has a prompt of its own.
-        groups = [(sizes.longest_prompt, [sizes.longest_response])] * (sizes.division.groups_per_unit * num_responses)
-    else:
-        groups = [group] * sizes.division.groups_per_unit
-    return Workload(world_size, groups, sizes.multiple_of, sizes.division.slots_per_update, plan.num_updates)
 
 
 def describe(settings: Settings, work: "Workload", footprints: "list[Footprint]", device_gib: float) -> list[str]:

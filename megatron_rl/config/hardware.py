@@ -1,8 +1,8 @@
 """The hardware of this host as the processes of a run divide it: the accelerators for engines, and the cores.
 
 Devices are numbered among the visible ones, as torch numbers them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1.
-Engines take devices that no rank computes on. Ranks and engines compute on cores at the same time, so with more threads
-than cores they take caches and time slices from each other.
+Engines take devices that no rank computes on, unless they share the ranks' own. Ranks and engines compute on cores at the
+same time, so with more threads than cores they take caches and time slices from each other.
 """
 
 import dataclasses
@@ -45,6 +45,11 @@ def pick_after_ranks(kind: Kind, num_ranks: int, num_wanted: int) -> list[int] |
     """Pick devices for engines after the devices of `num_ranks` ranks; return None if too few are left."""
     end = num_ranks + num_wanted
     return list(range(num_ranks, end)) if num_wanted > 0 and end <= len(list_visible_devices(kind)) else None
+
+
+def pick_with_ranks(kind: Kind, num_wanted: int) -> list[int] | None:
+    """Pick devices for engines that share those of the ranks, the first ones; return None if too few are visible."""
+    return list(range(num_wanted)) if 0 < num_wanted <= len(list_visible_devices(kind)) else None
 
 
 def name_devices(kind: Kind, numbers: tuple[int, ...]) -> str:

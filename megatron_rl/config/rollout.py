@@ -31,6 +31,11 @@ class RolloutConfig:
         "accelerators.",
         "--rollout-devices",
     )
+    is_colocated: bool = own_flag(
+        False,
+        "Let engines share the ranks' accelerators: the run counts what a rank needs, and divides the memory.",
+        "--rollout-colocate",
+    )
     start_minutes: float = own_flag(
         10.0, "Minutes that engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
     )

@@ -149,7 +149,9 @@ def _build_factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack, 
         return ScriptedFactory(read_script(rollout.script, read_architecture(model).vocab_size if model else None))
     assert settings.hf_model is not None
     num_threads = rollout.num_threads or _share_cores(rollout).threads_of_worker
-    config = configure_server(rollout, settings.hf_model, settings.seq_length, settings.device, num_threads)
+    config = configure_server(
+        rollout, settings.hf_model, settings.seq_length, settings.device, num_threads, settings.memory
+    )
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     logs = settings.folder / ENGINE_LOGS

@@ -31,6 +31,7 @@ from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
+from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
 from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
@@ -72,6 +73,8 @@ class SidecarSettings:
     trace: Literal["on", "off"] = "on"
     tries_rewards: bool = False
     """Whether the trainer that starts it hands over rows, on which it tries the rewards before it serves."""
+    memory: EngineMemory | None = None
+    """The memory of an engine that shares a rank's device; None if vLLM's own flags decide."""
 
     @property
     def folder(self) -> Path:
@@ -256,6 +259,11 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
 
 def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
     """Yield each mistake in settings that a trainer would set or check itself."""
+    if settings.rollout.is_colocated:
+        yield (
+            f"{FLAG_OF_SHARING} is for the engines that a run starts itself, since the run counts what its ranks need: "
+            f"drop it here, and divide the memory with {vllm_flags.FLAG}='{MEMORY_FLAGS[0]} 0.3'"
+        )
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"
     length = settings.seq_length
@@ -289,8 +297,9 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         # If there were enough, `pick_devices` would have named them.
         yield (
             f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "
-            "devices are visible here, and the run's ranks have the first: start fewer ranks or engines, show more "
-            f"devices ({hardware.VARIABLES[device]}), or start a sidecar elsewhere (--rollout-endpoint)"
+            "devices are visible here, and the run's ranks have the first. Start fewer ranks or engines, show more "
+            f"devices ({hardware.VARIABLES[device]}), share the ranks' ({FLAG_OF_SHARING}), or start a sidecar "
+            "elsewhere (--rollout-endpoint)"
         )
     if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
@@ -303,6 +312,26 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         yield from _problems_of_script(rollout.script, architecture)
 
 
+def check_sharing(settings: SidecarSettings, num_ranks: int) -> Iterator[str]:
+    """Yield each mistake in which devices engines share with the `num_ranks` ranks that compute on the first ones."""
+    rollout = settings.rollout
+    if settings.device == "cpu" or rollout.engine != "vllm":
+        if rollout.is_colocated:
+            yield f"{FLAG_OF_SHARING} is for vLLM on accelerators, where it divides a device's memory: drop it"
+        return
+    if rollout.devices is None:
+        return
+    named = " ".join(map(str, rollout.devices))
+    shared = " ".join(str(number) for number in rollout.devices if number < num_ranks)
+    if shared and not rollout.is_colocated:
+        yield (
+            f"--rollout-devices {named}: ranks compute on {shared}: name devices from {num_ranks} on, or write "
+            f"{FLAG_OF_SHARING} too, which divides the memory between ranks and engines"
+        )
+    if rollout.is_colocated and not shared:
+        yield f"{FLAG_OF_SHARING}: no rank computes on --rollout-devices {named}: drop one of the two"
+
+
 def list_visible(settings: SidecarSettings) -> list[str]:
     """List the devices that this sidecar's engines may be given; none if none is known."""
     if settings.device == "cpu" or settings.rollout.engine == "scripted":
@@ -311,12 +340,15 @@ def list_visible(settings: SidecarSettings) -> list[str]:
 
 
 def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
-    """Give engines the devices after those of `num_ranks` ranks, if none are named and enough are visible."""
+    """Give engines devices, if none are named and enough are visible: those after the ranks', or the ranks' own."""
     rollout = settings.rollout
     if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
         return settings
     num_wanted = rollout.num_engines * rollout.tensor_parallel_size
-    picked = hardware.pick_after_ranks(settings.device, num_ranks, num_wanted)
+    if rollout.is_colocated:
+        picked = hardware.pick_with_ranks(settings.device, num_wanted)
+    else:
+        picked = hardware.pick_after_ranks(settings.device, num_ranks, num_wanted)
     return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))
 
 

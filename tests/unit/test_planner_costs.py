@@ -327,7 +327,7 @@ def test_the_formula_of_memory_says_what_doctor_counts(tmp_path):
     counting = """
 import json, os, sys
 from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.commands.fit import make_workload
+from megatron_rl.trainer.loop.rank_memory import make_workload
 os.environ["LOCAL_WORLD_SIZE"] = "8"
 for words in json.loads(sys.argv[1]):
     settings, sizes = command_line.parse_sizes(words.split(), 8)

@@ -19,6 +19,7 @@ from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.vllm import flags, patches
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
 from megatron_rl.sidecar.vllm.connection import METRICS_PREFIX
+from megatron_rl.sidecar.vllm.memory import EngineMemory
 from megatron_rl.sidecar.vllm.server import ServerConfig, _command, _environment
 from tools import vllm_facts
 
@@ -42,6 +43,7 @@ SAMPLING = build_sampling_params(Sampling(max_tokens=1), Limits(max_model_len=8,
 SERVERS = [
     ServerConfig("model", 8),
     ServerConfig("model", 8, device="cuda", transport="nccl", tensor_parallel_size=2, eager=True),
+    ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.5, 1 << 30)),
 ]
 
 pytestmark = pytest.mark.parametrize("version", sorted(FACTS))
@@ -183,7 +185,7 @@ def test_a_server_is_started_with_flags_that_it_has(version, config):
 
 def test_variables_that_are_set_for_a_server_are_read_by_it(version, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.sidecar.vllm.server.os.environ", {})
-    given = {name for name in _environment(SERVERS[0], tmp_path) if name.startswith("VLLM_")}
+    given = {name for one in SERVERS for name in _environment(one, tmp_path) if name.startswith("VLLM_")}
     assert "VLLM_SERVER_DEV_MODE" in given
     assert given <= set(FACTS[version]["variables"])
 

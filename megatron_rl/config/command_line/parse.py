@@ -45,7 +45,8 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
 
     By default these are the launcher's ranks, or one rank without a launcher.
     """
-    reading = _read(argv)
+    words = tuple(sys.argv[1:] if argv is None else argv)
+    reading = _read(words)
     world_size = _find_world_size() if world_size is None else world_size
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
@@ -54,7 +55,7 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
     reading.consider(problems)
     _raise_problems(reading)
     assert values is not None
-    return RunSettings.accept(draft, **vars(values))
+    return RunSettings.accept(draft, words=words, **vars(values))
 
 
 def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:

@@ -17,7 +17,7 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.protocol.slots import Division, divide
 from megatron_rl.shared.protocol.wire import LEAST_TEMPERATURE, Plan
 from megatron_rl.sidecar.child import problems as check_sidecar
-from megatron_rl.sidecar.settings import SidecarSettings, resolve_for_run
+from megatron_rl.sidecar.settings import SidecarSettings, check_sharing, resolve_for_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,8 @@ class RunSettings(Settings):
     """The settings of the sidecar that rank 0 starts; None if one is running already, or if the run does not sample."""
     cores: CoreShares
     """The shares of the CPU's cores for ranks and engines."""
+    words: tuple[str, ...] = ()
+    """The command line, for a process that counts the memory of a rank."""
 
     @property
     def name(self) -> str:
@@ -108,6 +110,7 @@ def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | No
     if is_first and is_sampled:
         longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
         problems += check_sidecar(settings, sidecar, longest)
+        problems += [] if sidecar is None else check_sharing(sidecar, _count_local_ranks(settings))
     if sizes is None or folder is None:
         return None, problems
     return RunValues(sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems

@@ -61,7 +61,7 @@ def find_problems(text: str) -> Iterator[str]:
     if words and not words[0].startswith("-"):
         yield f"{FLAG} {text!r} must begin with a flag of vLLM"
     for word in words:
-        name = _find_name(word)
+        name = find_name(word)
         # vLLM accepts a prefix of a flag, if no other flag begins with it.
         meant = [name] if name in _SET else [known for known in _SET if name[2:] and known.startswith(name)]
         if meant:
@@ -77,7 +77,7 @@ def _describe_taken(written: str, name: str) -> str:
     )
 
 
-def _find_name(word: str) -> str:
+def find_name(word: str) -> str:
     """Return the flag's name as vLLM's parser spells it: with dashes, and without the text after `=` or a dot."""
     name = word.partition("=")[0].partition(".")[0]
     return name.replace("_", "-") if name.startswith("--") else name

@@ -25,7 +25,9 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
+from megatron_rl.sidecar.vllm import memory as vllm_memory
 from megatron_rl.sidecar.vllm.flags import split_flags
+from megatron_rl.sidecar.vllm.memory import EngineMemory
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.types import Architecture, RopeKind
 
@@ -71,6 +73,8 @@ class ServerConfig:
     """The threads of a worker on a CPU."""
     cache_gib: int = 1
     """GiB of memory for keys and values on a CPU."""
+    memory: EngineMemory | None = None
+    """The memory on devices that ranks share; None leaves vLLM's share to its own flags."""
     python: str = sys.executable
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
@@ -83,7 +87,12 @@ class ServerConfig:
 
 
 def configure_server(
-    rollout: RolloutConfig, model: Path, seq_length: int | None, device: Literal["cpu", "cuda", "npu"], num_threads: int
+    rollout: RolloutConfig,
+    model: Path,
+    seq_length: int | None,
+    device: Literal["cpu", "cuda", "npu"],
+    num_threads: int,
+    memory: EngineMemory | None = None,
 ) -> ServerConfig:
     """Derive the configuration of a sidecar's engines from its settings."""
     length = rollout.max_model_len or seq_length
@@ -97,6 +106,7 @@ def configure_server(
         dtype=rollout.dtype or read_architecture(model).dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=num_threads,
+        memory=memory,
         python=str(rollout.python or sys.executable),
         transport=rollout.transport,
         flags=tuple(split_flags(rollout.vllm_args)),
@@ -140,6 +150,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.device == "cpu" and config.tensor_parallel_size == 1:
         # As on other devices, the only worker runs in the core's process, so that steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    if config.memory is not None:
+        command += vllm_memory.list_flags(config.memory)
     if config.transport != "shm":
         # vllm-ascend registers its HCCL engine under the same name.
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]

@@ -22,6 +22,7 @@ from megatron_rl.ops.shared_prompt.trial import check_backend
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
+from megatron_rl.trainer.loop.colocation import begin_count, share_device
 from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
@@ -77,13 +78,18 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
     """
     if settings.observe.progress != "none":
         startup.show(sys.stdout)
-    checked = check_inputs(settings)
-    startup.end_part("checks")
     sidecar = None
-    if settings.sidecar is not None and not checked.is_finished:
-        sidecar = OwnSidecar(settings.sidecar)
-        startup.say(f"sidecar: started, its log is {sidecar.log}")
-        stack.callback(sidecar.close)
+    with begin_count(settings) or contextlib.nullcontext() as count:
+        checked = check_inputs(settings)
+        startup.end_part("checks")
+        if settings.sidecar is not None and not checked.is_finished:
+            of_sidecar = settings.sidecar
+            if of_sidecar.rollout.is_colocated:
+                of_sidecar, line = share_device(settings, count)
+                startup.say(line)
+            sidecar = OwnSidecar(of_sidecar)
+            startup.say(f"sidecar: started, its log is {sidecar.log}")
+            stack.callback(sidecar.close)
     inputs = load_inputs(settings, checked, startup)
     for note in inputs.notes:
         print_note(note)

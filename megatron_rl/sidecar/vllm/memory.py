@@ -1,0 +1,157 @@
+"""The division of a device's memory between a rank and an engine that shares the device (--rollout-colocate).
+
+vLLM alone would take nearly the whole device. Here the rank keeps what it was counted to need. The engine gets its
+weights, room for its work, and a cache. Invariants:
+
+- the cache never exceeds what all responses that are sampled at once fill at their full length, since the rest of it
+  would stay empty;
+- the cache holds at least one response at its full length, or the division is refused;
+- rank, engine and a reserve together never exceed the device.
+
+The bytes of work are estimates, on the large side. Where they are wrong, the flags in `MEMORY_FLAGS` divide instead.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from megatron_rl.errors import UsageError
+from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.sidecar.vllm.flags import FLAG, find_name, split_flags
+from megatron_rl.types import Architecture
+
+FLAG_OF_SHARING = "--rollout-colocate"
+MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
+"""Flags of vLLM with which a user divides the memory instead."""
+
+_GIB = 1 << 30
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A multiple of the block sizes that vLLM's attention uses on devices.
+_BLOCK_TOKENS = 64
+# The context of a process on a device, with the workspaces of its libraries.
+_CONTEXT = _GIB
+# Graphs that vLLM captures, and the scratch of the digests that prove a publish.
+_GRAPHS, _DIGESTS = _GIB, _GIB // 2
+# The most tokens of a step in which vLLM's server reads prompts, on any device with less than 160 GiB.
+_STEP_TOKENS = 8192
+# Logits of the responses in float32: as computed, divided by the temperature, as log-probs, and with noise.
+_LOGITS_COPIES = 4
+# What a rank takes beyond the count: buffers of collectives, kernels' workspaces, gaps between blocks of memory.
+_UNCOUNTED = 0.15
+# The share of a device that is left to neither.
+_RESERVE = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """The memory that an engine is given on each of its devices."""
+
+    share: float
+    """The share of the device that must be free when the engine starts."""
+    cache_bytes: int
+    """Bytes of keys and values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineNeeds:
+    """The bytes that an engine needs on each of its devices."""
+
+    weights: int
+    work: int
+    """Bytes of a step, of a publish, of captured graphs, and of the device's context."""
+    response: int
+    """Bytes of the keys and values of one response and its prompt, at full length."""
+    num_responses: int
+    """The number of responses that are sampled at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedDevice:
+    """A device's bytes, divided."""
+
+    device: int
+    counted: int
+    """Bytes that a rank was counted to need."""
+    rank: int
+    """Bytes that the rank keeps, with what the count leaves out."""
+    needs: EngineNeeds
+    cache: int
+
+    @property
+    def engine(self) -> int:
+        return self.needs.weights + self.needs.work + self.cache
+
+    @property
+    def memory(self) -> EngineMemory:
+        """The engine's part, as vLLM takes it."""
+        return EngineMemory(share=math.ceil(1000 * self.engine / self.device) / 1000, cache_bytes=self.cache)
+
+    def describe(self) -> str:
+        """Describe the division in a line."""
+        needs, count = self.needs, self.cache // self.needs.response
+        held = f"all {needs.num_responses}" if count >= needs.num_responses else f"{count} of {needs.num_responses}"
+        return (
+            f"device memory: {_gib(self.device)} GiB, of it {_gib(self.rank)} for a rank ({_gib(self.counted)} "
+            f"counted) and {_gib(self.engine)} for an engine: weights {_gib(needs.weights)}, work "
+            f"{_gib(needs.work)}, cache {_gib(self.cache)}, which holds {held} responses at full length"
+        )
+
+
+def is_divided_by_user(vllm_args: str) -> bool:
+    """Check whether a user's flags of vLLM divide the memory; vLLM accepts a flag's beginning, too."""
+    names = [find_name(word) for word in split_flags(vllm_args) if word.startswith("--")]
+    return any(known.startswith(name) for name in names if len(name) > len("--") for known in MEMORY_FLAGS)
+
+
+def count_needs(
+    architecture: Architecture, dtype: str, tensor_parallel_size: int, max_num_seqs: int, max_model_len: int
+) -> EngineNeeds:
+    """Count the bytes that an engine needs on each of its devices."""
+    size, item = tensor_parallel_size, _ITEM_BYTES[dtype]
+    tensors = [spec.num_elements for spec in Mapping(architecture).manifest()]
+    experts = architecture.experts
+    columns = experts.num_active * experts.ffn_hidden_size if experts else architecture.ffn_hidden_size
+    step = _STEP_TOKENS * (4 * architecture.hidden_size + 3 * math.ceil(columns / size)) * item
+    logits = _LOGITS_COPIES * max_num_seqs * architecture.vocab_size * _ITEM_BYTES["float32"]
+    # A published tensor lies beside its place until it is copied.
+    publish = max(tensors) * _ITEM_BYTES["float32"]
+    heads = max(1, architecture.num_query_groups // size)
+    of_token = 2 * architecture.num_layers * heads * architecture.kv_channels * item
+    return EngineNeeds(
+        weights=math.ceil(sum(tensors) / size) * item,
+        work=_CONTEXT + _GRAPHS + _DIGESTS + step + logits + publish,
+        response=math.ceil(max_model_len / _BLOCK_TOKENS) * _BLOCK_TOKENS * of_token,
+        num_responses=max_num_seqs,
+    )
+
+
+def divide(device: int, counted: int, needs: EngineNeeds) -> SharedDevice:
+    """Divide a device between a rank, counted to need `counted` bytes, and an engine; raise a UsageError if it cannot.
+
+    vLLM keeps one block for itself; the cache has room for it.
+    """
+    rank = math.ceil(counted * (1 + _UNCOUNTED)) + _CONTEXT
+    room = math.floor(device * (1 - _RESERVE)) - rank - needs.weights - needs.work
+    if room < needs.response:
+        raise UsageError(_describe_lack(device, rank, counted, needs))
+    return SharedDevice(device, counted, rank, needs, min(room, (needs.num_responses + 1) * needs.response))
+
+
+def _describe_lack(device: int, rank: int, counted: int, needs: EngineNeeds) -> str:
+    least = needs.weights + needs.work + needs.response
+    return (
+        f"{FLAG_OF_SHARING} does not fit a device of {_gib(device)} GiB: a rank needs {_gib(rank)} ({_gib(counted)} "
+        f"counted) and an engine at least {_gib(least)}: weights {_gib(needs.weights)}, work {_gib(needs.work)}, "
+        f"{_gib(needs.response)} for one response. Lower --micro-batch-size, --seq-length or --rollout-max-num-seqs, "
+        f"give engines devices of their own, or divide the memory yourself: {FLAG}='{MEMORY_FLAGS[0]} 0.3'"
+    )
+
+
+def list_flags(memory: EngineMemory) -> Iterator[str]:
+    """Yield the flags of vLLM that give an engine this memory."""
+    yield from ("--gpu-memory-utilization", str(memory.share))
+    yield from ("--kv-cache-memory-bytes", str(memory.cache_bytes))
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f}"

@@ -1,0 +1,255 @@
+"""The division of a device's memory between a rank and an engine, and the flags that ask for it."""
+
+import contextlib
+import dataclasses
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl import platforms
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar.vllm import memory
+from megatron_rl.sidecar.vllm.memory import EngineMemory, EngineNeeds, count_needs, divide
+from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec, run_folder
+from megatron_rl.trainer.loop import colocation, rank_memory
+from megatron_rl.trainer.loop import run as loop_run
+from megatron_rl.trainer.loop.inputs import Inputs
+from tests import hf_models
+from tests.command_lines import QWEN3, RUN, folder, parse_run
+from tests.processes import ROOT
+
+GIB = 1 << 30
+NEEDS = EngineNeeds(weights=2 * GIB, work=4 * GIB, response=GIB // 4, num_responses=64)
+WORDS = "--rollout-folder /nowhere/run --reward exact --seq-length 64 --platform cuda"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@given(
+    device=st.integers(1, 200 * GIB),
+    counted=st.integers(0, 100 * GIB),
+    weights=st.integers(1, 50 * GIB),
+    work=st.integers(1, 10 * GIB),
+    response=st.integers(1, 10 * GIB),
+    num_responses=st.integers(1, 1024),
+)
+def test_a_division_never_exceeds_the_device_nor_what_can_be_used_and_holds_one_response(
+    device: int, counted: int, weights: int, work: int, response: int, num_responses: int
+) -> None:
+    needs = EngineNeeds(weights, work, response, num_responses)
+    try:
+        division = divide(device, counted, needs)
+    except UsageError:
+        assert counted + weights + work + response > 0.8 * device - 2 * GIB
+        return
+    assert counted < division.rank
+    assert division.rank + division.engine <= device
+    assert response <= division.cache <= (num_responses + 1) * response
+    assert division.engine <= division.memory.share * device <= division.engine + device / 1000
+    assert division.memory.cache_bytes == division.cache
+
+
+def test_a_cache_beyond_what_all_responses_fill_is_left_to_the_rank() -> None:
+    division = divide(141 * GIB, 10 * GIB, NEEDS)
+    assert division.cache == 65 * GIB // 4
+    assert division.memory == EngineMemory(share=0.158, cache_bytes=65 * GIB // 4)
+    assert division.describe() == (
+        "device memory: 141.0 GiB, of it 12.5 for a rank (10.0 counted) and 22.2 for an engine: weights 2.0, work 4.0, "
+        "cache 16.2, which holds all 64 responses at full length"
+    )
+
+
+def test_a_cache_that_not_all_responses_fit_says_how_many_it_holds() -> None:
+    division = divide(24 * GIB, 10 * GIB, NEEDS)
+    assert NEEDS.response <= division.cache < 64 * NEEDS.response
+    assert "which holds 19 of 64 responses at full length" in division.describe()
+
+
+def test_a_device_that_is_too_small_is_refused_with_each_part() -> None:
+    with pytest.raises(UsageError) as raised:
+        divide(16 * GIB, 9 * GIB, NEEDS)
+    said = str(raised.value)
+    assert said.startswith(
+        "--rollout-colocate does not fit a device of 16.0 GiB: a rank needs 11.4 (9.0 counted) and an engine at least "
+        "6.2: weights 2.0, work 4.0, 0.2 for one response. Lower "
+    )
+    assert said.endswith("divide the memory yourself: --rollout-vllm-args='--gpu-memory-utilization 0.3'")
+
+
+def test_an_engines_needs_follow_from_model_lengths_and_precision() -> None:
+    one = count_needs(QWEN3, "bfloat16", 1, 8, 100)
+    # Keys and values of 4 layers, 4 heads of 32; lengths are rounded up to 128.
+    assert one.response == 2 * 4 * 4 * 32 * 2 * 128
+    assert one.num_responses == 8
+    tensors = [8 * 32 * 64, 4 * 32 * 64, 4 * 32 * 64, 64 * 8 * 32, 3 * 64 * 128, 2 * 64, 2 * 32]
+    assert one.weights == 2 * (4 * sum(tensors) + 2 * 200 * 64 + 64)
+    assert count_needs(QWEN3, "float32", 1, 8, 100).response == 2 * one.response
+    assert count_needs(QWEN3, "bfloat16", 2, 8, 100).response == one.response // 2
+    # With more devices than heads of keys and values, several devices hold the same ones.
+    assert count_needs(QWEN3, "bfloat16", 8, 8, 100).response == one.response // 4
+    assert count_needs(dataclasses.replace(QWEN3, vocab_size=100_000), "bfloat16", 1, 8, 100).work > one.work
+
+
+def test_an_engine_is_started_with_its_part_and_a_users_flags_follow() -> None:
+    config = ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.25, 4096), flags=("--seed", "1"))
+    command = make_process_spec(config, "engine-0", run_folder(), Path("log")).command
+    start = command.index("--gpu-memory-utilization")
+    assert command[start : start + 4] == ("--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", "4096")
+    assert command[-2:] == ("--seed", "1")
+    alone = make_process_spec(dataclasses.replace(config, memory=None), "engine-0", run_folder(), Path("log")).command
+    assert not {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} & {*alone}
+
+
+def test_the_part_travels_to_the_sidecar(tmp_path: Path, model: Path) -> None:
+    settings = sidecar_settings.parse([*shlex.split(WORDS), "--hf-model", str(model)])
+    sent = dataclasses.replace(settings, memory=EngineMemory(0.5, 1 << 33))
+    sidecar_settings.write_message(tmp_path / "sidecar.json", sent)
+    received = sidecar_settings.read_settings(["--settings", str(tmp_path / "sidecar.json")])
+    assert received.memory == sent.memory
+    assert configure_server(received.rollout, model, 64, "cuda", 1, received.memory).memory == sent.memory
+
+
+@pytest.mark.parametrize(
+    ("words", "is_divided"),
+    [
+        ("", False),
+        ("--kv-cache-dtype fp8", False),
+        ("--gpu-memory-utilization 0.3", True),
+        ("--gpu_memory_util=0.3", True),
+        ("--kv-cache-mem 8G", True),
+        ("--num-gpu-blocks-override 100", True),
+    ],
+)
+def test_a_users_own_division_is_recognised_however_it_is_written(words: str, is_divided: bool) -> None:
+    assert memory.is_divided_by_user(words) == is_divided
+
+
+def resolve(words: str, model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int] | None, str]:
+    """Return the devices of a run's engines beside these ranks, and the problems of sharing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    given = sidecar_settings.parse([*shlex.split(f"{WORDS} --rollout-devices 0"), "--hf-model", str(model)])
+    values = {"devices": None, **dict(item.split("=") for item in words.split())}
+    named = None if values["devices"] is None else [int(digit) for digit in values["devices"]]
+    rollout = dataclasses.replace(
+        given.rollout,
+        devices=named,
+        is_colocated="colocated" in values,
+        num_engines=int(values.get("engines", 1)),
+        tensor_parallel_size=int(values.get("size", 1)),
+    )
+    settings = sidecar_settings.pick_devices(dataclasses.replace(given, rollout=rollout), num_ranks)
+    return settings.rollout.devices, "\n".join(sidecar_settings.check_sharing(settings, num_ranks))
+
+
+def test_engines_get_the_ranks_devices_if_they_share_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("colocated=1", model, 1, monkeypatch) == ([0], "")
+    assert resolve("colocated=1 engines=2 size=2", model, 4, monkeypatch) == ([0, 1, 2, 3], "")
+    assert resolve("colocated=1 devices=1", model, 2, monkeypatch) == ([1], "")
+    assert resolve("engines=2", model, 2, monkeypatch) == ([2, 3], "")
+    # More engines than devices are refused by another check.
+    assert resolve("colocated=1 engines=5", model, 4, monkeypatch) == (None, "")
+
+
+def test_a_ranks_device_is_named_with_the_flag_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, problem = resolve("devices=12", model, 2, monkeypatch)
+    assert devices == [1, 2]
+    assert problem == (
+        "--rollout-devices 1 2: ranks compute on 1: name devices from 2 on, or write --rollout-colocate too, which "
+        "divides the memory between ranks and engines"
+    )
+    _, problem = resolve("devices=23 colocated=1", model, 2, monkeypatch)
+    assert problem == "--rollout-colocate: no rank computes on --rollout-devices 2 3: drop one of the two"
+
+
+def test_a_sidecar_that_is_started_alone_does_not_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UsageError, match="--rollout-colocate is for the engines that a run starts itself"):
+        sidecar_settings.parse([*shlex.split(f"{WORDS} --rollout-colocate"), "--hf-model", str(model)])
+
+
+def test_a_run_on_the_cpu_does_not_share(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--rollout-colocate is for vLLM on accelerators"):
+        parse_run("--platform cpu --rollout-colocate --hf-model", folder(tmp_path, QWEN3), *RUN)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return the settings of a run that shares a device, as if this host had one."""
+    large = dataclasses.replace(QWEN3, hidden_size=1024, vocab_size=150_000)
+    words = ("--platform", "cpu", "--hf-model", folder(tmp_path, large), *RUN)
+    settings = parse_run(*words, world_size=2)
+    sidecar = dataclasses.replace(
+        settings.sidecar, rollout=dataclasses.replace(settings.sidecar.rollout, is_colocated=True)
+    )
+    device = SimpleNamespace(memory=lambda: SimpleNamespace(total=80 * GIB))
+    monkeypatch.setattr(platforms, "select", lambda name: device)
+    return dataclasses.replace(settings, sidecar=sidecar)
+
+
+def test_a_run_divides_its_device_by_what_doctor_counts(run) -> None:
+    with colocation.begin_count(run) as count:
+        sidecar, line = colocation.share_device(run, count)
+    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", "--fit", "2", *run.words]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    (start,) = (place for place, row in enumerate(table) if row.startswith("stage   parameters"))
+    counted = float(table[start + 1].split()[-1])
+    assert counted > 1
+    assert f"({counted:.1f} counted)" in line
+    needs = count_needs(run.architecture, "float32", 1, run.rollout.max_num_seqs, 128)
+    assert sidecar.memory == divide(80 * GIB, round(counted * GIB), needs).memory
+    assert f"weights {needs.weights / GIB:.1f}" in line
+    assert dataclasses.replace(sidecar, memory=None) == run.sidecar
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_sidecar_is_started_with_its_part_of_a_device_that_is_shared(
+    is_shared: bool, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, said = [], []
+    counted = contextlib.nullcontext(SimpleNamespace(wait=lambda: 9 * GIB))
+    prompts = SimpleNamespace(list_kinds=lambda: ())
+    monkeypatch.setattr(loop_run, "begin_count", lambda settings: counted if is_shared else None)
+    monkeypatch.setattr(loop_run, "read_inputs", lambda settings, startup: Inputs(prompts=prompts))
+    sidecar = SimpleNamespace(log="", close=lambda: None)
+    monkeypatch.setattr(loop_run, "OwnSidecar", lambda settings, trials: started.append(settings) or sidecar)
+    startup = SimpleNamespace(show=lambda stream: None, say=said.append)
+    rollout = dataclasses.replace(run.sidecar.rollout, is_colocated=is_shared)
+    settings = dataclasses.replace(run, sidecar=dataclasses.replace(run.sidecar, rollout=rollout))
+    with contextlib.ExitStack() as stack:
+        loop_run._prepare(settings, startup, stack)
+    (given,) = started
+    assert (given.memory is not None) == is_shared
+    assert any(line.startswith("device memory: 80.0 GiB") for line in said) == is_shared
+
+
+def test_a_count_that_fails_is_said_and_nothing_is_assumed(run) -> None:
+    broken = dataclasses.replace(run, words=("--no-such-flag",))
+    with (
+        colocation.begin_count(broken) as count,
+        pytest.raises(UsageError, match="memory of a rank could not be counted: unknown flag --no-such-flag"),
+    ):
+        colocation.share_device(broken, count)
+
+
+def test_a_user_who_divides_the_device_is_asked_nothing(run) -> None:
+    words = "--gpu-memory-utilization 0.3"
+    divided = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, vllm_args=words))
+    assert colocation.begin_count(divided) is None
+    sidecar, line = colocation.share_device(divided, None)
+    assert sidecar == run.sidecar
+    assert line == "device memory: --rollout-vllm-args divides it between ranks and engines"
+
+
+def test_the_program_that_counts_reports_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rank_memory.main(["1", "--platform", "cpu", "--no-such-flag"]) == ExitCode.USAGE
+    assert "unknown flag --no-such-flag" in capsys.readouterr().err
