@@ -70,7 +70,7 @@ FLAG_FILES = (
 )  # fmt: skip
 VARIABLES = (
     "VLLM_SERVER_DEV_MODE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH",
-    "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP",
+    "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP", "VLLM_USE_FLASHINFER_SAMPLER",
 )  # fmt: skip
 COUNTERS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 FINISH_REASONS = ("stop", "length", "abort")

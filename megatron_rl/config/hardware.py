@@ -1,8 +1,8 @@
 """The hardware of this host as the processes of a run divide it: the accelerators for engines, and the cores.
 
 Devices are numbered among the visible ones, as torch numbers them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1.
-Engines take devices that no rank computes on, unless they share the ranks' own. Ranks and engines compute on cores at the
-same time, so with more threads than cores they take caches and time slices from each other.
+Engines take devices that no rank computes on, unless they share the ranks' own. Ranks and engines compute on cores at
+the same time, so with more threads than cores they take caches and time slices from each other.
 """
 
 import dataclasses

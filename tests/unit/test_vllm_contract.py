@@ -186,7 +186,7 @@ def test_a_server_is_started_with_flags_that_it_has(version, config):
 def test_variables_that_are_set_for_a_server_are_read_by_it(version, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.sidecar.vllm.server.os.environ", {})
     given = {name for one in SERVERS for name in _environment(one, tmp_path) if name.startswith("VLLM_")}
-    assert "VLLM_SERVER_DEV_MODE" in given
+    assert {"VLLM_SERVER_DEV_MODE", "VLLM_USE_FLASHINFER_SAMPLER"} <= given
     assert given <= set(FACTS[version]["variables"])
 
 

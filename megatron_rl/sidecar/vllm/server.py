@@ -188,6 +188,9 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
     if config.device == "cuda":
         # The memory that remains for keys and values is measured once for a configuration, and read from then on.
         environment.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
+        # FlashInfer's sampler gives no log-probs of what was sampled from, so no request uses it, and the start would
+        # compile it.
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"
