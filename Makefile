@@ -15,10 +15,11 @@ MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 NPU_VENV := .venv-npu
 REPORT_VENV := .venv-report
+CUDA_VENV := .venv-cuda
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report python312 demo demo-core learning algorithms sparse bench gpu-check flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +99,9 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest tests/trl
 
+test-cuda: env cuda ## the environment for GPUs, as far as a machine without one can try it
+	CUDA_PYTHON=$(CUDA_VENV)/bin/python $(VENV)/bin/python -m pytest tests/cuda
+
 test-report: env ## megatron-rl report in a headless Chromium; needs Debian's chromium and chromium-driver, and npm
 	@tools/make_environment $(REPORT_VENV) requirements/report.lock --on $(VENV)
 	@test -e $(REPORT_VENV)/node_modules/axe-core || npm install --silent --no-save --prefix $(REPORT_VENV) $(AXE)
@@ -105,6 +109,12 @@ test-report: env ## megatron-rl report in a headless Chromium; needs Debian's ch
 
 demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
 	$(VENV)/bin/python -m examples.arithmetic.demo
+
+cuda: ## install the environment for GPUs (.venv-cuda): Python 3.12, the CUDA builds of torch and vLLM; 10 GB
+	@tools/make_environment $(CUDA_VENV) requirements/cuda.lock 3.12 $(PYTHON312)
+
+gpu-demo: cuda ## the demo in bf16 on one GPU, which trainer and engine share: installs, trains, ends with curve, audit and time
+	$(CUDA_VENV)/bin/python -m examples.arithmetic.demo --gpu --out gpu-demo
 
 demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo
@@ -137,5 +147,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(REPORT_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(REPORT_VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

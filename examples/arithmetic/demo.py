@@ -2,6 +2,8 @@
 
 python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
 
+With --gpu, one rank and one engine share a GPU, in bf16. Without a GPU the demo stops when the model is warmed up.
+
 With --recipe TREE/pretrain_gpt.py, a Megatron-LM tree trains it; --python names an environment that the tree runs in.
 """
 
@@ -19,8 +21,10 @@ import transformers
 
 from examples.arithmetic import model, task, warm_up
 from megatron_rl.analysis.picture import picture
+from megatron_rl.errors import ExitCode
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.summary import text_curves
+from megatron_rl.shared.records.audit_check import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
@@ -28,6 +32,7 @@ LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
+ON_GPU = ["--platform", "cuda", "--bf16", "--rollout-colocate"]
 FLAGS = [
     "--train-iters", "40", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
     "--seq-length", "32", "--rollout-max-tokens", "6", "--rollout-temperature", "1.0", "--rollout-max-num-seqs", "256",
@@ -40,7 +45,9 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="dp2")
+    places = parser.add_mutually_exclusive_group()
+    places.add_argument("--layout", choices=sorted(LAYOUTS), default="dp2", help="of two ranks, on the CPU")
+    places.add_argument("--gpu", action="store_true", help="train and sample on one GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
@@ -55,14 +62,19 @@ def main() -> None:
     out.mkdir(parents=True)
     task.write_files(out, arguments.seed)
     before = warm_up.make(out / "model", arguments.seed, warm_up.Recipe(forgotten=arguments.forgotten))
-    flags = LAYOUTS[arguments.layout] + arguments.flags
-    run = train(out, find_program(arguments.recipe), arguments.python, arguments.reward, arguments.seed, flags)
+    if arguments.gpu and not torch.cuda.is_available():
+        print(describe_missing_gpu(out), file=sys.stderr)
+        sys.exit(ExitCode.ENVIRONMENT)
+    flags = (ON_GPU if arguments.gpu else LAYOUTS[arguments.layout]) + arguments.flags
+    program, num_ranks = find_program(arguments.recipe), 1 if arguments.gpu else 2
+    run = train(out, program, arguments.python, arguments.reward, arguments.seed, flags, num_ranks)
     records = read_metrics(run)
     print(text_curves({"arithmetic": records}))
     picture({"arithmetic": run}, out / "picture.png")
     after = records[-1]["evaluation"]["pass"]
+    print(f"\n{describe_audit(run)}")
     print(
-        f"\nof 512 held-out problems {before:.1%} were answered after the warm-up, {after:.1%} after GRPO; "
+        f"of 512 held-out problems {before:.1%} were answered after the warm-up, {after:.1%} after GRPO; "
         f"{time.monotonic() - start:.0f} s in all\n(answered with the likeliest tokens; the reward is given to tokens "
         f"drawn at temperature 1)\nthe picture: {out / 'picture.png'}"
     )
@@ -76,12 +88,33 @@ def find_program(recipe: str | None) -> list[str]:
     return ["-m", "megatron_rl.recipe", recipe, *model.MEGATRON_FLAGS]
 
 
-def train(out: Path, program: list[str], python: str, reward: str, seed: int, flags: list[str]) -> Path:
-    """Train by GRPO on two ranks, with an engine; return the run's folder."""
+def describe_missing_gpu(out: Path) -> str:
+    """Say that no GPU was found, what has been done without one, and what to do."""
+    return (
+        f"no GPU: torch {torch.__version__} finds no CUDA device here (`nvidia-smi` lists those that the driver knows, "
+        f"and CUDA_VISIBLE_DEVICES must not hide them). The environment is installed; prompts and the warmed-up model "
+        f"are in {out}. On a machine with a GPU the same command trains"
+    )
+
+
+def describe_audit(run: Path) -> str:
+    """Check the run's audit log, and return the result in a line."""
+    report = verify(run)
+    proofs = report.proofs
+    return (
+        f"audit: {report.num_lines} lines, {len(report.breaches)} breaches; in {proofs.num_whole} of "
+        f"{proofs.num_reports} publishes the engine's weights were compared bit for bit with what was published"
+    )
+
+
+def train(
+    out: Path, program: list[str], python: str, reward: str, seed: int, flags: list[str], num_ranks: int = 2
+) -> Path:
+    """Train by GRPO with an engine; return the run's folder."""
     run = out / "run"
     subprocess.run(
         [
-            python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program, *FLAGS,
+            python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *program, *FLAGS,
             "--rollout-python", sys.executable,
             "--hf-model", str(out / "model"), "--prompts", str(out / "train.jsonl"),
             "--eval-prompts", str(out / "held_out.jsonl"), "--seed", str(seed + 1),

@@ -8,10 +8,12 @@ import pytest
 import torch
 import transformers
 
-from examples.arithmetic import curves, reward, task, warm_up
+from examples.arithmetic import curves, demo, reward, task, warm_up
 from examples.arithmetic import model as tiny
 from examples.arithmetic.task import Problem
+from megatron_rl.errors import ExitCode
 from megatron_rl.observe import metrics
+from tests.unit.test_audit import write_log
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +146,28 @@ def test_runs_beside_each_other_come_to_a_table_and_a_picture(tmp_path: Path, ca
     assert "50.0% (8)" in printed
     assert "75.0% (14)" in printed
     assert (tmp_path / "curves.svg").stat().st_size > 1000
+
+
+def test_the_demo_on_a_gpu_stops_by_name_without_one_after_all_that_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warmed_up = []
+    monkeypatch.setattr(warm_up, "make", lambda folder, *others: warmed_up.append(folder))
+    monkeypatch.setattr(demo, "train", lambda *arguments: pytest.fail("nothing trains without a GPU"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["demo", "--gpu", "--out", str(tmp_path / "demo")])
+    with pytest.raises(SystemExit) as raised:
+        demo.main()
+    assert raised.value.code == ExitCode.ENVIRONMENT
+    assert capsys.readouterr().err.startswith(f"no GPU: torch {torch.__version__} finds no CUDA device here")
+    assert warmed_up == [tmp_path / "demo" / "model"]
+    assert (tmp_path / "demo" / "train.jsonl").exists()
+
+
+def test_the_demo_says_what_the_audit_found(tmp_path: Path) -> None:
+    write_log(tmp_path / "audit.jsonl")
+    said = demo.describe_audit(tmp_path)
+    assert "0 breaches; in 4 of 4 publishes the engine's weights were compared bit for bit" in said
+    log = tmp_path / "audit.jsonl"
+    log.write_text(log.read_text().replace('"mean":', '"other":', 1))
+    assert " 0 breaches" not in demo.describe_audit(tmp_path)

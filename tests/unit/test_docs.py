@@ -62,7 +62,7 @@ class By:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target of the Makefile, and the reason that no test calls make for it."""
+    """A target of the Makefile or another command, and the reason that no test calls it."""
 
     reason: str
 
@@ -71,6 +71,7 @@ class Target:
 COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "README.md": {
         "make test": Target("CI runs it, with all other tests"),
+        "make gpu-demo": By("tests/cuda/test_environment.py"),
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
         "torchrun --standalone --nproc-per-node 4": Parsed(4),
     },
@@ -126,6 +127,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     },
     "examples/arithmetic/README.md": {
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
+        "make gpu-demo": By("tests/cuda/test_environment.py"),
         "make learning": Target("it takes 40 minutes; test_the_demo_learns runs one of its runs"),
         "make algorithms": Target("it takes an hour; test_the_demo_learns runs a run like its runs"),
         "make sparse": Target("it takes half an hour; test_the_demo_learns runs a run like its runs"),
@@ -139,7 +141,8 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     },
     "examples/gsm8k/README.md": {
         "python examples/gsm8k/prepare.py": Here(),
-        "bash examples/gsm8k/one_gpu_node.sh": By("tests/unit/test_examples.py"),
+        "hf download": Target("it fetches a model or rows over the network"),
+        "bash examples/gsm8k/one_gpu.sh": By("tests/unit/test_examples.py"),
     },
 }
 

@@ -25,8 +25,9 @@ QWEN3_4B = Architecture(
 )  # fmt: skip
 # A recipe, the flags it needs, and its ranks; None for the sidecar.
 RECIPES = [
-    ("one_gpu_node", {}, 4),
-    ("one_npu_node", {"VLLM_PYTHON": "python"}, 4),
+    ("one_gpu", {}, 1),
+    ("eight_gpus", {}, 4),
+    ("eight_npus", {"VLLM_PYTHON": "python"}, 4),
     ("several_nodes", {"ROLE": "trainer", "NODES": "2", "NODE_RANK": "0", "MASTER": "10.0.0.2"}, 16),
     ("several_nodes", {"ROLE": "sidecar"}, None),
 ]
@@ -54,6 +55,7 @@ def test_a_recipe_says_what_this_package_understands(name, environment, world_si
     flags = words[words.index("pretrain_grpo.py") + 1 :]
     if "--platform" not in flags:
         flags += ["--platform", "cpu"]
+    assert ("--rollout-colocate" in flags) == (name == "one_gpu")
     settings = parse(*[word if word != "npu" else "cpu" for word in flags], world_size=world_size)
     sizes = compute_sizes(settings, 2)
     assert sizes.plan.num_updates == 1

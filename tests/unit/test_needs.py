@@ -20,7 +20,7 @@ def read_lock(path: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text().lower().replace("_", "-"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock"])
+@pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock", "cuda.lock"])
 def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
     lock = read_lock(ROOT / "requirements" / name)
     needs = [need for group in GROUPS for need in versions.read_needs(group) if need.package in lock]
@@ -29,9 +29,10 @@ def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
         assert need.is_tested(lock[need.package]), need
 
 
-def test_the_environment_of_make_demo_holds_all_that_commands_need():
-    lock = read_lock(ROOT / "requirements" / "cpu.lock")
-    for group in set(GROUPS) - {"cuda", "npu"}:
+@pytest.mark.parametrize(("name", "platform"), [("cpu.lock", "cpu"), ("cuda.lock", "cuda")])
+def test_the_environments_of_the_demos_hold_all_that_commands_need(name, platform):
+    lock = read_lock(ROOT / "requirements" / name)
+    for group in {*GROUPS} - {"cpu", "cuda", "npu"} | {platform}:
         for need in versions.read_needs(group):
             assert need.package in lock
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Eight NPUs of one node: the trainer has the first four, two engines of two NPUs each the others. vllm-ascend pins
 # another torch than MindSpeed wants, so it lives in an environment of its own.
-#   VLLM_PYTHON=/path/to/python bash examples/gsm8k/one_npu_node.sh MODEL TRAIN TEST RUN
+#   VLLM_PYTHON=/path/to/python bash examples/gsm8k/eight_npus.sh MODEL TRAIN TEST RUN
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/gsm8k/common.sh

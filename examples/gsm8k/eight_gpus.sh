@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Eight GPUs of one node: the trainer has the first four, two engines of two GPUs each the others.
-#   bash examples/gsm8k/one_gpu_node.sh MODEL TRAIN TEST RUN
+#   bash examples/gsm8k/eight_gpus.sh MODEL TRAIN TEST RUN
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/gsm8k/common.sh
