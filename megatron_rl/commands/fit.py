@@ -3,14 +3,16 @@
 megatron-rl doctor --fit RANKS FLAGS
 
 FLAGS are those of pretrain_grpo.py about model, layout and lengths. Data, reward, learning rate and folders may be
-missing.
+missing. With --rollout-colocate the last line divides the device between a rank and an engine.
 """
 
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.sidecar.vllm.memory import is_divided_by_user
 from megatron_rl.trainer.loop import rank_memory
+from megatron_rl.trainer.loop.colocation import divide_device
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.footprint import Footprint, Workload
@@ -26,7 +28,13 @@ def main(words: list[str], device_gib: float) -> int:
     settings, work, footprints = rank_memory.count(words[1:], int(words[0]))
     for line in describe(settings, work, footprints, device_gib):
         print(line)
-    return ExitCode.OK if all(sum(one.device.values()) <= device_gib * _GIB for one in footprints) else ExitCode.RUN
+    most = max(sum(one.device.values()) for one in footprints)
+    if most > device_gib * _GIB:
+        return ExitCode.RUN
+    if settings.rollout.is_colocated and not is_divided_by_user(settings.rollout.vllm_args):
+        # If both do not fit, the error has the parts.
+        print(divide_device(settings, round(device_gib * _GIB), most).describe())
+    return ExitCode.OK
 
 
 def describe(settings: Settings, work: "Workload", footprints: "list[Footprint]", device_gib: float) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Self
 
 from megatron_rl import platforms
 from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.sidecar.vllm import memory
@@ -63,10 +64,18 @@ def begin_count(settings: RunSettings) -> RankCount | None:
 
 def share_device(settings: RunSettings, count: RankCount | None) -> tuple[SidecarSettings, str]:
     """Return the settings of engines that share the ranks' devices, and a line that says how memory is divided."""
-    sidecar, rollout = settings.sidecar, settings.rollout
+    sidecar = settings.sidecar
     assert sidecar is not None
     if count is None:
         return sidecar, f"device memory: {FLAG} divides it between ranks and engines"
+    device = platforms.select(settings.platform).memory().total
+    division = divide_device(settings, device, count.wait())
+    return dataclasses.replace(sidecar, memory=division.memory), division.describe()
+
+
+def divide_device(settings: Settings, device: int, counted: int) -> memory.SharedDevice:
+    """Divide a device of these bytes between a rank, with its counted bytes, and an engine with these settings."""
+    rollout = settings.rollout
     length = rollout.max_model_len or settings.training.seq_length
     assert length is not None
     needs = memory.count_needs(
@@ -76,9 +85,7 @@ def share_device(settings: RunSettings, count: RankCount | None) -> tuple[Sideca
         rollout.max_num_seqs,
         length,
     )
-    device = platforms.select(settings.platform).memory().total
-    division = memory.divide(device, count.wait(), needs)
-    return dataclasses.replace(sidecar, memory=division.memory), division.describe()
+    return memory.divide(device, counted, needs)
 
 
 def _describe_failure(reason: str) -> str:
