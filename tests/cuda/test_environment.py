@@ -1,15 +1,23 @@
 """The environment for GPUs: its packages agree and load, and `make gpu-demo` comes as far as a machine allows."""
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from examples.arithmetic.demo import FLAGS, ON_GPU
 from megatron_rl.errors import ExitCode
+from megatron_rl.trainer.loop import colocation
 from tests import hf_models
 from tests.processes import ROOT
+from tools import vllm_facts
+
+GOLDEN = ROOT / "tests" / "golden" / "vllm"
 
 MODULES = ("torch", "torchvision", "torchaudio", "triton", "transformers", "megatron.core", "vllm", "matplotlib.pyplot")
 
@@ -52,20 +60,36 @@ def test_the_doctor_misses_nothing_but_a_device(has_gpu: bool) -> None:
     assert "finds no CUDA device" in problem
 
 
-def test_the_flags_of_the_demo_are_understood(tmp_path: Path) -> None:
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Return the flags of `make gpu-demo`, with a model and rows."""
     model = hf_models.draw("qwen3", tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 2", "answer": "3"}\n' * 64)
-    words = ["--hf-model", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), "--reward", "exact"]
-    words += ["--eval-prompts", str(tmp_path / "prompts.jsonl"), "--rollout-folder", str(tmp_path / "run")]
-    result = run("-m", "megatron_rl.config", *FLAGS, *ON_GPU, *words)
-    assert result.returncode == 0, result.stderr
-    assert "is_colocated " in result.stdout
+    for name in ("train", "held_out"):
+        rows = [{"id": f"{name}-{number}", "prompt": f"{name} {number}", "answer": "3"} for number in range(64)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--hf-model", str(model), "--prompts", str(tmp_path / "train.jsonl"), "--reward", "exact"]
+    words += ["--eval-prompts", str(tmp_path / "held_out.jsonl"), "--rollout-folder", str(tmp_path / "run")]
+    return [*FLAGS, *ON_GPU, *words]
 
 
-def test_vllm_takes_the_flags_that_divide_a_device() -> None:
-    words = ("--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", "1073741824")
-    result = run("-m", "megatron_rl.sidecar.vllm.flags", *words)
+def test_the_flags_of_the_demo_are_understood(flags: list[str]) -> None:
+    result = run("-m", "megatron_rl.config", *flags)
     assert result.returncode == 0, result.stderr
+    assert re.search(r"^is_colocated += True +# --rollout-colocate$", result.stdout, re.MULTILINE)
+
+
+def test_the_memory_of_a_rank_is_counted_as_a_run_that_shares_its_gpu_counts_it(flags: list[str]) -> None:
+    with colocation.RankCount(SimpleNamespace(world_size=1, words=flags)) as here:
+        counted = here.wait()
+    result = run("-m", "megatron_rl.trainer.loop.rank_memory", "1", *flags, *colocation._ON_HOST)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.splitlines()[-1]) == counted > 0
+
+
+def test_the_contract_with_vllm_holds_for_the_build_for_cuda() -> None:
+    place = run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    found = vllm_facts.extract(vllm_facts.Sources(Path(place)))
+    assert msgspec.json.decode(msgspec.json.encode(found)) == json.loads((GOLDEN / "0.32.0.json").read_text())
 
 
 def test_the_demo_stops_by_name_if_there_is_no_gpu_after_all_that_needs_none(has_gpu: bool, tmp_path: Path) -> None:
