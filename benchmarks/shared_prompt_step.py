@@ -95,6 +95,7 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     """Return a step as a run makes it."""
     from megatron_rl.algorithm.objective import Objective
     from megatron_rl.config.command_line.run import compute_sizes
+    from megatron_rl.trainer.data.device_copier import DeviceCopier
     from megatron_rl.trainer.data.slots import Identity, IterationSlots
     from megatron_rl.trainer.loop.learner import Learner
     from megatron_rl.trainer.loop.rollouts import build_batcher
@@ -109,7 +110,7 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     identity = Identity(slot.run, slot.version, slot.fingerprint)
 
     def step() -> None:
-        slots = IterationSlots(lambda index: slot, batcher, sizes.division, identity, session.device)
+        slots = IterationSlots(lambda index: slot, batcher, sizes.division, identity, DeviceCopier(session.platform))
         learner.learn(slots, reference_is_policy=False)
         slots.close()
 

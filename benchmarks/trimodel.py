@@ -28,6 +28,7 @@ from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.protocol.wire import Slot
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
@@ -179,7 +180,8 @@ class _Bench:
             time.sleep(max(0.0, start + interval * (index - first + 1) - time.monotonic()) if index >= first else 0.0)
             return slot
 
-        slots = IterationSlots(fetch, self._batcher, self._division, self._identity, self._session.device)
+        copier = DeviceCopier(self._session.platform)
+        slots = IterationSlots(fetch, self._batcher, self._division, self._identity, copier)
         if not interval:
             slots.wait_for_all()
         try:

@@ -58,6 +58,8 @@ class Platform(abc.ABC):
     name: ClassVar[str]
     # The type of this platform's torch.device.
     device_type: ClassVar[str]
+    # Whether the device's memory is the host's.
+    is_host: ClassVar[bool] = False
     collective_backend: ClassVar[str]
     # The ways in which weights can reach an engine, the simplest first.
     weight_transports: ClassVar[tuple[str, ...]]
@@ -130,6 +132,13 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def on(self, stream: Any) -> AbstractContextManager:
         """Return a context in which operations go to that queue."""
+
+    @abc.abstractmethod
+    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return bytes of host memory that the device copies from while the host continues.
+
+        Memory that is given up is used again only after the copies from it.
+        """
 
     @abc.abstractmethod
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:

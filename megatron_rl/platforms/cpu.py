@@ -34,6 +34,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     device_type = "cpu"
+    is_host = True
     collective_backend = "gloo"
     weight_transports = ("shm",)
 
@@ -78,6 +79,9 @@ class CpuPlatform(Platform):
 
     def on(self, stream: Any) -> AbstractContextManager:
         return stream
+
+    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values themselves: the host's memory is the device's."""

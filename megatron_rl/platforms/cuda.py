@@ -83,8 +83,11 @@ class CudaPlatform(Platform):
     def on(self, stream: Any) -> AbstractContextManager:
         return torch.cuda.stream(stream)
 
+    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        return values.cpu().pin_memory()
+        return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
     def event(self) -> Any:
         return torch.cuda.Event()

@@ -20,6 +20,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
 from megatron_rl.trainer.data.batch import Batch
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop import learner
 from megatron_rl.trainer.loop.measures import Measures, UpdateOutcome, compute_metrics
@@ -150,7 +151,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     identity = Identity("run", 3, policy.weights.fingerprint())
     divided = problem.divided(trial.num_updates)
     source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
-    slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, session.device)
+    slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, DeviceCopier(session.platform))
     stack.callback(slots.close)
     one = learner.Learner(policy, parts.roles, witness, session, trace=trace)
     learned = one.learn(slots, reference_is_policy=False)

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.config.command_line.checks import count_interleaved
 from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.measures import Measures
 from megatron_rl.trainer.loop.supervised.packs import Demonstrations, build_packer, divide_held_out
@@ -65,7 +66,7 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
     sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, NUM_UPDATES)
     model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
-    packer = build_packer(settings, session.device)
+    packer = build_packer(settings, DeviceCopier(session.platform))
     source = DemonstrationSource(trial.rows, seed=0, shuffle=False) if session.rank == 0 else None
     demonstrations = Demonstrations(session, sizes.division, packer, source)
     of_turn = count_interleaved(settings) if settings.parallel_sizes.virtual_pipeline is not None else 1

@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import Session, start_session
@@ -97,7 +98,11 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
             identity = Identity("run", version, "fingerprint")
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
             slots = IterationSlots(
-                source.slot, build_batcher(settings, session.device), sizes.division, identity, session.device
+                source.slot,
+                build_batcher(settings, session.device),
+                sizes.division,
+                identity,
+                DeviceCopier(session.platform),
             )
             gc.collect()
             memory.peak = memory.now

@@ -21,6 +21,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import IterationLost, RolloutError
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.loop.measures import Measures
@@ -275,7 +276,7 @@ def opened(
         ) as slots:
             yield slots
     else:
-        slots = IterationSlots(source.slot, batcher, division, identity, session.device)
+        slots = IterationSlots(source.slot, batcher, division, identity, DeviceCopier(session.platform))
         yield slots
         slots.finish()
 

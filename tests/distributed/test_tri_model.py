@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.config.settings import Settings
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.loop.rollouts import build_batcher
@@ -133,7 +134,11 @@ def run_roles(session: Session, case: RoleTrial) -> Ran:
             identity = Identity("run", version, policy.weights.fingerprint())
             source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
             slots = IterationSlots(
-                source.slot, build_batcher(settings, session.device), sizes.division, identity, session.device
+                source.slot,
+                build_batcher(settings, session.device),
+                sizes.division,
+                identity,
+                DeviceCopier(session.platform),
             )
             learner.learn(slots, reference_is_policy=case.is_reference and version == 0)
             slots.close()

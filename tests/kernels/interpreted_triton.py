@@ -5,6 +5,7 @@ test_shared_prompt_triton.py runs this with TRITON_INTERPRET=1. Memory that kern
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from unittest import mock
@@ -49,11 +50,10 @@ def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_tiles() -> Iterator[None]:
-    def small_tables(layout: Layout, device: torch.device) -> TileTables:
-        return TileTables.of(layout, device, tile=16, short_item=16)
+    small_tables = functools.partial(TileTables.of, tile=16, short_item=16)
 
     with (
-        mock.patch.object(triton_fused, "prepare", small_tables),
+        mock.patch.object(TileTables, "of", small_tables),
         mock.patch.object(triton_fused, "choose_blocks", return_value=SMALL),
     ):
         yield

@@ -1,6 +1,5 @@
 """Shared-prompt attention by the NPU's operators, tried with a stand-in for torch_npu."""
 
-import functools
 import sys
 
 import pytest
@@ -18,7 +17,7 @@ from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
 def operators(monkeypatch: pytest.MonkeyPatch) -> NpuOperators:
     stand_in = NpuOperators()
     monkeypatch.setitem(sys.modules, "torch_npu", stand_in)
-    monkeypatch.setattr(merge, "prepare", functools.partial(VarlenFlash.of, kernels=flash_npu.KERNELS))
+    monkeypatch.setattr(merge, "choose_calls", lambda device: (VarlenFlash.of, flash_npu.KERNELS))
     return stand_in
 
 

@@ -22,14 +22,13 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.processes import ROOT, run_python
 
-CPU = torch.device("cpu")
 tile_sizes = st.integers(1, 5)
 
 
 @settings(max_examples=200)
 @given(layouts(), tile_sizes)
 def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> None:
-    tables = TileTables.of(layout, CPU, tile)
+    tables = TileTables.of(layout, tile)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
     for first, strand_start, strand_end, first_range, end_range in tables.query_tiles.tolist():
         ranges = [*tables.ranges[first_range:end_range].tolist(), [strand_start, min(first + tile, strand_end)]]
@@ -42,7 +41,7 @@ def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> 
 @settings(max_examples=200)
 @given(layouts(), tile_sizes, st.integers(1, 9))
 def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, short_item: int) -> None:
-    tables = TileTables.of(layout, CPU, tile, short_item)
+    tables = TileTables.of(layout, tile, short_item)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
     for first, num_keys, start, end, _ in tables.key_items.tolist():
         assert 0 < num_keys <= tile
@@ -55,7 +54,7 @@ def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, sho
 @settings(max_examples=200)
 @given(layouts(), tile_sizes, st.integers(1, 9))
 def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int) -> None:
-    tables = TileTables.of(layout, CPU, tile, short_item)
+    tables = TileTables.of(layout, tile, short_item)
     items = tables.key_items.tolist()
     writes = [(first, num_keys) for first, num_keys, _, _, slot in items if slot == -1]
     slots = {slot: (first, num_keys) for first, num_keys, _, _, slot in items if slot != -1}
@@ -72,7 +71,7 @@ def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int) ->
 
 
 def test_the_longest_work_is_first() -> None:
-    tables = TileTables.of(Layout.of_groups([(700, [300, 900]), (90, [20])]), CPU)
+    tables = TileTables.of(Layout.of_groups([(700, [300, 900]), (90, [20])]))
     lengths = (tables.key_items[:, 3] - tables.key_items[:, 2]).tolist()
     assert lengths == sorted(lengths, reverse=True)
     above = [sum(end - start for start, end in tables.ranges[a:b].tolist()) for *_, a, b in tables.query_tiles.tolist()]
@@ -81,7 +80,7 @@ def test_the_longest_work_is_first() -> None:
 
 
 def test_responses_that_lie_side_by_side_are_one_range_of_queries() -> None:
-    tables = TileTables.of(Layout.of_groups([(TILE, [TILE] * 4)]), CPU)
+    tables = TileTables.of(Layout.of_groups([(TILE, [TILE] * 4)]))
     assert tables.key_items.tolist() == [
         [0, TILE, 0, 5 * TILE, -1],
         *([start * TILE, TILE, start * TILE, (start + 1) * TILE, -1] for start in (1, 2, 3, 4)),
@@ -90,13 +89,13 @@ def test_responses_that_lie_side_by_side_are_one_range_of_queries() -> None:
 
 
 def test_partial_sums_take_bounded_memory() -> None:
-    tables = TileTables.of(Layout.of_groups([(32768, [4096] * 16)]), CPU)
+    tables = TileTables.of(Layout.of_groups([(32768, [4096] * 16)]))
     assert MOST_PARTS / 2 < tables.num_slots <= 2 * MOST_PARTS
 
 
 def test_tables_begin_where_compiled_kernels_expect_it() -> None:
     for num_responses in range(6):
-        tables = TileTables.of(Layout.of_groups([(300, [40] * num_responses)]), CPU)
+        tables = TileTables.of(Layout.of_groups([(300, [40] * num_responses)]))
         for table in (tables.query_tiles, tables.ranges, tables.key_items, tables.sums):
             assert table.dtype == torch.int32
             assert table.is_contiguous()

@@ -17,7 +17,7 @@ from tests.kernels.varlen_flash import VarlenFlashOperators
 def operators(monkeypatch: pytest.MonkeyPatch) -> VarlenFlashOperators:
     stand_in = VarlenFlashOperators()
     monkeypatch.setattr(flash_varlen, "OPERATORS", stand_in)
-    monkeypatch.setattr(merge, "prepare", VarlenFlash.of)
+    monkeypatch.setattr(merge, "choose_calls", lambda device: (VarlenFlash.of,))
     return stand_in
 
 

@@ -28,6 +28,8 @@ _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 # Names of the operations on floating-point numbers.
 operators: set[str] = set()
 _libraries: list[torch.library.Library] = []
+# Pinned memory of the host, by address. It stays alive, so no other memory gets its address.
+_pinned: dict[int, torch.UntypedStorage] = {}
 
 
 class OnDevice(torch.Tensor):
@@ -122,6 +124,13 @@ def asked_by_megatron() -> bool:
 
 def _new(host: torch.Tensor) -> OnDevice:
     return OnDevice(host, Block(host.untyped_storage().nbytes()))
+
+
+def pin(host: torch.Tensor) -> torch.Tensor:
+    """Pin a tensor's memory: only from pinned memory a copy to the device does not wait."""
+    storage = host.untyped_storage()
+    _pinned[storage.data_ptr()] = storage
+    return host
 
 
 def bytes_of(value: Any) -> Any:
@@ -285,7 +294,9 @@ def _copy_between(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) ->
 def _send(to: Any, source: torch.Tensor, non_blocking: bool) -> None:
     """Copy from the host; without waiting, its memory is read as late as can be."""
     use = state.operate("copy to the device", where := locate(), [], [to.block])
-    if not non_blocking:
+    is_pinned = source.untyped_storage().data_ptr() in _pinned
+    log.add_copy(source.nbytes, is_pinned)
+    if not (non_blocking and is_pinned):
         to.host.copy_(source)
         log.add("copy to the device")
         return

@@ -80,8 +80,11 @@ class RehearsedPlatform(Platform):
     def on(self, stream: Any) -> AbstractContextManager:
         return state.on(stream)
 
+    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
+        return device.pin(torch.empty(num_bytes, dtype=torch.uint8))
+
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        return values.cpu().clone()
+        return device.pin(values.cpu().clone())
 
     def event(self) -> Any:
         return Event()
@@ -230,4 +233,4 @@ def _replace_methods() -> None:
     answer(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor.to(device.DEVICE))
     answer(torch.nn.Module, "cuda", lambda module, *_, **__: module.to(device.DEVICE))
     answer(torch.Tensor, "type", type_name)
-    answer(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
+    answer(torch.Tensor, "pin_memory", lambda tensor, *_, **__: device.pin(tensor.clone()))

@@ -33,11 +33,27 @@ class Sync:
     thread: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One copy from the host to the device."""
+
+    num_bytes: int
+    is_pinned: bool
+    """Whether the host's memory is pinned, so that the host need not wait."""
+    where: str
+    thread: str
+
+
 class Log:
-    """All waits since the process began."""
+    """All waits since the process began, and all copies to the device."""
 
     def __init__(self) -> None:
         self.all: list[Sync] = []
+        self.copies: list[Copy] = []
+
+    def add_copy(self, num_bytes: int, is_pinned: bool) -> None:
+        """Note a copy to the device."""
+        self.copies.append(Copy(num_bytes, is_pinned, locate(), threading.current_thread().name))
 
     def add(self, what: str) -> None:
         """Note that the host waits for this thread's stream, and have it wait."""

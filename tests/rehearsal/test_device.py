@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from tests.rehearsal.device import DEVICE, generator
+from tests.rehearsal.device import DEVICE, generator, pin
 from tests.rehearsal.rehearsed import rehearsed
 from tests.rehearsal.streams import DEFAULT, DeviceFault, Event, Stream, state
 from tests.rehearsal.syncs import log
@@ -128,6 +128,7 @@ def test_every_wait_of_the_host_is_noted_with_its_line() -> None:
         lambda: tensor[torch.zeros(1, dtype=torch.int64)],
         lambda: torch.equal(tensor, tensor),
         lambda: torch.ones(2).to(NPU),
+        lambda: torch.ones(2).to(NPU, non_blocking=True),
         lambda: torch.tensor(1.0, device=NPU),
     ):
         with log.during() as syncs:
@@ -137,7 +138,7 @@ def test_every_wait_of_the_host_is_noted_with_its_line() -> None:
     with log.during() as syncs:
         tensor[tensor < 0] = 0.0
         torch.where(tensor > 0, tensor, 0.0).index_select(0, torch.zeros(1, dtype=torch.int64, device=NPU)).sum()
-        torch.ones(2).to(NPU, non_blocking=True)
+        pin(torch.ones(2)).to(NPU, non_blocking=True)
     assert not syncs
 
 
@@ -191,12 +192,12 @@ def test_memory_must_not_be_used_again_while_another_stream_reads_it() -> None:
 
 @rehearsed
 def test_a_copy_that_does_not_block_reads_the_hosts_memory_late() -> None:
-    host = torch.ones(2)
+    host = pin(torch.ones(2))
     tensor = host.to(NPU, non_blocking=True)
     host.add_(1)
     with pytest.raises(DeviceFault, match=r"changed while it was still being copied .*test_device"):
         tensor + 1
-    host = torch.ones(2)
+    host = pin(torch.ones(2))
     tensor = host.to(NPU, non_blocking=True)
     DEFAULT.synchronize()
     host.add_(1)

@@ -7,7 +7,7 @@ from tests.distributed.test_grpo_step import Twins, check
 from tests.grpo_problem import KNOWN, Problem, Trial, draw_problem
 from tests.ranks import RanksError, run_ranks
 from tests.rehearsal.order import NEVER_ORDERED, ORDERED_IF_ASKED
-from tests.rehearsal.syncs import describe
+from tests.rehearsal.syncs import Copy, Sync, describe
 from tests.rehearsal.trials import Rehearsed, rehearse
 from tests.truth import worst_of
 
@@ -67,6 +67,17 @@ def test_the_host_never_waits_for_the_device_inside_the_schedule(trial, alone) -
         assert not syncs, describe(syncs)
 
 
+def test_a_batch_takes_one_copy_from_pinned_memory_and_its_thread_never_waits(alone) -> None:
+    assert all(isinstance(one, Copy) and one.is_pinned for one in alone.loader), alone.loader
+    assert len(alone.loader) == alone.num_batches > 0
+
+
+def test_a_tensor_of_a_batch_that_is_copied_by_itself_is_a_pageable_copy_and_a_wait(problem) -> None:
+    found = run(problem, TRIALS[:1], "a tensor of a batch copied by itself")
+    assert sum(isinstance(one, Sync) for one in found.loader) == found.num_batches
+    assert sum(isinstance(one, Copy) and not one.is_pinned for one in found.loader) == found.num_batches
+
+
 @pytest.mark.parametrize("trial", ALGORITHMS, ids=str)
 def test_the_host_never_waits_in_the_sums_of_an_algorithm(trial, ordered) -> None:
     for syncs in ordered.syncs[trial]:
@@ -117,7 +128,8 @@ def test_the_time_of_a_pass_read_in_the_schedule_is_a_wait(problem) -> None:
 @pytest.mark.parametrize(
     ("trial", "fault", "message"),
     [
-        (TRIALS[0], "a batch left on the host", "two devices, npu:0 and cpu.*step.forward_step"),
+        (TRIALS[0], "a tensor of a batch left on the host", "two devices, npu:0 and cpu.*step.forward_step"),
+        (TRIALS[0], "a batch is used before it has arrived", "no event between: .*after copy to the device"),
         (OFFLOADED, "a layer computes before it has arrived", "no event between: .*after copy to the device"),
         (OFFLOADED, "a layer is copied into memory that is still used", "no event between: copy to the device"),
         (OFFLOADED, "the host's weights change while they are copied", "memory was changed while it was still being"),

@@ -8,7 +8,9 @@ from typing import Any
 from unittest import mock
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.trainer.data.batch import Batch
+from megatron_rl.shared.protocol.wire import Slot
+from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
 from megatron_rl.trainer.loop import learner
 from megatron_rl.trainer.mcore.model import frozen
 from megatron_rl.trainer.mcore.step.trace import StepTrace
@@ -16,7 +18,7 @@ from tests.distributed.grpo_trials import Seen, run_trials
 from tests.grpo_problem import Problem, Trial
 from tests.rehearsal import device
 from tests.rehearsal.streams import Stream, state
-from tests.rehearsal.syncs import Sync, log
+from tests.rehearsal.syncs import Copy, Sync, log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +27,36 @@ class Rehearsed:
 
     seen: dict[Trial, list[Seen]]
     syncs: dict[Trial, list[list[Sync]]]
-    """The waits of the computing threads in each run of the schedule."""
+    """The waits of all threads in each run of the schedule."""
     reads: dict[Trial, list[list[Sync]]]
     """The waits of the reads after each run."""
     faults: list[str]
     operators: frozenset[str]
     """The names of the operators that floating-point numbers went through."""
+    loader: list[Sync | Copy]
+    """The waits and the copies to the device of the thread that makes batches."""
+    num_batches: int
+    """The number of batches that were made."""
 
 
 def rehearse(problem: Problem, trials: Sequence[Trial], fault: str | None = None) -> Rehearsed:
     """Run the trials, on each rank, with a fault planted."""
     device.operators.clear()
-    with _counted() as (runs, reads), FAULTS[fault]() if fault is not None else contextlib.nullcontext():
+    with (
+        _counted() as (runs, reads),
+        _counted_batches() as made,
+        FAULTS[fault]() if fault is not None else contextlib.nullcontext(),
+    ):
         seen = run_trials(problem, trials)
-    return Rehearsed(seen, _by_trial(trials, runs), _by_trial(trials, reads), state.faults, frozenset(device.operators))
+    return Rehearsed(
+        seen,
+        _by_trial(trials, runs),
+        _by_trial(trials, reads),
+        state.faults,
+        frozenset(device.operators),
+        [one for one in (*log.all, *log.copies) if one.thread.startswith("batches")],
+        len(made),
+    )
 
 
 def _by_trial(trials: Sequence[Trial], runs: list[list[Sync]]) -> dict[Trial, list[list[Sync]]]:
@@ -50,10 +68,7 @@ def _by_trial(trials: Sequence[Trial], runs: list[list[Sync]]) -> dict[Trial, li
 
 @contextlib.contextmanager
 def _counted() -> Iterator[tuple[list[list[Sync]], list[list[Sync]]]]:
-    """Note the host's waits in each run of a schedule that trains, and when its numbers are read.
-
-    The loader's thread waits for its own copies.
-    """
+    """Note the host's waits in each run of a schedule that trains, and when its numbers are read."""
     runs: list[list[Sync]] = []
     reads: list[list[Sync]] = []
 
@@ -61,7 +76,7 @@ def _counted() -> Iterator[tuple[list[list[Sync]], list[list[Sync]]]]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             with log.during() as syncs:
                 returned = true(*arguments, **keywords)
-            found.append([sync for sync in syncs if not sync.thread.startswith("batches")])
+            found.append(syncs)
             return returned
 
         return call
@@ -71,6 +86,19 @@ def _counted() -> Iterator[tuple[list[list[Sync]], list[list[Sync]]]]:
         mock.patch.object(learner, "copy_to_host", counting(learner.copy_to_host, reads)),
     ):
         yield runs, reads
+
+
+@contextlib.contextmanager
+def _counted_batches() -> Iterator[list[Batch]]:
+    """Collect the batches that are made."""
+    true, made = Batcher.batch, []
+
+    def batch(self: Batcher, slot: Slot) -> Batch:
+        made.append(true(self, slot))
+        return made[-1]
+
+    with mock.patch.object(Batcher, "batch", batch):
+        yield made
 
 
 def _item_in_the_loss() -> AbstractContextManager:
@@ -95,7 +123,25 @@ def _running_sums_in_the_loss() -> AbstractContextManager:
 
 
 def _batch_left_on_the_host() -> AbstractContextManager:
-    return mock.patch.object(Batch, "to", lambda self, device: dataclasses.replace(self, pack=self.pack.to(device)))
+    true = Batch.copy_to_device
+
+    def copy(self: Batch, copier: DeviceCopier) -> Batch:
+        return dataclasses.replace(true(self, copier), advantages_S=self.advantages_S)
+
+    return mock.patch.object(Batch, "copy_to_device", copy)
+
+
+def _pageable_copies() -> AbstractContextManager:
+    true = Batch.copy_to_device
+
+    def copy(self: Batch, copier: DeviceCopier) -> Batch:
+        return dataclasses.replace(true(self, copier), advantages_S=self.advantages_S.to(copier.device))
+
+    return mock.patch.object(Batch, "copy_to_device", copy)
+
+
+def _no_wait_for_a_batch() -> AbstractContextManager:
+    return mock.patch.object(PendingCopy, "wait")
 
 
 def _no_wait_for_a_layers_copy() -> AbstractContextManager:
@@ -133,7 +179,9 @@ FAULTS = {
     "the time of a pass read at once": _marks_read_at_once,
     "an item() in the loss": _item_in_the_loss,
     "running sums in the loss": _running_sums_in_the_loss,
-    "a batch left on the host": _batch_left_on_the_host,
+    "a tensor of a batch left on the host": _batch_left_on_the_host,
+    "a tensor of a batch copied by itself": _pageable_copies,
+    "a batch is used before it has arrived": _no_wait_for_a_batch,
     "a layer computes before it has arrived": _no_wait_for_a_layers_copy,
     "a layer is copied into memory that is still used": _no_wait_before_a_layers_copy,
     "the host's weights change while they are copied": _hosts_weights_changed_while_copied,

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import RolloutError
 from megatron_rl.shared.protocol.slots import divide
@@ -23,7 +23,11 @@ PLAN = wire.Plan(num_prompts=4, group_size=2, num_replicas=2, micro_batch_size=4
 
 def rollouts(rank: int, agree: Callable[[Callable], Any], client: Any, put_off: Sequence[str] = ()) -> Rollouts:
     session: Any = types.SimpleNamespace(
-        rank=rank, replica=rank, device=torch.device("cpu"), run_or_raise_everywhere=agree, replica_group=None
+        rank=rank,
+        replica=rank,
+        platform=CpuPlatform(),
+        run_or_raise_everywhere=agree,
+        replica_group=None,
     )
     prompts: Any = types.SimpleNamespace(put_off=list(put_off), peek=lambda count, num_carried: [])
     terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0)
@@ -86,7 +90,7 @@ def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with
         return types.SimpleNamespace(head=f"head {version}", census=census)
 
     session: Any = types.SimpleNamespace(
-        rank=0, replica=0, device=torch.device("cpu"), run_or_raise_everywhere=lambda action: action(),
+        rank=0, replica=0, platform=CpuPlatform(), run_or_raise_everywhere=lambda action: action(),
         replica_group=None, broadcast=lambda item: item,
     )  # fmt: skip
     prompts: Any = types.SimpleNamespace(

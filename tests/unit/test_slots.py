@@ -10,15 +10,16 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.trainer.data.batch import Batch, Batcher
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots, SlotRefused
 
 MEAN = GroupAdvantages(AlgorithmConfig(advantage="mean"))
@@ -63,7 +64,7 @@ class Source:
 
 
 def slots_of(fetch, **options) -> IterationSlots:
-    return IterationSlots(fetch, Batcher(MEAN), divide(PLAN), IDENTITY, torch.device("cpu"), **options)
+    return IterationSlots(fetch, Batcher(MEAN), divide(PLAN), IDENTITY, DeviceCopier(CpuPlatform()), **options)
 
 
 def until(condition) -> None:
@@ -191,7 +192,7 @@ def test_without_sharing_each_response_follows_a_prompt_of_its_own():
 def test_a_layout_is_prepared_where_the_batch_is_made():
     prepared: list[Layout] = []
     batch = Batcher(MEAN, prepare=prepared.append).batch(slot())
-    assert prepared[0] is batch.to(torch.device("cpu")).pack.layout
+    assert prepared[0] is batch.copy_to_device(DeviceCopier(CpuPlatform())).pack.layout
 
 
 class OnDevice:
@@ -202,10 +203,10 @@ class OnDevice:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        move = Batch.to
+        move = Batch.copy_to_device
 
-        def moved(batch: Batch, device: torch.device) -> Batch:
-            result = move(batch, device)
+        def moved(batch: Batch, copier: DeviceCopier) -> Batch:
+            result = move(batch, copier)
             self.num_moved += 1
             self.num_alive += 1
             self.most = max(self.most, self.num_alive)
@@ -213,7 +214,7 @@ class OnDevice:
             weakref.finalize(result.pack.layout, self._end)
             return result
 
-        with mock.patch.object(Batch, "to", moved):
+        with mock.patch.object(Batch, "copy_to_device", moved):
             yield
 
     def _end(self) -> None:
@@ -224,7 +225,7 @@ def ready_slots(num_slots: int, num_updates: int, **options) -> IterationSlots:
     plan = wire.Plan(
         num_prompts=2 * num_slots, group_size=2, num_replicas=1, micro_batch_size=4, num_updates=num_updates
     )
-    return IterationSlots(slot, Batcher(MEAN), divide(plan), IDENTITY, torch.device("cpu"), **options)
+    return IterationSlots(slot, Batcher(MEAN), divide(plan), IDENTITY, DeviceCopier(CpuPlatform()), **options)
 
 
 @pytest.mark.parametrize("num_updates", [1, 3])

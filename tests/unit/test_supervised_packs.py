@@ -6,14 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import ExitCode
+from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.shared.protocol.wire import Plan
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.learner import TrainingFailed
 from megatron_rl.trainer.loop.supervised.packs import Demonstrations, Packer, Packs, divide_held_out
 from megatron_rl.trainer.loop.supervised.stage import _check
@@ -31,7 +32,7 @@ def packer(entered: list[str] | None = None) -> Packer:
             entered.append("packing")
         yield
 
-    return Packer(torch.device("cpu"), 1, 1000, 1, lambda layout: None, packing)
+    return Packer(DeviceCopier(CpuPlatform()), 1, 1000, 1, lambda layout: None, packing)
 
 
 def session_of(replica: int, num_replicas: int) -> SimpleNamespace:

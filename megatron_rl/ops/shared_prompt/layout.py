@@ -8,7 +8,8 @@ are counted along the chain, as if each path from root to leaf stood alone.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -25,7 +26,9 @@ class Layout:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     """The index of each segment's parent, always smaller than the segment's own; ROOT for none."""
-    _kept: dict[Hashable, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _kept: dict[tuple[Hashable, ...], Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.parents):
@@ -55,6 +58,15 @@ class Layout:
         if key not in self._kept:
             self._kept[key] = make(self, *arguments)
         return cast(T, self._kept[key])
+
+    def keep(self, made: Any, make: Callable[..., Any], *arguments: Hashable) -> None:
+        """Keep the result of `make(layout, *arguments)` that was made elsewhere, for `once`."""
+        self._kept[make, *arguments] = made
+
+    @property
+    def kept(self) -> Mapping[tuple[Hashable, ...], Any]:
+        """The results that `once` keeps, by function and arguments."""
+        return MappingProxyType(dict(self._kept))
 
     @property
     def num_segments(self) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.wire import GroupPart, Slot, decode_log_probs, decode_tokens
+from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
 from megatron_rl.trainer.data.packing import Pack, Tokens, pack_groups, separate_responses
 
 
@@ -39,6 +40,8 @@ class Batch:
     lengths_S: torch.Tensor
     """Number of tokens of each response."""
     parts: tuple[GroupPart, ...]
+    arrival: PendingCopy = PendingCopy()
+    """The tensors' arrival on the device; wait for it before computing with them."""
 
     @property
     def num_responses(self) -> int:
@@ -52,15 +55,10 @@ class Batch:
     def contents(self) -> Contents:
         return Contents(self.pack.num_tokens, self.num_targets, self.num_responses, self.parts)
 
-    def to(self, device: torch.device) -> "Batch":
-        """Return the same batch on a device."""
-        return dataclasses.replace(
-            self,
-            pack=self.pack.to(device),
-            engine_log_probs_N=self.engine_log_probs_N.to(device),
-            advantages_S=self.advantages_S.to(device),
-            lengths_S=self.lengths_S.to(device),
-        )
+    def copy_to_device(self, copier: DeviceCopier) -> "Batch":
+        """Begin to copy the batch to the device, and return it as it will be there."""
+        copied, arrival = copier.copy(self, self.pack.layout)
+        return dataclasses.replace(copied, arrival=arrival)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Batcher:
     is_shared: bool = True
     """Whether the responses of a group share one copy of their prompt."""
     prepare: Callable[[Layout], object] | None = None
-    """Function that prepares the attention's tables for a layout, so that the first layer need not."""
+    """Function that makes the attention's tables for a layout, so that they are copied with the batch."""
     num_parts: int = 1
     """Number of ranks that share a pack's rows."""
 

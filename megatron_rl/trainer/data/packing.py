@@ -40,18 +40,6 @@ class Pack:
     def num_targets(self) -> int:
         return len(self.target_tokens_N)
 
-    def to(self, device: torch.device) -> "Pack":
-        """Return the same pack on a device."""
-        return Pack(
-            self.layout,
-            self.tokens_T.to(device),
-            self.positions_T.to(device),
-            self.target_rows_N.to(device),
-            self.target_tokens_N.to(device),
-            self.target_sequences_N.to(device),
-            tuple(places_M.to(device) for places_M in self.places_of_parts),
-        )
-
     def divided(self, num_parts: int) -> "Pack":
         """Return the pack with the targets of each of `num_parts` equal parts; if it is on a device, the host waits."""
         part_N = self.target_rows_N.cpu() // max(1, self.num_tokens // num_parts)

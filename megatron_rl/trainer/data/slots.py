@@ -6,6 +6,7 @@ reads its next micro-batch inside the schedule, and `next()` blocks there until 
 - a rank asks for its slots in order, `num_ahead` ahead of the one that it computes;
 - a batch is made when it is the next one, and released when every pass that has begun has had it. So the device holds
   the batches between the first pass and the last, and one ahead;
+- a batch takes one copy, for which the host does not wait (`device_copier.py`);
 - a pass that begins later makes the same batch again from the slot, which stays on the host;
 - tokens that were not sampled from this version are refused here too, whatever the sidecar has checked.
 """
@@ -19,13 +20,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
 from megatron_rl.shared.protocol.wire import Slot
 from megatron_rl.trainer.data.batch import Batch, Batcher, Contents
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 
 FetchSlot = Callable[[int], Slot]
 """Function that waits for the slot of an index and returns it."""
@@ -53,7 +53,7 @@ class IterationSlots:
         batcher: Batcher,
         division: Division,
         identity: Identity,
-        device: torch.device,
+        copier: DeviceCopier,
         waiting: Callable[[int], AbstractContextManager] = nullcontext,
         num_ahead: int = 1,
         leave: Callable[[], None] = lambda: None,
@@ -67,7 +67,7 @@ class IterationSlots:
         self._leave = leave
         self._batcher = batcher
         self.identity = identity
-        self._device = device
+        self._copier = copier
         self._waiting = waiting
         self._num_ahead = num_ahead
         self._slots: list[Future[Slot]] = [Future() for _ in range(len(self))]
@@ -87,13 +87,15 @@ class IterationSlots:
         return self.division.slots_per_replica
 
     def batch(self, index: int) -> Batch:
-        """Wait for a batch, and have the next one made meanwhile."""
+        """Wait for a batch, and have the next one made meanwhile; the current queue waits for its copy."""
         self._ask_up_to(index + self._num_ahead)
         made = self._begin(index)
         if index + 1 < len(self):
             self._begin(index + 1)
         with self._waiting(index):
-            return made.result()
+            batch = made.result()
+        batch.arrival.wait()
+        return batch
 
     def release(self, index: int) -> None:
         """Drop our reference to a batch; the batch is freed when its last user drops it."""
@@ -194,7 +196,7 @@ class IterationSlots:
 
     def _make(self, index: int, made: Future[Batch]) -> None:
         try:
-            batch = self._batcher.batch(self._slots[index].result()).to(self._device)
+            batch = self._batcher.batch(self._slots[index].result()).copy_to_device(self._copier)
             with self._changed:
                 self._alive[index] = batch
                 self._contents[index] = batch.contents

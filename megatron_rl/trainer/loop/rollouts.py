@@ -19,6 +19,7 @@ from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.slots import Division
 from megatron_rl.shared.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
 from megatron_rl.trainer.data.batch import Batcher
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.prompts import PromptSource
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.mismatch import MismatchBeyond
@@ -101,6 +102,7 @@ class Rollouts:
         self._session = session
         self._terms = terms
         self._make_batcher = make_batcher
+        self._copier = DeviceCopier(session.platform)
         self._schedule = schedule
         self._prompts = prompts
         self._timeline = timeline or Timeline()
@@ -192,7 +194,7 @@ class Rollouts:
             self._make_batcher(self.state.baseline),
             terms.division,
             identity,
-            self._session.device,
+            self._copier,
             lambda slot: self._timeline.span("wait", slot),
             num_ahead=terms.division.slots_per_replica if isinstance(relay, ReceivingRank) else 1,
             leave=relay.leave,

@@ -33,7 +33,7 @@ class Backend:
 
     attention: Attention
     prepare: Callable[[Layout, torch.device], object]
-    """The function that prepares a layout for `attention`. The layout keeps the result, so later calls take no time."""
+    """The function that makes `attention`'s tables for that device. They are on the host; the layout keeps them."""
     refusal: Callable[[Conditions], str | None]
     """The function that returns why the backend cannot run, or None if it can."""
 

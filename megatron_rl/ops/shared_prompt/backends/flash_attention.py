@@ -30,7 +30,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 def prepare(layout: Layout, device: torch.device) -> VarlenFlash:
     """Return the calls that compute attention over the layout."""
-    return layout.once(VarlenFlash.of, device, KERNELS)
+    return layout.once(VarlenFlash.of, KERNELS)
 
 
 def attention(
@@ -43,7 +43,7 @@ def attention(
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`, without a window."""
     assert window is None
-    return merge.attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+    return merge.attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, VarlenFlash.of, KERNELS)
 
 
 def attend(

@@ -28,10 +28,10 @@ class SequenceOffsets:
     longest: int
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "SequenceOffsets":
+    def of(cls, lengths: list[int]) -> "SequenceOffsets":
         """Lay out sequences of these lengths, one after the other."""
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        return cls(torch.from_numpy(offsets).to(device), offsets[1:].tolist(), max(lengths, default=0))
+        return cls(torch.from_numpy(offsets), offsets[1:].tolist(), max(lengths, default=0))
 
     @property
     def num_rows(self) -> int:
@@ -65,8 +65,8 @@ class VarlenFlash:
     kernels: Kernels
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, kernels: Kernels | None = None) -> "VarlenFlash":
-        """Plan the calls, with index tensors on the device. Without `kernels`, use torch's own operators."""
+    def of(cls, layout: Layout, kernels: Kernels | None = None) -> "VarlenFlash":
+        """Plan the calls. Without `kernels`, use torch's own operators."""
         found = find_strands(layout)
         depth = max((len(strand.above) for strand in found), default=0)
         levels = []
@@ -78,15 +78,13 @@ class VarlenFlash:
             queries = [sum(rows.length for rows in ranges) for ranges in below.values()]
             levels.append(
                 Level(
-                    _list_rows([rows for ranges in below.values() for rows in ranges], device),
-                    _list_rows(list(below), device),
-                    SequenceOffsets.of(queries, device),
-                    SequenceOffsets.of([rows.length for rows in below], device),
+                    _list_rows([rows for ranges in below.values() for rows in ranges]),
+                    _list_rows(list(below)),
+                    SequenceOffsets.of(queries),
+                    SequenceOffsets.of([rows.length for rows in below]),
                 )
             )
-        return cls(
-            SequenceOffsets.of([strand.rows.length for strand in found], device), tuple(levels), kernels or TORCH
-        )
+        return cls(SequenceOffsets.of([strand.rows.length for strand in found]), tuple(levels), kernels or TORCH)
 
     def forward(
         self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
@@ -208,6 +206,6 @@ def gradients(
 TORCH = Kernels(attend, gradients)
 
 
-def _list_rows(ranges: list[Rows], device: torch.device) -> torch.Tensor:
+def _list_rows(ranges: list[Rows]) -> torch.Tensor:
     """List the rows of the ranges, range after range."""
-    return torch.from_numpy(np.concatenate([np.arange(*rows) for rows in ranges])).to(device)
+    return torch.from_numpy(np.concatenate([np.arange(*rows) for rows in ranges]))

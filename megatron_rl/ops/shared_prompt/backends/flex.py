@@ -6,6 +6,7 @@ others. So the tokens that see a token are exactly those from its own number up 
 Letters: T tokens, B blocks of the buffer, H query heads, G key-value heads, D head dimension.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+from megatron_rl.ops.shared_prompt.tables import find_tables
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -23,6 +25,11 @@ BLOCK = 128
 # The number of kinds of inputs that torch compiles FlexAttention for. A run has up to nine: one token, one block, and
 # more blocks, each with gradients, without, and in another memory layout. torch's own limit for a process is eight.
 KINDS = 64
+# The tensors of a BlockMask.
+BLOCKS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -32,9 +39,31 @@ def refusal(conditions: Conditions) -> str | None:
     return None
 
 
-def prepare(layout: Layout, device: torch.device) -> "BlockMask | None":
-    """Build the mask of a layout without a window."""
-    return layout.once(build_block_mask, device, None) if layout.num_tokens else None
+@dataclasses.dataclass(frozen=True)
+class BlockTables:
+    """The tensors of a mask."""
+
+    blocks: dict[str, Any]
+    """Numbers and lists of blocks, by BlockMask's names."""
+    entered_T: torch.Tensor
+    left_T: torch.Tensor
+    positions_T: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, window: int | None) -> "BlockTables":
+        """List the blocks that see each other entirely, and those that may in part."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        numbers_T = (*_number_tokens(layout), layout.positions)
+        is_whole_BB, is_in_part_BB = _compare_blocks(*numbers_T, window)
+        mask = BlockMask.from_kv_blocks(*_list_blocks(is_in_part_BB), *_list_blocks(is_whole_BB), BLOCK_SIZE=BLOCK)
+        blocks = {name: getattr(mask, name) for name in BLOCKS}
+        return cls(blocks, *(torch.from_numpy(number_T.astype(np.int32)) for number_T in numbers_T))
+
+
+def prepare(layout: Layout, device: torch.device) -> BlockTables | None:
+    """Make the tables of the mask of a layout without a window."""
+    return layout.once(BlockTables.of, None) if layout.num_tokens else None
 
 
 def attention(
@@ -61,16 +90,13 @@ def build_block_mask(layout: Layout, device: torch.device, window: int | None) -
     """Build the mask: the blocks that see each other entirely, those that may in part, and the rule for tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    entered_T, left_T = _number_tokens(layout)
-    is_whole_BB, is_in_part_BB = _compare_blocks(entered_T, left_T, layout.positions, window)
-    mask = BlockMask.from_kv_blocks(
-        *_list_blocks(is_in_part_BB),
-        *_list_blocks(is_whole_BB),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_make_rule(entered_T, left_T, layout.positions, window, device),
+    tables = find_tables(layout, device, BlockTables.of, window)
+    return BlockMask(
         seq_lengths=(layout.num_tokens, layout.num_tokens),
+        **tables.blocks,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=_make_rule(tables, window),
     )
-    return mask.to(device)
 
 
 def _number_tokens(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
@@ -121,12 +147,8 @@ def _list_blocks(is_seen_BB: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     return num_B, blocks_BB
 
 
-def _make_rule(
-    entered_T: np.ndarray, left_T: np.ndarray, positions_T: np.ndarray, window: int | None, device: torch.device
-) -> Callable[..., torch.Tensor]:
-    entered, left, position = (
-        torch.from_numpy(numbers_T.astype(np.int32)).to(device) for numbers_T in (entered_T, left_T, positions_T)
-    )
+def _make_rule(tables: BlockTables, window: int | None) -> Callable[..., torch.Tensor]:
+    entered, left, position = tables.entered_T, tables.left_T, tables.positions_T
 
     def sees(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (entered[key] <= entered[query]) & (entered[query] < left[key])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, flash_npu
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
+from megatron_rl.ops.shared_prompt.tables import find_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +33,18 @@ class Gathered:
     keys: SequenceOffsets
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> "Gathered":
-        """List the rows to gather, with index tensors on the device."""
+    def of(cls, layout: Layout) -> "Gathered":
+        """List the rows to gather."""
         found = find_strands(layout)
         rows = [np.arange(*rows) for strand in found for rows in (*strand.above, strand.rows)]
         query_lengths = [strand.rows.length for strand in found]
         key_lengths = [strand.num_keys for strand in found]
         return cls(
-            torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *rows])).to(device),
+            torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *rows])),
             query_lengths,
             key_lengths,
-            SequenceOffsets.of(query_lengths, device),
-            SequenceOffsets.of(key_lengths, device),
+            SequenceOffsets.of(query_lengths),
+            SequenceOffsets.of(key_lengths),
         )
 
 
@@ -60,7 +61,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 def prepare(layout: Layout, device: torch.device) -> Gathered:
     """Return the rows to gather for the layout."""
-    return layout.once(Gathered.of, device)
+    return layout.once(Gathered.of)
 
 
 def attention(
@@ -74,7 +75,7 @@ def attention(
     """Compute the same as `naive.attention`."""
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
-    gathered = prepare(layout, q_THD.device)
+    gathered = find_tables(layout, q_THD.device, Gathered.of)
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":
         return _attend_on_npu(q_THD, k_NGD, v_NGD, gathered, scale)

@@ -7,7 +7,7 @@ its own. Then it computes its part of the full gradients, and the parts are adde
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.ops.shared_prompt.tables import find_tables
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -31,9 +32,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 def prepare(layout: Layout, device: torch.device) -> CpuFlash | VarlenFlash:
     """Return the calls that compute attention over the layout."""
-    if device.type == "cpu":
-        return layout.once(CpuFlash.of)
-    return layout.once(VarlenFlash.of, device, flash_npu.KERNELS if device.type == "npu" else None)
+    return layout.once(*choose_calls(device))
 
 
 def attention(
@@ -46,7 +45,14 @@ def attention(
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`, without a window."""
     assert window is None
-    return attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, prepare)
+    return attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, *choose_calls(q_THD.device))
+
+
+def choose_calls(device: torch.device) -> tuple[Any, ...]:
+    """Return the function that plans the calls on a device of this type, and its arguments after the layout."""
+    if device.type == "cpu":
+        return (CpuFlash.of,)
+    return VarlenFlash.of, flash_npu.KERNELS if device.type == "npu" else None
 
 
 def attend_and_merge(
@@ -55,12 +61,13 @@ def attend_and_merge(
     v_TGD: torch.Tensor,
     layout: Layout,
     scale: float,
-    prepare: Callable[[Layout, torch.device], CpuFlash | VarlenFlash],
+    plan: Callable[..., CpuFlash | VarlenFlash],
+    *arguments: Hashable,
 ) -> torch.Tensor:
-    """Compute attention by the calls that `prepare` returns for the layout."""
+    """Compute attention by the calls of `plan(layout, *arguments)`."""
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
-    flash = prepare(layout, q_THD.device)
+    flash = find_tables(layout, q_THD.device, plan, *arguments)
     if isinstance(flash, CpuFlash) and flash.is_plain:
         return flash.alone(q_THD, k_TGD, v_TGD, scale)
     out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, flash, scale)

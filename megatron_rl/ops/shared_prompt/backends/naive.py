@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.ops.shared_prompt.tables import find_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +20,10 @@ class MaskTables:
     ancestors_SS: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> "MaskTables":
-        """Copy the tables to the device."""
+    def of(cls, layout: Layout) -> "MaskTables":
+        """Make the tables."""
         arrays = (layout.segment_of_token, layout.positions, layout.ancestors)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(*(torch.from_numpy(array) for array in arrays))
 
     def visible(self, window: int | None) -> torch.Tensor:
         """Compute `layout.visible(window)` on the device."""
@@ -35,7 +36,7 @@ class MaskTables:
 
 def prepare(layout: Layout, device: torch.device) -> MaskTables:
     """Return the tables that the mask is computed from."""
-    return layout.once(MaskTables.of, device)
+    return layout.once(MaskTables.of)
 
 
 def attention(
@@ -49,7 +50,7 @@ def attention(
     """Average, for each token, the values of the tokens that it sees; compute the softmax in fp32 or better."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_groups = k_TGD.shape[1]
-    mask_TT = prepare(layout, q_THD.device).visible(window)
+    mask_TT = find_tables(layout, q_THD.device, MaskTables.of).visible(window)
     q_GITD = q_THD.reshape(num_tokens, num_groups, num_heads // num_groups, head_dim).permute(1, 2, 0, 3)
     k_G1DT = k_TGD.permute(1, 2, 0).unsqueeze(1)
     v_G1TD = v_TGD.transpose(0, 1).unsqueeze(1)

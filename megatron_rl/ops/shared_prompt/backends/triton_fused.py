@@ -17,6 +17,7 @@ from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.ops.shared_prompt.tables import find_tables
 
 NARROWEST, WIDEST = 16, 256
 # The rows of a program of the summing kernel.
@@ -45,7 +46,7 @@ def refusal(conditions: Conditions) -> str | None:
 
 def prepare(layout: Layout, device: torch.device) -> TileTables:
     """Return the tables of the rows that each program computes."""
-    return layout.once(TileTables.of, device)
+    return layout.once(TileTables.of)
 
 
 def attention(
@@ -64,7 +65,7 @@ def attention(
         )
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
-    out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, prepare(layout, q_THD.device), scale)
+    out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, find_tables(layout, q_THD.device, TileTables.of), scale)
     return out_THD
 
 

@@ -20,8 +20,6 @@ TILE = 128
 # An item has at most this fraction (1 / MOST_PARTS) of all items' length, unless it is short.
 MOST_PARTS = 256
 SHORT_ITEM = 1024
-# In int32s: tables begin at multiples of 16 bytes, since Triton compiles again for other pointers.
-ALIGNMENT = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +38,13 @@ class TileTables:
     tile: int
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, tile: int = TILE, short_item: int = SHORT_ITEM) -> "TileTables":
-        """Make all tables, and copy them to the device in one piece."""
+    def of(cls, layout: Layout, tile: int = TILE, short_item: int = SHORT_ITEM) -> "TileTables":
+        """Make all tables."""
         cut = _Cut.of(layout, tile)
-        key_items, sums, num_slots = _make_key_items(cut, short_item)
-        tables = _copy_to_device(
-            {"query_tiles": _make_query_tiles(cut), "ranges": cut.ranges, "key_items": key_items, "sums": sums}, device
-        )
-        return cls(**tables, num_slots=num_slots, tile=tile)
+        *of_keys, num_slots = _make_key_items(cut, short_item)
+        tables = (_make_query_tiles(cut), cut.ranges, *of_keys)
+        query_tiles, ranges, key_items, sums = (torch.from_numpy(table.astype(np.int32)) for table in tables)
+        return cls(query_tiles, ranges, key_items, sums, num_slots, tile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +157,3 @@ def _ceil_divide(numbers: Any, divisor: Any) -> Any:
 
 def _stack_rows(rows: list[Rows]) -> np.ndarray:
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64, 2 * len(rows)).reshape(-1, 2)
-
-
-def _copy_to_device(tables: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    sizes = [_ceil_divide(table.size, ALIGNMENT) * ALIGNMENT for table in tables.values()]
-    packed = np.zeros(sum(sizes), dtype=np.int32)
-    for table, part in zip(tables.values(), np.split(packed, np.cumsum(sizes)[:-1]), strict=True):
-        part[: table.size] = table.ravel()
-    parts = torch.from_numpy(packed).to(device).split(sizes)
-    return {
-        name: part[: table.size].view(table.shape) for (name, table), part in zip(tables.items(), parts, strict=True)
-    }

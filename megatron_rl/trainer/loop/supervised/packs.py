@@ -8,14 +8,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
 from megatron_rl.config.command_line.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.slots import Division, Place
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_turns
 from megatron_rl.trainer.mcore.session import Session
 
@@ -24,14 +23,14 @@ from megatron_rl.trainer.mcore.session import Session
 class Packer:
     """Makes a pack of demonstrations, the same on every rank."""
 
-    device: torch.device
+    copier: DeviceCopier
     multiple_of: int
     """The buffer's length is padded to a multiple of this."""
     vocab_size: int
     num_parts: int
     """The number of ranks that share a pack's rows."""
     prepare: Callable[[Layout], object]
-    """Prepares the tables that the attention looks up for a layout."""
+    """Makes the tables that the attention looks up for a layout."""
     packing: Callable[[], AbstractContextManager] = nullcontext
     """Context of the making of a pack, and of giving it to the schedule."""
 
@@ -43,20 +42,22 @@ class Packer:
             self.prepare(pack.layout)
             if self.num_parts > 1:
                 pack = pack.divided(self.num_parts)
-            return pack.to(self.device)
+            copied, arrival = self.copier.copy(pack, pack.layout)
+            arrival.wait()
+            return copied
 
 
 def build_packer(
-    settings: Settings, device: torch.device, packing: Callable[[], AbstractContextManager] = nullcontext
+    settings: Settings, copier: DeviceCopier, packing: Callable[[], AbstractContextManager] = nullcontext
 ) -> Packer:
     """Build the packer that makes packs as the settings say."""
     attention = find_backend(settings.attention.backend)
     return Packer(
-        device,
+        copier,
         find_pack_multiple(settings),
         settings.architecture.vocab_size,
         settings.transformer.context_parallel_size,
-        lambda layout: attention.prepare(layout, device),
+        lambda layout: attention.prepare(layout, copier.device),
         packing,
     )
 
@@ -64,7 +65,7 @@ def build_packer(
 class Packs:
     """A replica's micro-batches in one run of the schedule.
 
-    All are made before it: inside, bringing a pack to a device would have the host wait for the device's work.
+    All are made before it, on the thread that computes; each takes one copy, for which the host does not wait.
     """
 
     def __init__(self, parts: Sequence[Sequence[Demonstration]], packer: Packer):

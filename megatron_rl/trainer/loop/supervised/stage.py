@@ -14,6 +14,7 @@ import torch
 from megatron_rl.config.command_line.checks import count_interleaved
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.evaluator import Evaluator, NoEvaluator
 from megatron_rl.trainer.loop.learner import TrainingFailed, make_update, sum_over_replicas
@@ -179,7 +180,7 @@ def build_supervised(
     """Build the stage. Only rank 0 has the source."""
     settings, session = rank.settings, rank.session
     log = open_log(rank, start.version)
-    packer = build_packer(settings, session.device, lambda: log.timeline.span("pack"))
+    packer = build_packer(settings, DeviceCopier(session.platform), lambda: log.timeline.span("pack"))
     return SupervisedStage(
         run=settings.name,
         demonstrations=Demonstrations(session, settings.sizes.division, packer, source),

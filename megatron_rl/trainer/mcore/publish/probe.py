@@ -10,6 +10,7 @@ from megatron.core.utils import get_model_config
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.protocol import probe
 from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, encode_log_probs, encode_tokens
+from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import pack_sequences
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.session import Session
@@ -50,6 +51,7 @@ class Probe:
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
         self._chunks = list(chunks)
         self._session = session
+        self._copier = DeviceCopier(session.platform)
         self._run = run
         self._vocab_size = architecture.vocab_size
         self._num_tokens = min(count, longest)
@@ -73,7 +75,9 @@ class Probe:
     def _log_probs(self, version: int) -> list[list[float]]:
         """Compute the log-probs of each replica."""
         config = get_model_config(self._chunks[0])
-        pack = pack_sequences([self._tokens(version)], self._multiple_of).to(self._session.device)
+        pack = pack_sequences([self._tokens(version)], self._multiple_of)
+        pack, pending = self._copier.copy(pack, pack.layout)
+        pending.wait()
         # An interleaved schedule requires a micro-batch for each stage.
         is_interleaved = len(self._chunks) > 1
         count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
