@@ -43,7 +43,9 @@ class TileTables:
         cut = _Cut.of(layout, tile)
         *of_keys, num_slots = _make_key_items(cut, short_item)
         tables = (_make_query_tiles(cut), cut.ranges, *of_keys)
-        query_tiles, ranges, key_items, sums = (torch.from_numpy(table.astype(np.int32)) for table in tables)
+        query_tiles, ranges, key_items, sums = (
+            torch.from_numpy(np.ascontiguousarray(table, np.int32)) for table in tables
+        )
         return cls(query_tiles, ranges, key_items, sums, num_slots, tile)
 
 
@@ -148,6 +150,10 @@ def _number_each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the owner of each counted item, and the number of the owner's items before it."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+
+
+def _to_int32(table: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(table, np.int32))
 
 
 def _ceil_divide(numbers: Any, divisor: Any) -> Any:
