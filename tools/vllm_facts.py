@@ -44,8 +44,25 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.sampling_params.SamplingParams": (),
     "vllm.utils.argparse_utils.FlexibleArgumentParser": (),
     "vllm.utils.FlexibleArgumentParser": (),
-    "vllm.v1.engine.async_llm.AsyncLLM": ("abort", "generate", "get_weight_version", "update_weight_version"),
-    "vllm.v1.engine.core_client.AsyncMPClient": ("pause_generation_async", "pause_scheduler_async"),
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": (),
+    "vllm.v1.core.sched.interface.PauseState": ("PAUSED_ALL",),
+    "vllm.v1.core.sched.interface.SchedulerInterface": ("has_unfinished_requests",),
+    "vllm.v1.core.sched.scheduler.Scheduler": (
+        "finish_requests", "has_requests", "make_stats", "pause_state", "requests", "update_from_output",
+    ),
+    "vllm.v1.engine.EngineCoreOutput": (),
+    "vllm.v1.engine.EngineCoreOutputs": ("outputs", "scheduler_stats", "finished_requests"),
+    "vllm.v1.engine.FinishReason": ("ABORT",),
+    "vllm.v1.engine.async_llm.AsyncLLM": (
+        "abort", "engine_core", "generate", "get_weight_version", "output_processor", "update_weight_version",
+        "vllm_config",
+    ),
+    "vllm.v1.engine.core_client.AsyncMPClient": (
+        "abort_requests_async", "pause_generation_async", "pause_scheduler_async",
+    ),
+    "vllm.v1.engine.output_processor.OutputProcessor": ("external_req_ids",),
+    "vllm.v1.outputs.LogprobsLists": (),
+    "vllm.v1.request.RequestStatus": ("FINISHED_ABORTED",),
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": (),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("get_model", "reload_weights"),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
@@ -56,14 +73,14 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "dtype", "get_vocab_size", "hf_text_config", "logprobs_mode", "max_model_len", "model", "quantization",
     ),
     "vllm.config.parallel.ParallelConfig": ("world_size",),
-    "vllm.config.scheduler.SchedulerConfig": ("max_num_seqs",),
+    "vllm.config.scheduler.SchedulerConfig": ("async_scheduling", "max_num_seqs", "scheduler_cls"),
 }  # fmt: skip
 # The files that declare flags, variables and counters, if a version has them; and those of them that are used.
 FLAGS = (
     "--model", "--served-model-name", "--uds", "--dtype", "--max-model-len", "--max-num-seqs", "--tensor-parallel-size",
     "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "--logprobs-mode", "--worker-extension-cls",
     "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
-    "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes",
+    "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--scheduler-cls",
 )  # fmt: skip
 FLAG_FILES = (
     "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",

@@ -103,6 +103,7 @@ class Client:
 
     def __init__(self, core: socket.socket) -> None:
         self.engine_core = self
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
         self.is_dead = False
         self.num_steps = 0
         self.tag = ""

@@ -9,6 +9,7 @@ import inspect
 import json
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from megatron_rl import versions
 from megatron_rl.shared.protocol.wire import Sampling, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.vllm import flags, patches
+from megatron_rl.sidecar.vllm import flags, patches, scheduler
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
 from megatron_rl.sidecar.vllm.connection import METRICS_PREFIX
 from megatron_rl.sidecar.vllm.memory import EngineMemory
@@ -138,6 +139,18 @@ def test_classes_take_what_they_are_called_with(version, symbol, arguments, keyw
 )
 def test_methods_take_what_they_are_called_with(version, symbol, name, arguments, keywords):
     signature(member(version, symbol, name)).bind("self", *arguments, **keywords)
+
+
+def test_every_field_of_an_output_can_be_joined(version):
+    fields = list(signature(describe(version, "vllm.v1.engine.EngineCoreOutput")["call"]).parameters)[1:]
+    assert scheduler.find_unknown_fields(SimpleNamespace(__struct_fields__=fields)) == []
+
+
+def test_a_scheduler_is_overridden_with_its_own_parameters(version):
+    of_vllm = "vllm.v1.core.sched.scheduler.Scheduler"
+    for name in ("update_from_output", "finish_requests", "has_requests"):
+        ours = inspect.signature(getattr(scheduler.HoldsOutputs, name))
+        assert list(ours.parameters) == list(signature(member(version, of_vllm, name)).parameters)
 
 
 def test_a_pause_takes_what_it_is_called_with(version):

@@ -77,6 +77,12 @@ def _describe_taken(written: str, name: str) -> str:
     )
 
 
+def names_flag(words: Sequence[str], flag: str) -> bool:
+    """Tell whether a flag of vLLM is among the words, or a prefix of it that only it can have."""
+    names = map(find_name, words)
+    return any(name == flag or (len(name) > len(flag) - 3 and flag.startswith(name)) for name in names)
+
+
 def find_name(word: str) -> str:
     """Return the flag's name as vLLM's parser spells it: with dashes, and without the text after `=` or a dot."""
     name = word.partition("=")[0].partition(".")[0]

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
+
 GENERATE = "/megatron_rl/generate"
 PAUSE = "/megatron_rl/pause"
 END = "/megatron_rl/end"
@@ -188,8 +190,13 @@ async def _generate(client: Any, held: ServedWeights, body: bytes) -> GroupAnswe
 
 
 async def _end(client: Any, _: ServedWeights, body: bytes) -> None:
-    # vLLM answers an aborted request with the tokens that it has.
-    await client.abort(msgspec.msgpack.decode(body, type=Cut).request_id)
+    request_id = msgspec.msgpack.decode(body, type=Cut).request_id
+    if client.vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
+        # vLLM answers an aborted request with the tokens that it has.
+        await client.abort(request_id)
+    elif ids := client.output_processor.external_req_ids.get(request_id):
+        # The core has tokens that the front end has not: the core ends the responses, with all of them.
+        await client.engine_core.abort_requests_async(list(ids))
 
 
 async def _pause(client: Any, held: ServedWeights, _: bytes) -> None:

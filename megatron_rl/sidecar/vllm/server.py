@@ -11,6 +11,7 @@ lose a peer.
 import dataclasses
 import datetime
 import json
+import logging
 import os
 import re
 import sys
@@ -26,11 +27,13 @@ from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
-from megatron_rl.sidecar.vllm.flags import split_flags
+from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
 from megatron_rl.sidecar.vllm.memory import EngineMemory
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
+from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
 from megatron_rl.types import Architecture, RopeKind
 
+_log = logging.getLogger(__name__)
 MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
@@ -145,6 +148,11 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         "--middleware", MIDDLEWARE,
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
+    if names_flag(config.flags, "--scheduler-cls"):
+        _log.info("engines use the scheduler of %s: outputs are sent as it sends them", FLAG)
+    elif config.device != "npu":
+        # vllm-ascend chooses among schedulers of its own.
+        command += ["--scheduler-cls", SCHEDULER]
     if eager:
         command.append("--enforce-eager")
     if config.device == "cpu" and config.tensor_parallel_size == 1:
