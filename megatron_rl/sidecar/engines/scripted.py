@@ -28,6 +28,7 @@ from megatron_rl.shared.protocol.wire import (
     encode_tokens,
 )
 from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, ProbeReport, WeightReport
+from megatron_rl.sidecar.engines.decoding import Decoding, StepCosts
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
@@ -43,6 +44,8 @@ class Script:
     """The least and the most tokens of a response; the request's own bound holds too."""
     tokens_per_second: float | None = None
     """Tokens per second of all responses in flight together; None answers at once."""
+    decoding: StepCosts | None = None
+    """The seconds of a step in which every response gets a token, in place of `tokens_per_second`."""
     delay: Callable[[GroupRequest], float] = lambda request: 0.0
     """Seconds that a group takes in addition to its tokens."""
     group_faults: Mapping[str, Fault] = dataclasses.field(default_factory=dict)
@@ -70,6 +73,7 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._num_in_flight = 0
+        self._decoding = None if script.decoding is None else Decoding(script.decoding)
 
     @property
     def kind(self) -> EngineKind:
@@ -90,14 +94,10 @@ class ScriptedEngine:
         self._num_in_flight += 1
         try:
             responses = [self._respond(request, sample) for sample in range(request.group_size)]
-            seconds = self.script.delay(request)
-            if self.script.tokens_per_second:
-                num_tokens = sum(len(response.tokens) // 4 for response in responses)
-                seconds += num_tokens * self._num_in_flight / self.script.tokens_per_second
-            share = await _sleep(seconds, request.cut)
+            lengths = await self._take_time(request, [len(response.tokens) // 4 for response in responses])
             self._must_live()
             self.num_served += 1
-            return responses if share is None else [_cut(response, share) for response in responses]
+            return [_cut(response, length) for response, length in zip(responses, lengths, strict=True)]
         finally:
             self._num_in_flight -= 1
 
@@ -159,6 +159,17 @@ class ScriptedEngine:
             fingerprint=self._report.fingerprint,
         )
 
+    async def _take_time(self, request: GroupRequest, lengths: list[int]) -> list[int]:
+        """Take the time of sampling; return the tokens of each response, fewer if the group was cut off before."""
+        seconds = self.script.delay(request)
+        if self._decoding is not None:
+            await asyncio.sleep(seconds)
+            return await self._decoding.sample(lengths, request.cut)
+        if self.script.tokens_per_second:
+            seconds += sum(lengths) * self._num_in_flight / self.script.tokens_per_second
+        share = await _sleep(seconds, request.cut)
+        return lengths if share is None else [math.ceil(share * length) for length in lengths]
+
     async def _step(self, step: Step) -> None:
         self._must_live()
         await self._act(self._step_faults.pop(step, None))
@@ -209,9 +220,8 @@ async def _sleep(seconds: float, cut: asyncio.Event | None) -> float | None:
     return (time.monotonic() - start) / seconds
 
 
-def _cut(response: Response, share: float) -> Response:
-    """Keep this share of the tokens, rounded up."""
-    length = math.ceil(share * len(response.tokens) / 4)
+def _cut(response: Response, length: int) -> Response:
+    """Keep this number of tokens."""
     if 4 * length >= len(response.tokens):
         return response
     spans = [msgspec.structs.replace(span, end=length) for span in response.spans]
