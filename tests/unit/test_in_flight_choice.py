@@ -1,0 +1,77 @@
+"""The invariants of megatron_rl/sidecar/in_flight/choice.py."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.sidecar.in_flight.choice import WORTH, choose, list_numbers
+from megatron_rl.sidecar.in_flight.curve import Point, StepCurve, build_line, fit_curve
+from megatron_rl.sidecar.in_flight.forecast import Opening, SamplingWork, predict
+
+WORKS = st.builds(
+    SamplingWork,
+    lengths=st.lists(st.lists(st.integers(1, 60), min_size=3, max_size=3), min_size=1, max_size=24),
+    max_running=st.integers(1, 60),
+    num_engines=st.integers(1, 3),
+    groups_per_turn=st.integers(1, 4),
+    in_prompt_order=st.booleans(),
+    train_seconds=st.floats(0, 1000),
+)
+CURVES = st.builds(
+    fit_curve,
+    st.lists(st.builds(Point, st.floats(1, 60), st.floats(1e-2, 1), st.integers(1, 99)), min_size=1, max_size=5),
+)
+
+
+def test_the_numbers_to_choose_from_are_the_bound_and_whole_groups_below_it() -> None:
+    assert list_numbers(8, 64, 100) == [64, 48, 40, 32, 24, 16, 8]
+    assert list_numbers(8, 60, 3) == [60, 16, 8]
+    assert list_numbers(8, 5, 3) == [5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORKS, CURVES, st.integers(1, 120))
+def test_a_choice_is_among_the_numbers_and_tries_at_least_half_of_the_least_known_one(
+    work: SamplingWork, curve: StepCurve, most: int
+) -> None:
+    opening, forecast = choose(work, curve, most, Opening(most))
+    assert opening.num_in_flight in list_numbers(3, most, len(work.lengths))
+    if opening.num_in_flight != most:
+        assert 2 * min(opening.num_in_flight, work.max_running) >= curve.least_known
+    if min(opening.num_in_flight, work.max_running) < curve.least_known:
+        assert not opening.ramp
+    assert forecast.trained <= predict(work, most, 0.0, curve).trained
+    assert len(opening.delays) <= max(1, opening.num_in_flight // 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORKS, CURVES, st.integers(3, 120))
+def test_an_opening_is_kept_unless_another_is_better_by_more_than_it_is_worth(
+    work: SamplingWork, curve: StepCurve, most: int
+) -> None:
+    current = Opening(min(most, 9))
+    now = predict(work, current.num_in_flight, 0.0, curve).trained
+    opening, forecast = choose(work, curve, most, current)
+    is_changed = (opening.num_in_flight, opening.ramp) != (current.num_in_flight, current.ramp)
+    assert is_changed == (forecast.trained < (1 - WORTH) * now)
+
+
+def test_a_trainer_that_waits_for_all_groups_gets_the_choice_that_samples_fastest() -> None:
+    work = SamplingWork([[50] * 4] * 16, max_running=64)
+    opening, _ = choose(work, build_line(1.0, 0.1, 64), 128, Opening(8))
+    assert opening.num_in_flight >= 64
+    assert not opening.ramp
+
+
+def test_groups_that_fit_all_at_once_are_spread_where_that_costs_the_engine_little() -> None:
+    work = SamplingWork([[100] * 8] * 32, max_running=256, train_seconds=2600.0)
+    curve = build_line(0.5, 0.1, 256)
+    opening, forecast = choose(work, curve, 512, Opening(512))
+    assert opening.num_in_flight < 128
+    assert opening.ramp
+    assert forecast.trained < 0.65 * predict(work, 512, 0.0, curve).trained
+
+
+def test_groups_run_together_where_fewer_responses_take_as_long() -> None:
+    work = SamplingWork([[100] * 8] * 32, max_running=256, train_seconds=100.0)
+    opening, _ = choose(work, build_line(1.0, 0.0, 256), 512, Opening(512))
+    assert opening.num_in_flight >= 256
