@@ -121,7 +121,7 @@ class Flag:
             return
         holds, remedy = BOUNDS[self.bound]
         for item in value if isinstance(value, tuple | list) else (value,):
-            if not holds(item):
+            if not isinstance(item, str) and not holds(item):
                 yield f"{name or self.name} {format_value(item)} must be {self.bound}: {self.remedy or remedy}"
 
     def accepts(self, value: object) -> bool:
@@ -137,8 +137,23 @@ class Flag:
             return "{" + ",".join((*map(format_value, self.choices), *others)) + "}"
         if self.takes_function:
             return "FILE.py:FUNCTION" if self.nargs is None else "FILE.py:FUNCTION ..."
+        if isinstance(self.convert, IntegerOr):
+            return str(self.convert)
         name = {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(self.convert, "VALUE")  # type: ignore[call-overload]
         return name if self.nargs is None else f"{name} ..."
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerOr:
+    """Reads a whole number, or one of these words."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, word: str) -> int | str:
+        return word if word in self.words else int(word)
+
+    def __str__(self) -> str:
+        return "{" + ",".join(("INTEGER", *self.words)) + "}"
 
 
 def names_function(word: str) -> bool:
@@ -276,6 +291,8 @@ def _derive_shape(annotation: object) -> dict[str, Any] | None:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not types.NoneType]
+        if len(inner) == 2 and inner[0] is int and typing.get_origin(inner[1]) is typing.Literal:
+            return {"convert": IntegerOr(typing.get_args(inner[1]))}
         return _derive_shape(inner[0]) if len(inner) == 1 else None
     if origin is typing.Literal:
         return {"convert": type(arguments[0]), "choices": arguments}

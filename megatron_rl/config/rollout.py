@@ -63,9 +63,10 @@ class RolloutConfig:
     max_num_seqs: int = own_flag(
         64, "Responses that an engine samples at once.", "--rollout-max-num-seqs", bound="at least 1"
     )
-    max_in_flight: int | None = own_flag(
-        None,
-        "Responses that an engine is given at once; twice `--rollout-max-num-seqs` if not given.",
+    max_in_flight: int | Literal["auto"] = own_flag(
+        "auto",
+        "Responses that an engine is given at once. `auto` chooses the number with which an iteration is predicted to "
+        "end first, at most twice `--rollout-max-num-seqs`.",
         "--rollout-max-in-flight",
         bound="at least 1",
     )

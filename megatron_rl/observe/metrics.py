@@ -11,12 +11,14 @@ from megatron_rl.observe.timeline import START, WHOLE
 from megatron_rl.shared.records.append_file import LineFile, read_lines
 
 FILE_NAME = "metrics.jsonl"
-# The object with durations and throughputs, the only one that differs between two identical runs.
+# The object with durations, throughputs and what follows from them, the only one that differs between identical runs.
 TIME = "time"
 # A hash over all events, their times included.
 _HEAD = "audit_head"
-# Not parts of an iteration: the whole, and the time before the first one.
-_BESIDE = (WHOLE, START)
+# The most responses that each engine was given at once: a choice that follows from times, and differs like them.
+MAX_IN_FLIGHT = "max_in_flight"
+# Not parts of an iteration: the whole, the time before the first one, and a number of responses.
+_BESIDE = (WHOLE, START, MAX_IN_FLIGHT)
 
 
 class MetricsFile(LineFile):

@@ -61,6 +61,11 @@ class Timeline:
         finally:
             self._note(name, begin, self._clock(), None)
 
+    def read(self, name: str) -> float:
+        """Return the seconds that spans of this name have taken since the last `take`."""
+        self._count()
+        return self._seconds.get(name, 0.0)
+
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call: "iteration", each span, and "other". An open span stays open.
 

@@ -151,6 +151,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
             version,
             None if trained is None else trained.mismatch,
             None if trained is None or isinstance(trained.plug_ins, msgspec.UnsetType) else trained.plug_ins,
+            None if trained is None or isinstance(trained.seconds, msgspec.UnsetType) else trained.seconds,
         )
         answer: dict[str, Any] = msgspec.to_builtins(ended)
         return answer
@@ -282,6 +283,8 @@ def format_metrics(status: dict[str, Any]) -> bytes:
     for name, value in status["counters"].items():
         gauge(name, f"The sidecar's {name.replace('_', ' ')}.", {(): value})
     gauge("slots_waited_for", "Slots that ranks wait for.", {(): len(status["slots_waited_for"])})
+    if status["max_in_flight"] is not None:
+        gauge("max_in_flight", "Responses that each engine may have in flight now.", {(): status["max_in_flight"]})
     iteration = status["iteration"]
     if iteration is not None:
         groups = {(progress,): count for progress, count in iteration["groups"].items()}

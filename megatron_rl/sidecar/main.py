@@ -26,6 +26,7 @@ from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.http import build_application, serve
+from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.sidecar.recorder import RunRecorder
@@ -78,11 +79,12 @@ async def run(settings: SidecarSettings) -> None:
         stack.callback(recorder.close)
         trace = SidecarTrace(
             folder if settings.trace == "on" else None,
-            lambda: dict.fromkeys(supervisor.names(), _count_sampled_at_a_time(settings)),
+            lambda: dict.fromkeys(supervisor.names(), _count_sampled_at_a_time(settings.rollout, pacer)),
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
         supervisor = Supervisor(_build_factory(settings, stack, notes), _supervisor_config(settings), trace.recorder)
+        pacer = _pace(supervisor, settings.rollout)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
         async with notes.following(supervisor):
@@ -97,7 +99,7 @@ async def run(settings: SidecarSettings) -> None:
         if made is None or ended.is_set():
             return
         scorer, lease_seconds = PoolScorer(pool, made[starting.TOKENIZER]), settings.rollout.lease_seconds
-        service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace)
+        service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer)
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         await _serve(service, settings, ended)
@@ -181,13 +183,23 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
+    return SupervisorConfig(max_responses=_count_in_flight(settings.rollout))
+
+
+def _count_in_flight(rollout: RolloutConfig) -> int:
     # Twice the number that is sampled at a time: an engine has the next ones at hand, and others can take the rest.
-    bound = settings.rollout.max_in_flight or 2 * settings.rollout.max_num_seqs
-    return SupervisorConfig(max_responses=bound)
+    return 2 * rollout.max_num_seqs if rollout.max_in_flight == "auto" else rollout.max_in_flight
 
 
-def _count_sampled_at_a_time(settings: SidecarSettings) -> int:
-    return min(settings.rollout.max_num_seqs, settings.rollout.max_in_flight or settings.rollout.max_num_seqs)
+def _pace(supervisor: Supervisor, rollout: RolloutConfig) -> Pacer:
+    pacer = Pacer(_count_in_flight(rollout), rollout.max_num_seqs, is_chosen=rollout.max_in_flight == "auto")
+    supervisor.pool.pacing = pacer
+    pacer.on_room = supervisor.pool.engines_changed
+    return pacer
+
+
+def _count_sampled_at_a_time(rollout: RolloutConfig, pacer: Pacer) -> int:
+    return min(rollout.max_num_seqs, pacer.opening.num_in_flight)
 
 
 def _build_decoder(settings: SidecarSettings) -> Decode:

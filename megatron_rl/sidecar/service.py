@@ -20,6 +20,7 @@ from megatron_rl.shared.protocol.slots import Claim, Place
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupMaker, Samplers, Scorer
+from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.supervisor import WeightsNotProven
@@ -101,8 +102,12 @@ class RolloutService:
         lease_seconds: float = 60.0,
         run: str | None = None,
         trace: SidecarTrace | None = None,
+        pacer: Pacer | None = None,
     ):
-        """Start without a lease. With `run`, no other run is served: the records belong to that run."""
+        """Start without a lease. With `run`, no other run is served: the records belong to that run.
+
+        Without a pacer, nothing is known about the responses that engines are given at once.
+        """
         self.engines = engines
         self._records = records
         self._lease_seconds = lease_seconds
@@ -110,6 +115,7 @@ class RolloutService:
         self.lease = Lease()
         self.counters = Counters()
         self._trace = trace or SidecarTrace()
+        self._pacer = pacer
         self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder)
         self._submitted_at = 0.0
         self.iteration: Iteration | None = None
@@ -227,6 +233,8 @@ class RolloutService:
         self.iteration = iteration
         self._submitted_at = time.monotonic()
         self._has_failed = False
+        if self._pacer is not None:
+            await self._pacer.begin(submission.plan)
         self._next, reached = asyncio.Event(), self._next
         reached.set()
         self._task = asyncio.create_task(self._run(iteration))
@@ -276,9 +284,13 @@ class RolloutService:
             await asyncio.wait([self._waiting[place]], timeout=remaining)
 
     def complete(
-        self, version: int, mismatch: wire.Mismatch | None = None, plug_ins: Mapping[str, str] | None = None
+        self,
+        version: int,
+        mismatch: wire.Mismatch | None = None,
+        plug_ins: Mapping[str, str] | None = None,
+        train_seconds: float | None = None,
     ) -> wire.Ended:
-        """End an iteration that the trainer has trained on.
+        """End an iteration that the trainer has trained on, for as many seconds as `wire.Trained` says.
 
         With the hash of the audit log's head, the trainer can prove later that the log up to that line is unchanged.
         """
@@ -296,10 +308,15 @@ class RolloutService:
         if not was_over:
             self._note("iteration", self._submitted_at, version)
             self._trace.end()
+        num_in_flight = None
+        if self._pacer is not None:
+            num_in_flight = self._pacer.opening.num_in_flight
+            if not was_over:
+                self._pacer.end(train_seconds)
         census = iteration.census()
         self._seen = (census.num_without_signal, census.num_considered)
         head, line = self._records.head()
-        return wire.Ended(version=version, head=head, line=line, census=census)
+        return wire.Ended(version=version, head=head, line=line, census=census, num_in_flight=num_in_flight)
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """Fail an iteration that the trainer will not train on: its tokens do not belong to the trainer's policy."""
@@ -316,6 +333,8 @@ class RolloutService:
         await self._stop()
         if self.evaluation is not None:
             await self.evaluation.stop("the sidecar was asked to end")
+        if self._pacer is not None:
+            await self._pacer.close()
         self._trace.end_last()
 
     def status(self) -> dict[str, Any]:
@@ -330,6 +349,7 @@ class RolloutService:
             "evaluation": self.evaluation.status() if self.evaluation else None,
             "slots_waited_for": [list(place) for place in self._waiting],
             "engines": self.engines.status(),
+            "max_in_flight": self._pacer.count_room() if self._pacer is not None else None,
             "counters": dataclasses.asdict(self.counters),
         }
 

@@ -214,6 +214,8 @@ def test_two_flags_that_set_one_value_must_agree() -> None:
         ("--lr nan", "--lr nan: not a valid value; write --lr NUMBER"),
         ("--micro-batch-size 1.5", "write --micro-batch-size INTEGER"),
         ("--lr-decay-style cosin", "the nearest is cosine"),
+        ("--rollout-max-in-flight some", "--rollout-max-in-flight some: not a valid value; write"),
+        ("--rollout-max-in-flight 1.5", "write --rollout-max-in-flight {INTEGER,auto}"),
         ("--lr", "--lr: expected one argument"),
         ("--bf16 yes", "unexpected 'yes'"),
         ("--bf16=yes", "unexpected 'yes': --bf16 takes no value"),

@@ -49,7 +49,9 @@ def test_each_moment_is_counted_once_and_the_parts_add_up():
             with timeline.span("train"):
                 spend(8)
         spend(16)
+        assert timeline.read("train") == 26.0
     spend(32)
+    assert (timeline.read("train"), timeline.read("save")) == (26.0, 0.0)
     assert timeline.take() == {"iteration": 63.0, "train": 26.0, "wait": 4.0, "other": 33.0}
     assert timeline.take() == {"iteration": 0.0, "other": 0.0}
 

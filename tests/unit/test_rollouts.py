@@ -14,7 +14,7 @@ from megatron_rl.shared.protocol.client import RolloutError
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.trainer.data.batch import Batcher
 from megatron_rl.trainer.data.slots import Identity
-from megatron_rl.trainer.loop.rollouts import Rollouts, SubmissionTerms, start_at_once
+from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, SubmissionTerms, start_at_once, wait_for_all
 from megatron_rl.trainer.loop.saver import RunState
 
 IDENTITY = Identity("run", 3, "weights-3")
@@ -76,6 +76,30 @@ def test_without_prompts_that_were_put_off_nothing_is_said_of_them() -> None:
         assert rollouts(rank, lambda action: action(), None).list_put_off(None) == []
 
 
+def _report_seconds(schedule: Schedule, reported: list[float]) -> dict[str, Any]:
+    """Complete an iteration with this schedule, and return what is known of the engines."""
+
+    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float) -> Any:
+        reported.append(seconds)
+        census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.0)
+        return types.SimpleNamespace(head="", census=census, num_in_flight=64)
+
+    session: Any = types.SimpleNamespace(rank=0)
+    prompts: Any = types.SimpleNamespace(put_off=[], advance=lambda *_: None)
+    client: Any = types.SimpleNamespace(complete=complete)
+    terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0)
+    one = Rollouts(client, session, terms, lambda baseline: Batcher(None), schedule, prompts)  # type: ignore[arg-type]
+    one.complete(0, wire.Mismatch(mean=0.0, largest=0.0, bound=None), 2.5)
+    return one.describe_engines()
+
+
+def test_seconds_of_training_overlap_with_sampling_unless_the_trainer_waits_for_all_groups() -> None:
+    reported: list[float] = []
+    assert _report_seconds(start_at_once, reported) == {"time": {"max_in_flight": 64}}
+    _report_seconds(wait_for_all, reported)
+    assert reported == [2.5, 0.0]
+
+
 def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with_its_plug_ins() -> None:
     given: list[float | None] = []
     recorded: list[object] = []
@@ -84,10 +108,10 @@ def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with
         given.append(baseline)
         return Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean")))
 
-    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object) -> Any:
+    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float) -> Any:
         recorded.append(plug_ins)
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
-        return types.SimpleNamespace(head=f"head {version}", census=census)
+        return types.SimpleNamespace(head=f"head {version}", census=census, num_in_flight=None)
 
     session: Any = types.SimpleNamespace(
         rank=0, replica=0, platform=CpuPlatform(), run_or_raise_everywhere=lambda action: action(),
@@ -105,7 +129,7 @@ def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with
         for version in range(3):
             with one.iteration(Identity("run", version, "weights")):
                 pass
-            one.complete(version, wire.Mismatch(mean=0.0, largest=0.0, bound=None))
+            one.complete(version, wire.Mismatch(mean=0.0, largest=0.0, bound=None), 1.0)
         assert given == expected
         assert recorded == [{"own.py": "hash"}] * 3
         assert one.state == RunState("head 2", 2.25 if has_baseline else None)

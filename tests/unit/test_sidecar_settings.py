@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.flag import IntegerOr
 from megatron_rl.config.settings import RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.protocol.wire import WIRE_VERSION
@@ -292,7 +293,7 @@ def test_every_field_of_a_message_comes_back_as_it_was(tmp_path: Path) -> None:
     for flag in list_flags():
         subject, _, field = flag.targets[0].partition(".")
         assert flag.convert is not None
-        value = flag.choices[-1] if flag.choices else values[flag.convert]
+        value = flag.choices[-1] if flag.choices else 3 if isinstance(flag.convert, IntegerOr) else values[flag.convert]
         assert value != flag.default
         fields.setdefault(subject, {})[field] = value if flag.nargs is None else [value, value]
     rollout, reward = RolloutConfig(**fields.pop("rollout")), RewardConfig(**fields.pop("reward"))

@@ -129,17 +129,24 @@ class RolloutClient:
         return wire.decode(answer, wire.Evaluated)
 
     def complete(
-        self, version: int, mismatch: wire.Mismatch | None = None, plug_ins: Mapping[str, str] | None = None
+        self,
+        version: int,
+        mismatch: wire.Mismatch | None = None,
+        plug_ins: Mapping[str, str] | None = None,
+        seconds: float | None = None,
     ) -> wire.Ended:
         """Report that the whole iteration was trained on; return the audit log's head and the prompts' census.
 
         If the head is kept elsewhere, `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
-        `plug_ins` are written into the log, as in `wire.Trained`.
+        `plug_ins` are written into the log, and `seconds` are the trainer's, both as in `wire.Trained`.
         """
         content = None
         if mismatch is not None:
             trained_with = dict(plug_ins) if plug_ins else msgspec.UNSET
-            content = wire.encode(wire.Trained(version=version, mismatch=mismatch, plug_ins=trained_with))
+            taken = msgspec.UNSET if seconds is None else seconds
+            content = wire.encode(
+                wire.Trained(version=version, mismatch=mismatch, plug_ins=trained_with, seconds=taken)
+            )
         answer = self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()
         return msgspec.convert(answer, wire.Ended)
 

@@ -304,6 +304,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     """The number of that line."""
     census: Census
+    num_in_flight: int | None = None
+    """The most responses that each engine was given at once, if the sidecar knows it."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -314,6 +316,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mismatch: Mismatch
     plug_ins: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     """The sha256 of the file of each function of a person's own that was trained with, by its flag; unset if none."""
+    seconds: float | msgspec.UnsetType = msgspec.UNSET
+    """The seconds for which the trainer computed that can overlap with sampling; 0 if it waits for all groups first."""
 
 
 class ErrorCode(enum.StrEnum):

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- a group goes to the READY engine with the fewest responses in flight, and never exceeds an engine's bound;
+- a group goes to the READY engine with the fewest responses in flight, and never exceeds an engine's bound, nor the
+  room that the engines have for now (`sidecar/in_flight`);
 - the group that has waited longest goes first, but a group that can wait goes only if no other waits;
 - if its engine is lost or refuses, a group is tried again at once, on any engine and with the same seed, a bounded
   number of times;
@@ -13,14 +14,27 @@ import asyncio
 import collections
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
+from megatron_rl.sidecar.in_flight.curve import GroupLife
 
 _log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
+
+
+class Pacing(Protocol):
+    """Decides how many responses the engines are given at once."""
+
+    def count_room(self) -> int:
+        """Return the most responses that an engine may have in flight now."""
+        ...
+
+    def sampled(self, life: GroupLife) -> None:
+        """Take in a group that an engine has sampled."""
 
 
 _Queue = collections.deque[tuple[int, asyncio.Future[Engine]]]
@@ -43,8 +57,10 @@ class EnginePool:
         will be ready again, or None.
         """
         self.num_retried = 0
+        self.max_responses = max_responses
+        self.pacing: Pacing | None = None
+        """Decides how much of the bound may be used for now; all of it without one."""
         self._engines = engines
-        self._max_responses = max_responses
         self._on_lost = on_lost
         self._none_left = none_left
         self._recorder = recorder or Recorder(most=0)
@@ -58,8 +74,10 @@ class EnginePool:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             engine = await self._take(request.group_size, self._waiting[request.can_wait])
             taken, responses = self._recorder.now(), None
+            sampling = self._begin(request, engine.name)
             try:
                 responses = await engine.generate(request)
+                sampling(responses)
                 return responses
             except (EngineLost, EngineRefused) as error:
                 _log.warning("attempt %d of request %s: %s", attempt, request.request_id, error)
@@ -87,6 +105,20 @@ class EnginePool:
         kind = recorder.kind(GROUPS, "generate", engine=engine, size=request.group_size, **details)
         recorder.add(kind, taken, now, request.prompt, num_tokens)
         return now
+
+    def _begin(self, request: GroupRequest, engine: str) -> Callable[[list[Response]], None]:
+        """Note that a group begins; return the function that notes its end."""
+        pacing = self.pacing
+        if pacing is None:
+            return lambda responses: None
+        clock = asyncio.get_running_loop().time
+        begun, num_before = clock(), self._in_flight[engine] - request.group_size
+
+        def end(responses: list[Response]) -> None:
+            lengths = tuple(len(response.tokens) // 4 for response in responses)
+            pacing.sampled(GroupLife(engine, begun, clock(), lengths, num_before, request.can_wait))
+
+        return end
 
     def in_flight(self, name: str) -> int:
         """Return the number of responses that the engine of this name is sampling."""
@@ -129,10 +161,11 @@ class EnginePool:
         self.engines_changed()
 
     def _choose(self, size: int) -> Engine | None:
+        most = self.max_responses if self.pacing is None else min(self.max_responses, self.pacing.count_room())
         free = [
             engine
             for engine in self._engines()
             if engine.state is EngineState.READY
-            and (self._in_flight[engine.name] + size <= self._max_responses or not self._in_flight[engine.name])
+            and (self._in_flight[engine.name] + size <= most or not self._in_flight[engine.name])
         ]
         return min(free, key=lambda engine: self._in_flight[engine.name], default=None)

@@ -72,7 +72,7 @@ class GrpoStage:
                 bound = self.bounds.error(self.publisher.answer.kind)
                 learned = self.learner.learn(slots, reference_is_policy, bound)
             with self.log.timeline.part("complete"):
-                self.rollouts.complete(identity.version, learned.mismatch)
+                self.rollouts.complete(identity.version, learned.mismatch, self.log.timeline.read("train"))
         return learned
 
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
@@ -80,7 +80,8 @@ class GrpoStage:
         metrics |= _describe_publish(self.publisher.answer)
         if self.reference is not None:
             metrics["reference"] = self.reference.fingerprint
-        return metrics | self.rollouts.describe_prompts() | {"audit_head": self.state.audit_head}
+        metrics |= self.rollouts.describe_prompts() | self.rollouts.describe_engines()
+        return metrics | {"audit_head": self.state.audit_head}
 
     def list_remarks(self, checkpoint: Path | None) -> Sequence[str]:
         return self.rollouts.list_put_off(checkpoint)

@@ -13,6 +13,7 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.config.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
+from megatron_rl.observe.metrics import MAX_IN_FLIGHT, TIME
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.shared.protocol.client import RolloutClient
@@ -109,6 +110,7 @@ class Rollouts:
         self.state = state or RunState()
         """The values that the last iteration left to the next one."""
         self._census: Census | None = None
+        self._num_in_flight: int | None = None
 
     @contextlib.contextmanager
     def iteration(self, identity: Identity) -> Iterator[IterationSlots]:
@@ -132,17 +134,26 @@ class Rollouts:
         finally:
             slots.close()
 
-    def complete(self, version: int, mismatch: Mismatch) -> None:
-        """Tell the sidecar that an iteration was trained on, and the mismatch of its tokens."""
+    def complete(self, version: int, mismatch: Mismatch, seconds: float) -> None:
+        """Tell the sidecar that an iteration was trained on, the mismatch of its tokens, and the seconds that it took.
+
+        Waits for groups do not count.
+        """
         audit_head, baseline = "", None
         if self._session.rank == 0:
             assert self._prompts is not None
-            ended = self._client.complete(version, mismatch, self._terms.plug_ins)
+            overlapping = 0.0 if self._schedule is wait_for_all else seconds
+            ended = self._client.complete(version, mismatch, self._terms.plug_ins, overlapping)
+            self._num_in_flight = ended.num_in_flight
             census = self._census = ended.census
             num_carried = self._terms.division.plan.count_carried(len(self._prompts.put_off))
             self._prompts.advance(census.num_considered, num_carried, census.put_off, census.rewards)
             audit_head, baseline = ended.head, census.reward
         self.state = RunState(audit_head, self._session.broadcast(baseline) if self._terms.has_baseline else None)
+
+    def describe_engines(self) -> dict[str, Any]:
+        """Return the most responses that each engine was given at once; nothing on other ranks than 0."""
+        return {} if self._num_in_flight is None else {TIME: {MAX_IN_FLIGHT: self._num_in_flight}}
 
     def describe_prompts(self) -> dict[str, Any]:
         """Return metrics of the last iteration's prompts; none if every prompt is used, or on other ranks than 0."""

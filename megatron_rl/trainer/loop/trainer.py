@@ -127,7 +127,7 @@ class Trainer:
                 for of_rank, _, _ in handed_in:
                     measures.merge(of_rank)
                 metrics = {**_name(identity), **self._stage.describe(learned, measures), **evaluation}
-                metrics["time"] = self._take_times(measures)
+                metrics["time"] = self._take_times(measures) | metrics.get("time", {})
                 kept = {slot: kept_N for _, _, of_rank in handed_in for slot, kept_N in of_rank.items()}
                 log.reporter.iteration(version, metrics, learned.contents, kept)
             return any(is_over for _, is_over, _ in handed_in)

@@ -1,0 +1,152 @@
+"""Learns from each iteration, and opens the engines for the next one.
+
+Invariants:
+
+- the first iteration, and every one until the trainer has reported its seconds, has all of the bound;
+- what is learned comes from the last NUM_KEPT iterations;
+- the choice changes times alone: which groups are sampled, and with which seeds, does not depend on it. Where the last
+  groups of an iteration are cut or put off, the order of their ends decides which; nothing is chosen there.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from megatron_rl.shared.protocol.slots import divide
+from megatron_rl.shared.protocol.wire import Plan
+from megatron_rl.sidecar.in_flight.choice import choose
+from megatron_rl.sidecar.in_flight.curve import GroupLife, Point, StepCurve, fit_curve, read_points
+from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork
+
+NUM_KEPT = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """The curve after an iteration, and the choice for the next one."""
+
+    curve: StepCurve
+    points: list[Point]
+    opening: Opening
+    forecast: Forecast
+
+
+class Pacer:
+    """The responses that engines are given at once. Satisfies `megatron_rl.sidecar.engines.pool.Pacing`."""
+
+    def __init__(self, most: int, max_running: int, is_chosen: bool = True) -> None:
+        """Begin with `most` responses on each engine, which is the bound; `max_running` run at a time.
+
+        Unless `is_chosen`, it remains so.
+        """
+        self.opening = Opening(most)
+        self.on_room: Callable[[], None] = lambda: None
+        """The callback for a room that has grown."""
+        self._most = most
+        self._max_running = max_running
+        self._is_chosen = is_chosen
+        self._plan: Plan | None = None
+        self._room = most
+        self._timers: list[asyncio.TimerHandle] = []
+        self._lives: list[GroupLife] = []
+        self._points: collections.deque[list[Point]] = collections.deque(maxlen=NUM_KEPT)
+        self._curve: StepCurve | None = None
+        self._choosing: asyncio.Task[None] | None = None
+
+    def count_room(self) -> int:
+        return self._room
+
+    def sampled(self, life: GroupLife) -> None:
+        if self._is_chosen:
+            self._lives.append(life)
+
+    async def begin(self, plan: Plan) -> None:
+        """Open the engines for an iteration."""
+        if self._choosing is not None:
+            await asyncio.wait([self._choosing])
+        self._close()
+        self._lives = []
+        self._plan = plan
+        if not self._can_choose(plan):
+            self._set(self._most)
+            return
+        opening = self.opening
+        self._set(min(self._most, opening.count_room(0.0, plan.group_size)))
+        loop = asyncio.get_running_loop()
+        for delay in opening.delays:
+            if delay > 0:
+                room = min(self._most, opening.count_room(delay, plan.group_size))
+                self._timers.append(loop.call_later(delay, self._set, room))
+
+    def end(self, train_seconds: float | None) -> None:
+        """Learn from an iteration that was trained on, and choose for the next one while weights are published."""
+        plan, lives = self._plan, self._lives
+        num_groups = sum(not life.is_evaluation for life in lives)
+        # A resumed iteration samples the rest of its groups.
+        if plan is None or train_seconds is None or not self._can_choose(plan) or num_groups < plan.num_prompts:
+            return
+        self._plan = None
+        self._choosing = asyncio.create_task(self._choose(plan, lives, train_seconds))
+
+    async def close(self) -> None:
+        """End a choice that is being made."""
+        self._close()
+        if self._choosing is not None:
+            self._choosing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._choosing
+
+    def _can_choose(self, plan: Plan) -> bool:
+        return self._is_chosen and plan.tail == "stop"
+
+    def _set(self, room: int) -> None:
+        self._room = room
+        self.on_room()
+
+    def _close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers = []
+
+    async def _choose(self, plan: Plan, lives: list[GroupLife], train_seconds: float) -> None:
+        try:
+            # In a thread: a large iteration takes some tenths of a second, and the event loop has a publish to serve.
+            learned = await asyncio.get_running_loop().run_in_executor(None, self._learn, plan, lives, train_seconds)
+        except Exception:
+            _log.exception("no number of responses in flight was chosen, and the last one is kept")
+            return
+        if learned is None:
+            return
+        before, self.opening = self.opening, learned.opening
+        self._curve = learned.curve
+        self._points.append(learned.points)
+        if (before.num_in_flight, before.ramp) != (self.opening.num_in_flight, self.opening.ramp):
+            _log.info(
+                "each engine is given %s from now on, and was given %s: sampling is predicted to take %.3g s, and "
+                "training to end after %.3g s",
+                self.opening, before, learned.forecast.sampled, learned.forecast.trained,
+            )  # fmt: skip
+
+    def _learn(self, plan: Plan, lives: list[GroupLife], train_seconds: float) -> Lesson | None:
+        points = read_points(lives, self._max_running, self._curve)
+        known = [point for kept in [*self._points, points] for point in kept]
+        if not known:
+            return None
+        curve = fit_curve(known)
+        division = divide(plan)
+        groups = sorted((life for life in lives if not life.is_evaluation), key=lambda life: life.begun)
+        work = SamplingWork(
+            lengths=[life.lengths for life in groups],
+            max_running=self._max_running,
+            num_engines=len({life.engine for life in groups}),
+            groups_per_turn=division.groups_per_unit * plan.num_replicas,
+            num_updates=plan.num_updates,
+            in_prompt_order=plan.order == "prompt",
+            train_seconds=train_seconds,
+        )
+        return Lesson(curve, points, *choose(work, curve, self._most, self.opening))
