@@ -17,6 +17,8 @@ from megatron_rl.analysis.plan.pipeline import Pipeline, count_slot, order_steps
 from megatron_rl.analysis.plan.pool import Pool
 from megatron_rl.analysis.plan.simulate import simulate
 from megatron_rl.errors import UsageError
+from megatron_rl.sidecar.engines.decoding import StepCosts
+from tests.paced_run import Case, run_paced
 
 COSTS = Costs(
     BatchingCosts(0.02, 1e-3, 1e-6, 1e-4, max_running=24, max_in_flight=48),
@@ -126,6 +128,33 @@ def test_a_periodic_iteration_lies_between_its_longer_part_and_a_synchronous_one
     # With several replicas slots may go to others than in a synchronous iteration: a few micro-batches' difference.
     slack = 0.25 * sync.trainer["busy"] if setting.num_replicas > 1 or setting.num_updates > 1 else 0.0
     assert periodic.seconds <= sync.seconds + slack + 1e-6
+
+
+ONE_WAVE = change(
+    num_prompts=32, group_size=8, micro_batch_size=8, num_engines=1, num_replicas=1, num_stages=1,
+    prompts=Uniform(1, 1), responses=Uniform(100, 100),
+)  # fmt: skip
+CHOSEN = Costs(
+    BatchingCosts(0.005, 1e-3, max_running=256, max_in_flight=512, is_chosen=True), TrainerCosts(per_token=1e-3)
+)
+
+
+def test_a_run_that_chooses_its_responses_in_flight_overlaps_where_all_fit_at_once():
+    fixed = dataclasses.replace(CHOSEN, engine=dataclasses.replace(CHOSEN.engine, is_chosen=False))
+    all_at_once, chosen = simulate(ONE_WAVE, fixed, 2), simulate(ONE_WAVE, CHOSEN, 2)
+    assert all_at_once.opening is None
+    assert chosen.opening.num_in_flight < 128
+    assert chosen.seconds < 0.65 * all_at_once.seconds
+    # The simulated pool opens as the forecast does.
+    case = Case(StepCosts(0.005, 1e-3, 256), 32, 8, (100, 100), train_seconds=32 * 801 * 1e-3)
+    (one,) = run_paced(case, 1, chosen.opening)
+    assert chosen.seconds == pytest.approx(one.seconds, rel=0.01)
+
+
+def test_a_synchronous_run_chooses_the_number_that_samples_fastest_and_others_choose_none():
+    chosen = simulate(dataclasses.replace(ONE_WAVE, schedule="sync"), CHOSEN, 1)
+    assert chosen.opening.num_in_flight >= 256
+    assert simulate(dataclasses.replace(ONE_WAVE, schedule="async"), CHOSEN, 1).opening is None
 
 
 def test_bounded_by_nothing_an_asynchronous_run_is_a_periodic_one():

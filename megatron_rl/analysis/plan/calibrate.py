@@ -49,6 +49,8 @@ class RunLayout:
     max_running: int = 64
     """Responses that an engine samples at once, `--rollout-max-num-seqs`."""
     max_in_flight: int = 128
+    is_chosen: bool = False
+    """True if the sidecar chooses the number of responses in flight, at most `max_in_flight`."""
     trainer_devices: int | None = None
     """Devices of the trainer; if not given, one for each stage of each replica."""
     engine_devices: int | None = None
@@ -117,7 +119,7 @@ def _fit_engine(runs: Sequence[MeasuredRun]) -> EngineCosts:
     rows, seconds = [], []
     for run in runs:
         for iteration, groups in _by_engine(run.record):
-            counted = [_replay(run, groups, iteration.prompt, name) for name in _BATCHING]
+            counted = [_replay(run, iteration, groups, name) for name in _BATCHING]
             for group in groups:
                 rows.append([times[group.index] for times in counted])
                 seconds.append(group.finished - iteration.submitted)
@@ -130,6 +132,7 @@ def _fit_engine(runs: Sequence[MeasuredRun]) -> EngineCosts:
         per_prompt_token=per_prompt_token,
         max_running=layout.max_running,
         max_in_flight=layout.max_in_flight,
+        is_chosen=layout.is_chosen,
     )
 
 
@@ -141,8 +144,13 @@ def _by_engine(record: RunRecord) -> Iterator[tuple[RecordedIteration, list[Reco
             yield iteration, [group for group in by_index if group.engine == engine]
 
 
-def _replay(run: MeasuredRun, groups: Sequence[RecordedGroup], prompt: float, cost: str) -> dict[int, float]:
-    """Return when an engine has sampled each group if only the thing `cost` takes time, 1 each."""
+def _replay(
+    run: MeasuredRun, iteration: RecordedIteration, groups: Sequence[RecordedGroup], cost: str
+) -> dict[int, float]:
+    """Return when an engine has sampled each group if only the thing `cost` takes time, 1 each.
+
+    The delays of an iteration's first groups are left out.
+    """
     only = {name: float(name == cost) for name in _BATCHING}
     costs = BatchingCosts(
         step=only["step"],
@@ -150,10 +158,11 @@ def _replay(run: MeasuredRun, groups: Sequence[RecordedGroup], prompt: float, co
         per_context=only["per_context"],
         per_prompt_token=only["per_prompt_token"],
         max_running=run.layout.max_running,
-        max_in_flight=run.layout.max_in_flight,
+        max_in_flight=iteration.max_in_flight or run.layout.max_in_flight,
     )
+    prompt = round(iteration.prompt)
     pool = Pool([SimulatedBatching(costs)], costs.max_in_flight, 0.0, 1)
-    pool.submit([SimulatedGroup(group.index, 0, round(prompt), list(group.lengths)) for group in groups], 0.0)
+    pool.submit([SimulatedGroup(group.index, 0, prompt, list(group.lengths)) for group in groups], 0.0)
     return {group.index: group.sampled for group in pool.take(len(groups))}
 
 

@@ -20,13 +20,14 @@ from megatron_rl.analysis.plan import picture as plan_picture
 from megatron_rl.analysis.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.analysis.plan.chips import CHIPS, find_figures
 from megatron_rl.analysis.plan.command_lines import Files, list_notes, write_command
-from megatron_rl.analysis.plan.costs import SCHEDULES, BatchingCosts, Costs, Schedule, Setting
+from megatron_rl.analysis.plan.costs import SCHEDULES, BatchingCosts, Costs, EngineCosts, Schedule, Setting
 from megatron_rl.analysis.plan.doubts import apply_bounds, describe_errors, find_doubts, leave_one_out
 from megatron_rl.analysis.plan.lengths import Lengths, Lognormal, Uniform, parse_lengths
 from megatron_rl.analysis.plan.results import Result
 from megatron_rl.analysis.plan.runs import read_run
 from megatron_rl.analysis.plan.search import Candidate, Wanted, describe_candidates, search
 from megatron_rl.analysis.plan.simulate import simulate
+from megatron_rl.config.flag import IntegerOr
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.run_folder import find_run
@@ -69,7 +70,7 @@ def _make_parser() -> argparse.ArgumentParser:
     changed = parser.add_argument_group("with RUN")
     changed.add_argument("--rollout-num-engines", type=int, metavar="N")
     changed.add_argument("--rollout-max-num-seqs", type=int, metavar="N")
-    changed.add_argument("--rollout-max-in-flight", type=int, metavar="N")
+    changed.add_argument("--rollout-max-in-flight", type=IntegerOr(("auto",)), metavar="N", help="or auto")
     changed.add_argument("--replicas", type=int, metavar="N", help="replicas of the trainer's model")
     changed.add_argument("--pipeline-model-parallel-size", type=int, metavar="N")
     changed.add_argument("--engine-speed", type=float, default=1.0, metavar="F", help="engines F times as fast")
@@ -188,12 +189,23 @@ def _change_costs(costs: Costs, arguments: argparse.Namespace) -> Costs:
             raise UsageError(f"{flag} {value:g} must be a finite number above 0: write one")
     fast, trainer = arguments.engine_speed, costs.trainer
     engine = costs.engine.faster(fast)
-    if arguments.rollout_max_in_flight is not None:
-        engine = dataclasses.replace(engine, max_in_flight=arguments.rollout_max_in_flight)
     if arguments.rollout_max_num_seqs is not None and isinstance(engine, BatchingCosts):
         engine = dataclasses.replace(engine, max_running=arguments.rollout_max_num_seqs)
+    engine = _change_in_flight(engine, arguments.rollout_max_in_flight)
     reward = costs.reward if arguments.reward_seconds is None else arguments.reward_seconds
     return dataclasses.replace(costs, engine=engine, trainer=trainer.faster(arguments.trainer_speed), reward=reward)
+
+
+def _change_in_flight(engine: EngineCosts, number: int | str | None) -> EngineCosts:
+    """Return the costs of engines that are given this number of responses at once; None leaves them as they are."""
+    if not isinstance(engine, BatchingCosts):
+        if isinstance(number, str):
+            raise UsageError(f"--rollout-max-in-flight {number} needs a run with vLLM, not scripted engines: write N")
+        return engine if number is None else dataclasses.replace(engine, max_in_flight=number)
+    if isinstance(number, int):
+        return dataclasses.replace(engine, max_in_flight=number, is_chosen=False)
+    is_chosen = engine.is_chosen or number is not None
+    return dataclasses.replace(engine, max_in_flight=2 * engine.max_running, is_chosen=True) if is_chosen else engine
 
 
 def _describe_costs(costs: Costs) -> list[str]:
@@ -232,6 +244,8 @@ def _describe_ledger(result: Result, title: str) -> list[str]:
         lines.append(
             f"  {name:<9}" + ", ".join(f"{part.replace('_', ' ')} {value:.2f}" for part, value in parts.items())
         )
+    if result.opening is not None:
+        lines.append(f"  each engine is given {result.opening}")
     return lines
 
 

@@ -26,6 +26,8 @@ class BatchingCosts:
     max_running: int = 64
     max_in_flight: int = 128
     """Responses that the engine is given at once. Those beyond `max_running` wait in it."""
+    is_chosen: bool = False
+    """True if the schedules `periodic` and `sync` choose that number, at most `max_in_flight`, as the sidecar does."""
 
     def faster(self, factor: float) -> "BatchingCosts":
         """Return the costs of the same engine on devices that are `factor` times as fast."""

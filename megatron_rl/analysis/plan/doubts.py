@@ -56,7 +56,7 @@ def apply_bounds(run: MeasuredRun, costs: Costs) -> Costs:
     """Return the costs with the run's own bounds of how many responses its engines sample at once."""
     engine: EngineCosts = dataclasses.replace(costs.engine, max_in_flight=run.layout.max_in_flight)
     if isinstance(engine, BatchingCosts):
-        engine = dataclasses.replace(engine, max_running=run.layout.max_running)
+        engine = dataclasses.replace(engine, max_running=run.layout.max_running, is_chosen=run.layout.is_chosen)
     return dataclasses.replace(costs, engine=engine)
 
 

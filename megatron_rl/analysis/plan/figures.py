@@ -128,6 +128,7 @@ def _estimate_engine(
         per_prompt_token=of_token,
         max_running=max_running,
         max_in_flight=2 * max_running,
+        is_chosen=True,
     )
 
 

@@ -4,6 +4,7 @@ Invariants, as in `sidecar/engines/pool.py`:
 
 - the group that has waited longest goes first, to the engine with the fewest responses in flight if it has room;
 - an engine has more than its bound in flight only for one group that is larger;
+- it has room for its nth group from the nth delay after the submission on;
 - events happen in the order of their times.
 """
 
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.analysis.plan.engines import SimulatedEngine, SimulatedGroup
+from megatron_rl.sidecar.in_flight.forecast import Opening
 
 
 class Pool:
@@ -33,14 +35,19 @@ class Pool:
         self._workers = [0.0] * reward_workers
         self._in_flight = [0] * len(engines)
         self._waiting: deque[SimulatedGroup] = deque()
+        self._opening: Opening | None = None
+        self._submitted = 0.0
+        self._delays: deque[float] = deque()
         # Heaps, which also hold outdated entries: by the next group's time, and by the responses in flight.
         self._next: list[tuple[float, int]] = []
         self._free = [(0, index) for index in range(len(engines))]
 
-    def submit(self, groups: Iterable[SimulatedGroup], now: float) -> None:
-        """Give the engines groups to sample."""
+    def submit(self, groups: Iterable[SimulatedGroup], now: float, opening: Opening | None = None) -> None:
+        """Give the engines groups to sample, with the room of this opening, or else all of it."""
         self.advance(now)
-        self.now = max(self.now, now)
+        self.now = self._submitted = max(self.now, now)
+        self._opening = opening
+        self._delays = deque() if opening is None else deque(delay for delay in opening.delays if delay > 0)
         self._waiting.extend(groups)
         for index in self._dispatch():
             self._expect(index)
@@ -85,6 +92,9 @@ class Pool:
         return sum(engine.busy for engine in self.engines)
 
     def _peek(self) -> float:
+        return min(self._peek_group(), self._submitted + self._delays[0] if self._delays else math.inf)
+
+    def _peek_group(self) -> float:
         while self._next:
             time, index = self._next[0]
             if time == self.engines[index].peek():
@@ -98,8 +108,13 @@ class Pool:
             heapq.heappush(self._next, (time, index))
 
     def _step(self) -> None:
-        """Advance to the next group that an engine has sampled, and finish it."""
+        """Advance to the next group that an engine has sampled, and finish it; or to the next delay that is over."""
         self.num_events += 1
+        if self._delays and self._submitted + self._delays[0] <= self._peek_group():
+            self.now = self._submitted + self._delays.popleft()
+            for index in self._dispatch():
+                self._expect(index)
+            return
         time, index = heapq.heappop(self._next)
         group = self.engines[index].take()
         self.now = group.sampled = self.last_sampled[index] = time
@@ -113,6 +128,14 @@ class Pool:
         for changed_index in changed | {index}:
             self._expect(changed_index)
 
+    def _count_room(self, size: int) -> int:
+        if self._opening is None:
+            return self._max_in_flight
+        # Delays are counted from what is left of them: sums of seconds would be rounded.
+        num_open = len(self._opening.delays) - len(self._delays)
+        room = self._opening.num_in_flight if not self._delays else num_open * size
+        return min(self._max_in_flight, room)
+
     def _dispatch(self) -> set[int]:
         """Begin the groups for which engines have room; return the engines that were given some."""
         changed = set()
@@ -122,7 +145,7 @@ class Pool:
                 heapq.heappop(self._free)
                 continue
             size = len(self._waiting[0].lengths)
-            if in_flight and in_flight + size > self._max_in_flight:
+            if in_flight and in_flight + size > self._count_room(size):
                 # The emptiest engine has no room either.
                 break
             heapq.heappop(self._free)

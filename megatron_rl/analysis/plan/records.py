@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError
+from megatron_rl.observe.metrics import MAX_IN_FLIGHT
 
 _FORMAT = 1
 _MICROSECOND = 1e-6
@@ -51,6 +52,8 @@ class RecordedIteration:
     """Seconds of its parts, by their names in metrics.jsonl, and of "iteration", the whole."""
     prompt: float
     """Mean tokens of a prompt."""
+    max_in_flight: int | None = None
+    """The most responses that each engine was given at once, if the metrics have it."""
 
     @property
     def sampling(self) -> float:
@@ -139,6 +142,7 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> Re
         Claimed(event["time"], event["replica"], event["index"], tuple(event["prompts"])) for event in events["claims"]
     ]
     seconds = {name: value for name, value in metrics["time"].items() if not name.endswith("_per_second")}
+    max_in_flight = seconds.pop(MAX_IN_FLIGHT, None)
     return RecordedIteration(
         version=metrics["version"],
         submitted=events["submit"]["time"],
@@ -147,6 +151,7 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> Re
         claims=claims,
         seconds=seconds,
         prompt=metrics["tokens"]["prompt"] / metrics["groups"],
+        max_in_flight=max_in_flight,
     )
 
 

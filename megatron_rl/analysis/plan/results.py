@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from megatron_rl.sidecar.in_flight.forecast import Opening
+
 # "bubble" includes the wait for other replicas.
 TRAINER_PARTS = ("busy", "first", "starved", "tail", "publish", "bubble", "update", "switch", "other")
 # Here an engine is busy while it samples anything, and "tail" is its idle time while others still sample.
@@ -36,6 +38,8 @@ class Result:
     iterations: Sequence[IterationResult]
     num_devices: int
     num_events: int
+    opening: Opening | None = None
+    """The responses that engines are given at once, if that was chosen."""
 
     @property
     def seconds(self) -> float:

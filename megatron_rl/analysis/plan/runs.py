@@ -16,6 +16,8 @@ from megatron_rl.shared.records.audit_log import find_files, find_first_file, re
 
 _TRACE = "trace"
 _ABSENT = "-"
+# The word for a number of responses in flight that the sidecar chooses.
+_CHOSEN = "auto"
 _ENGINES = {"vllm": "batching", "scripted": "scripted"}
 
 
@@ -64,7 +66,8 @@ _PLACES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "num_virtual": ("transformer", "virtual_pipeline_model_parallel_size", int),
     "engine": ("rollout", "engine", _ENGINES.get),
     "max_running": ("rollout", "max_num_seqs", int),
-    "max_in_flight": ("rollout", "max_in_flight", int),
+    "max_in_flight": ("rollout", "max_in_flight", lambda text: None if text == _CHOSEN else int(text)),
+    "is_chosen": ("rollout", "max_in_flight", lambda text: text == _CHOSEN),
     "is_shared": ("attention", "is_shared", lambda text: text == "True"),
 }
 

@@ -13,10 +13,12 @@ import numpy as np
 
 from megatron_rl.analysis.plan.costs import Costs, Setting
 from megatron_rl.analysis.plan.engines import SimulatedGroup, build_engine
+from megatron_rl.analysis.plan.opening import choose_opening
 from megatron_rl.analysis.plan.pipeline import Pipeline, count_slot, slot_seconds
 from megatron_rl.analysis.plan.pool import Pool
 from megatron_rl.analysis.plan.results import ENGINE_PARTS, TRAINER_PARTS, IterationResult, Result
 from megatron_rl.errors import UsageError
+from megatron_rl.sidecar.in_flight.forecast import Opening
 
 
 def simulate(setting: Setting, costs: Costs, num_iterations: int = 5, seed: int = 0) -> Result:
@@ -28,7 +30,7 @@ def simulate(setting: Setting, costs: Costs, num_iterations: int = 5, seed: int 
         "one_step_off": run.iterate_one_step_off, "async": run.iterate_asynchronously,
     }[setting.schedule]  # fmt: skip
     iterations = [iterate(number) for number in range(num_iterations)]
-    return Result(iterations, setting.num_devices, run.num_events)
+    return Result(iterations, setting.num_devices, run.num_events, run.opening)
 
 
 def check_setting(setting: Setting) -> None:
@@ -73,6 +75,8 @@ class _Run:
         self._engines = [build_engine(costs.engine, self._generator) for _ in range(setting.num_engines)]
         self._pool = Pool(self._engines, costs.engine.max_in_flight, costs.reward, setting.reward_workers)
         self._now = 0.0
+        self.opening: Opening | None = None
+        """The responses that engines are given at once, chosen for the first iteration's lengths."""
         self._batch: list[SimulatedGroup] = []
         """Groups for the next iteration, if the schedule samples them one iteration early."""
         self._num_trainer_events = 0
@@ -149,7 +153,9 @@ class _Run:
             SimulatedGroup(index, iteration, prompt, lengths)
             for index, ((prompt,), lengths) in enumerate(zip(prompts, responses, strict=True))
         ]
-        self._pool.submit(groups, now)
+        if self.opening is None:
+            self.opening = choose_opening(setting, self._costs, groups)
+        self._pool.submit(groups, now, self.opening)
 
     @property
     def _num_ranks(self) -> int:
