@@ -63,6 +63,17 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "by_one_length": "the same, put off to the next iteration only",
         "partial_length": "the same, engines that never wait",
     },
+    "in_flight": {
+        "over_ideal_half": "an iteration of one wave / the longer of generation and training, training takes half",
+        "over_ideal_one": "the same, both take equally long",
+        "over_ideal_double": "the same, training takes twice as long",
+        "at_once_over_ideal_half": "the first of these if all responses are sampled at once",
+        "at_once_over_ideal_one": "the second of these",
+        "at_once_over_ideal_double": "the third of these",
+        "over_bound_worst": "one of these iterations / a time that no order of groups can be below, at worst",
+        "chosen_vs_best_fixed_worst": "an iteration with chosen numbers in flight / with the best fixed one, at worst",
+        "trying_vs_first_worst": "the longest iteration with chosen numbers / the first, at worst",
+    },
     "overlap": {
         "ratio_balanced": "a periodic iteration / a synchronous one where generation and training take equally long",
         "efficiency_balanced": "the longer of generation and training / that periodic iteration",

@@ -42,7 +42,7 @@ def test_the_first_iteration_has_all_of_the_bound_and_the_second_at_least_half_o
 
 
 def test_trying_fewer_responses_takes_at_most_twice_the_time_of_sampling() -> None:
-    """A step takes the same time for any number of responses: fewer at once lose the most."""
+    """Take an engine whose steps last as long for any number of responses: fewer at once lose the most."""
     case = dataclasses.replace(ONE_WAVE, costs=dataclasses.replace(STEP_BOUND, per_response=0.0), train_seconds=50.0)
     first, *others = run_paced(case, 8)
     sampling = 100 * 0.5
@@ -51,7 +51,7 @@ def test_trying_fewer_responses_takes_at_most_twice_the_time_of_sampling() -> No
 
 
 def test_choices_change_times_alone() -> None:
-    """In prompt order every slot has the same bytes, whatever is chosen."""
+    """Compare the bytes of all slots, in prompt order."""
     case = dataclasses.replace(SPREAD, order="prompt", groups_per_slot=2)
     chosen, fixed = run_paced(case, 5), run_paced(case, 5, Opening(16))
     assert len({one.opening for one in chosen}) > 2

@@ -51,6 +51,18 @@ def test_points_of_a_run_lie_on_the_curve_of_its_engine(in_flight: int) -> None:
         assert point.seconds == pytest.approx(true, rel=0.03)
 
 
+@pytest.mark.parametrize("step", [0.01, 1.0])
+def test_points_lie_on_the_curve_also_while_the_first_groups_begin_one_after_another(step: float) -> None:
+    """Read lives in which the number of responses grows: their steps are longer at the end than at the beginning."""
+    costs = StepCosts(step, 0.02, max_running=96)
+    case = Case(costs, num_prompts=24, group_size=4, lengths=(100, 100), train_seconds=0.0)
+    lives: list[GroupLife] = []
+    run_paced(case, 1, Opening(96, 1.0, tuple(5.0 * place for place in range(24))), lives.append)
+    for known, error in ((None, 0.2), (build_line(step, 0.02, 96), 0.01)):
+        for point in read_points(lives, costs.max_running, known):
+            assert point.seconds == pytest.approx(step + 0.02 * point.num_running, rel=error)
+
+
 def test_a_group_that_may_have_waited_in_its_engine_shows_nothing() -> None:
     costs = StepCosts(0.05, 0.002, max_running=16)
     lives = _run(costs, 32)

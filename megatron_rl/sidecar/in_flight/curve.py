@@ -19,7 +19,7 @@ import numpy as np
 
 # The numbers of responses in two bins differ by this factor at least.
 _FACTOR = 2**0.5
-_NUM_PASSES = 3
+_NUM_PASSES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,8 @@ def read_points(lives: Sequence[GroupLife], max_running: int, known: StepCurve |
     """Read what the groups of an iteration show.
 
     A group that may have waited in its engine, since more than `max_running` responses were in flight, shows nothing.
-    `known` is what is known about the curve: steps are shorter while fewer responses run.
+    `known` is what is known about the curve: steps are shorter while fewer responses run. If it has one number or none,
+    a group's steps count as equally long.
     """
     points = []
     for engine in dict.fromkeys(life.engine for life in lives):
@@ -133,7 +134,7 @@ def read_points(lives: Sequence[GroupLife], max_running: int, known: StepCurve |
     return points
 
 
-def _read_engine(lives: Sequence[GroupLife], max_running: int, curve: StepCurve | None) -> list[Point]:
+def _read_engine(lives: Sequence[GroupLife], max_running: int, known: StepCurve | None) -> list[Point]:
     shown = [
         index for index, life in enumerate(lives)
         if life.num_before + len(life.lengths) <= max_running and max(life.lengths) > 0 and life.ended > life.begun
@@ -148,7 +149,10 @@ def _read_engine(lives: Sequence[GroupLife], max_running: int, curve: StepCurve 
     points: list[Point] = []
     for _ in range(_NUM_PASSES):
         times, running = _count_running(begun[owner], ends, max_running)
-        rate = 1 / curve.step_seconds(running) if curve is not None else 1 / np.maximum(running, 1)
+        if known is not None and len(known.nums) > 1:
+            rate = 1 / known.step_seconds(running)
+        else:
+            rate = _mean_rates(times, begun, ended, steps)
         passed = np.concatenate([[0.0], np.cumsum(rate * np.diff(times))])
         loaded = np.concatenate([[0.0], np.cumsum(running * rate * np.diff(times))])
         first, last = (np.interp(moments, times, passed) for moments in (begun, ended))
@@ -157,7 +161,6 @@ def _read_engine(lives: Sequence[GroupLife], max_running: int, curve: StepCurve 
             Point(float(load[i] / (last[i] - first[i])), float((ended[i] - begun[i]) / steps[i]), int(steps[i]))
             for i in shown
         ]
-        curve = fit_curve(points) if curve is None else curve
         # Within a group's life, a response ends after its share of the steps.
         ends = np.interp(first[owner] + share * (last - first)[owner], passed, times)
     return points
@@ -170,3 +173,17 @@ def _count_running(begun: np.ndarray, ends: np.ndarray, most: int) -> tuple[np.n
         places[len(begun) :], minlength=len(times)
     )
     return times, np.minimum(np.cumsum(changes)[:-1], most).astype(np.float64)
+
+
+def _mean_rates(times: np.ndarray, begun: np.ndarray, ended: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return the steps a second between these times: the mean over the groups that live then, of their whole lives."""
+    speeds = np.zeros(len(times))
+    living = np.zeros(len(times))
+    for first, last, speed in zip(
+        np.searchsorted(times, begun), np.searchsorted(times, ended), steps / (ended - begun), strict=True
+    ):
+        speeds[first] += speed
+        speeds[last] -= speed
+        living[first] += 1
+        living[last] -= 1
+    return (np.cumsum(speeds) / np.maximum(np.cumsum(living), 1))[:-1]
