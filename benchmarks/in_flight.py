@@ -36,7 +36,7 @@ class Size:
     num_prompts: int = 128
     num_first: int = NUM_FIRST
     num_settled: int = NUM_SETTLED
-    density: int = 1
+    density: int = 3
     """Every nth of the fixed numbers is tried."""
 
 

@@ -42,7 +42,7 @@ def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_pa
         ([], {"schedule": "periodic", "num_stages": 1, "engine": "batching", "max_running": 64, "num_frozen": 0}),
         (["--grpo-kl-beta", "0.01", "--schedule", "sync"], {"schedule": "sync", "num_frozen": 1}),
         (["--rollout-engine", "scripted", "--rollout-max-in-flight", "9"], {"engine": "scripted", "max_in_flight": 9}),
-        (["--rollout-max-in-flight", "auto"], {"max_in_flight": "auto"}),
+        (["--rollout-max-in-flight", "auto"], {"is_chosen": True}),
         (["--no-shared-prompt"], {"is_shared": False}),
     ],
 )
