@@ -19,7 +19,7 @@ CUDA_VENV := .venv-cuda
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +133,10 @@ bench: env ## run a benchmark: make bench NAME=weights; all without NAME; those 
 
 gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
+
+# With PYTHON= it is that one, which has torch for CUDA already.
+gpu-bench: $(if $(PYTHON),,cuda-env) ## the whole system on one GPU, with random weights; 10 minutes, into benchmarks/RESULTS-GPU.md
+	@$(or $(PYTHON),.venv-cuda/bin/python) -m benchmarks.gpu_bench
 
 flags: env ## write docs/flags.md from the installed megatron-core, and the tables of docs/algorithms.md
 	$(VENV)/bin/python -m megatron_rl.config --docs > docs/flags.md.unfinished

@@ -139,11 +139,14 @@ def shapes(device: str) -> tuple[Shape, ...]:
     return SHAPES if device == "cuda" else SHAPES_ON_CPU
 
 
-def measure(names: list[str], device: str) -> Iterator[Row]:
-    """Yield every shape's times by those backends, and print each as soon as it is known."""
+def measure(names: list[str], device: str, seconds: float = SECONDS) -> Iterator[Row]:
+    """Yield every shape's times by those backends, and print each as soon as it is known.
+
+    Each way may take this many seconds of a shape.
+    """
     for shape in shapes(device):
         print(f"\n{shape.name}, ms forward + backward (TFLOP/s)")
-        times = _taking_turns({**_whole(shape, device), **shared(shape, names, device)}, device)
+        times = _taking_turns({**_whole(shape, device), **shared(shape, names, device)}, device, seconds)
         row = Row(
             shape,
             {name: value for name, value in times.items() if name not in BACKENDS},
@@ -272,7 +275,7 @@ def _varying(lengths: list[int], device: str) -> Attention:
     return attention
 
 
-def _taking_turns(makers: Mapping[str, Callable[[], Way]], device: str) -> dict[str, Times]:
+def _taking_turns(makers: Mapping[str, Callable[[], Way]], device: str, seconds: float) -> dict[str, Times]:
     """Return the medians of those that could run."""
     ways = {}
     for name, make in makers.items():
@@ -286,7 +289,7 @@ def _taking_turns(makers: Mapping[str, Callable[[], Way]], device: str) -> dict[
             print(f"{name} cannot run: {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    end = time.perf_counter() + SECONDS * len(ways)
+    end = time.perf_counter() + seconds * len(ways)
     for number in range(MOST if device == "cuda" else FEWEST):
         if number >= FEWEST and time.perf_counter() > end:
             break

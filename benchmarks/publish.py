@@ -5,20 +5,28 @@ memory.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks import random_models, report
+from megatron_rl.shared.protocol.client import RolloutClient, read_token
 from megatron_rl.types import Architecture
 from tests.ranks import run_ranks
 from tests.sidecar.sidecar_process import sidecar
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.model.weights import ModelWeights
+    from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
 
 SHARED = Path("/dev/shm")
 SMALLEST = "0.1m"
@@ -68,10 +76,26 @@ def main() -> None:
     report.finish(figures)
 
 
-def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
+@dataclasses.dataclass(frozen=True)
+class Publishing:
+    """A trainer's half of a publish, without the rest of the trainer."""
+
+    weights: "ModelWeights"
+    publisher: "SharedMemoryPublisher"
+    client: RolloutClient
+
+    def change(self) -> None:
+        """Change every weight a little, as an update would."""
+        with torch.no_grad():
+            for shard in self.weights.shards:
+                shard.parameter.mul_(1.001)
+
+
+@contextlib.contextmanager
+def publishing(model: Path, run: Path, platform_name: str = "cpu") -> Iterator[Publishing]:
+    """Load a model as the only rank, and get ready to publish to the sidecar of the run's folder."""
     from megatron_rl import platforms
     from megatron_rl.config.command_line.resolve import build_transformer_config
-    from megatron_rl.shared.protocol.client import RolloutClient, read_token
     from megatron_rl.shared.weights.families import read_architecture
     from megatron_rl.trainer.mcore.model.gpt import build_chunks
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
@@ -79,9 +103,8 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
     from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
     from megatron_rl.trainer.mcore.session import ParallelSizes, Session
 
-    platform, architecture = platforms.select("cpu"), read_architecture(model)
+    platform, architecture = platforms.select(platform_name), read_architecture(model)
     overrides: dict[str, Any] = {"bf16": True} if architecture.dtype == "bfloat16" else {}
-    times: dict[str, list[float]] = {"publish": [], "write, digest": [], "copy": []}
     with (
         Session(ParallelSizes(), platform, seed=1, timeout=datetime.timedelta(minutes=5)) as session,
         RolloutClient((run / "address").read_text().strip(), read_token(run / "token")) as client,
@@ -93,12 +116,21 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
         shared = SHARED / f"megatron-rl-{os.getuid()}" / run.name
         probe = Probe(chunks, session, run.name, 64)
         publisher = SharedMemoryPublisher(weights, session, client, run.name, shared, probe=probe)
-        num_bytes = sum(shard.parameter.nbytes for shard in weights.shards)
+        try:
+            yield Publishing(weights, publisher, client)
+        finally:
+            publisher.close()
+
+
+def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {"publish": [], "write, digest": [], "copy": []}
+    with publishing(model, run) as trainer:
+        num_bytes = sum(shard.parameter.nbytes for shard in trainer.weights.shards)
         for version in range(rounds + 1):
             start = time.perf_counter()
-            publisher.publish(version)
+            trainer.publisher.publish(version)
             middle = time.perf_counter()
-            with weights.begin_files(SHARED / f"benchmark-{os.getpid()}") as begun:
+            with trainer.weights.begin_files(SHARED / f"benchmark-{os.getpid()}") as begun:
                 begun.write()
             written = time.perf_counter()
             _remove(SHARED / f"benchmark-{os.getpid()}")
@@ -111,10 +143,7 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
                     ("copy", copied),
                 ):
                     times[name].append(seconds)
-            with torch.no_grad():
-                for shard in weights.shards:
-                    shard.parameter.mul_(1.001)
-        publisher.close()
+            trainer.change()
     return times
 
 

@@ -92,7 +92,7 @@ def draw_slot(
 
 
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
-    """Return a step as a run makes it."""
+    """Return a step as a run makes it, which returns what it learned; each of its micro-batches is the slot."""
     from megatron_rl.algorithm.objective import Objective
     from megatron_rl.config.command_line.run import compute_sizes
     from megatron_rl.trainer.data.device_copier import DeviceCopier
@@ -109,10 +109,11 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     batcher = build_batcher(settings, session.device)
     identity = Identity(slot.run, slot.version, slot.fingerprint)
 
-    def step() -> None:
+    def step() -> object:
         slots = IterationSlots(lambda index: slot, batcher, sizes.division, identity, DeviceCopier(session.platform))
-        learner.learn(slots, reference_is_policy=False)
+        learned = learner.learn(slots, reference_is_policy=False)
         slots.close()
+        return learned
 
     return step
 

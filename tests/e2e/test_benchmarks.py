@@ -2,7 +2,10 @@
 
 import pytest
 
+from benchmarks import gpu_bench
 from benchmarks.__main__ import BENCHMARKS, Outcome, record, run
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.tables import TABLES, read_rows
 
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 
@@ -24,6 +27,20 @@ def test_a_tiny_run_of_a_benchmark_gives_the_figures_that_are_documented(name):
     left_out = {key for key in BENCHMARKS[name] if key.startswith(tuple(LEFT_OUT.get(name, ())))}
     assert set(outcome.figures) == set(BENCHMARKS[name]) - left_out
     assert all(figure >= 0 for figure in outcome.figures.values())
+
+
+def test_a_tiny_run_on_the_cpu_completes_every_part_of_the_benchmark_for_gpus(tmp_path):
+    # The same part with other models would start as many engines again.
+    names = ["attention", "output_layer", "step_0.6b", "start", "service", "publish_8b"]
+    assert {PARTS[name].module for name in names} == {part.module for part in PARTS.values()}
+    assert gpu_bench.main([*names, "--tiny", "--folder", str(tmp_path / "bench")]) == 0
+    rows = {name: read_rows(gpu_bench.find_rows(tmp_path / "bench", name)) for name in names}
+    for name in names:
+        assert {row.table for row in rows[name]} == set(PARTS[name].tables)
+    assert all(set(row.figures) == set(TABLES[row.table].figures) for some in rows.values() for row in some)
+    page = (tmp_path / "bench" / "RESULTS-GPU.md").read_text()
+    assert all(f"| {name} | complete |" in page for name in names)
+    assert all(f"## {table.title}" in page for table in TABLES.values())
 
 
 def test_the_page_of_results_keeps_the_last_outcome_of_each_with_its_circumstances(tmp_path):

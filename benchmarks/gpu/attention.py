@@ -1,0 +1,36 @@
+"""Time shared-prompt attention beside the same sequences whole, at the shapes of `make gpu-check`."""
+
+from benchmarks import gpu_times
+from benchmarks.gpu.work import Work
+from megatron_rl.ops.shared_prompt import BACKENDS
+
+# Seconds that a way may take of a shape; `make gpu-check` takes longer, and checks what is computed.
+SECONDS_OF_A_WAY = 0.5
+# Seconds that a further shape may take.
+SECONDS_OF_A_SHAPE = 6.0
+
+
+def measure(work: Work) -> None:
+    """Add a row for each shape, as long as there is time."""
+    # The definition in dense matrices is for checks.
+    names = [name for name in BACKENDS if name != "naive"]
+    shapes = gpu_times.shapes(work.device)
+    rows = gpu_times.measure(names, work.device, SECONDS_OF_A_WAY)
+    for number, shape in enumerate(shapes):
+        if number and not work.has_time("attention", shape.name, SECONDS_OF_A_SHAPE):
+            continue
+        with work.spared("attention", shape.name):
+            _add(work, next(rows))
+
+
+def _add(work: Work, row: gpu_times.Row) -> None:
+    whole, shared = gpu_times.fastest(row.whole), gpu_times.fastest(row.shared)
+    figures = {"floor": row.floor.both}
+    if whole:
+        figures["whole"] = row.whole[whole].both
+    if shared:
+        figures |= {"shared": row.shared[shared].both, "over_floor": row.shared[shared].both / row.floor.both}
+    if whole and shared:
+        figures["speedup"] = row.whole[whole].both / row.shared[shared].both
+    times = ", ".join(f"{name} {value}" for name, value in {**row.shared, **row.whole}.items())
+    work.add("attention", row.shape.name, times, **figures)
