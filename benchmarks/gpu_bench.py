@@ -29,6 +29,8 @@ from tests.ranks import ROOT
 
 MINUTES = 10.0
 FOLDER = ROOT / "build" / "gpu-bench"
+# A part stops by itself this many seconds before it would be ended.
+MARGIN = 5.0
 # Seconds that a process over its time gets to end what it has started.
 END_SECONDS = 30.0
 PACKAGES = ("torch", "triton", "megatron-core", "vllm", "transformers")
@@ -93,12 +95,17 @@ def run_all(chosen: Mapping[str, Part], folder: Path, gpu: Gpu, minutes: float, 
     scale = minutes / MINUTES
     end = time.monotonic() + 60 * minutes
     spare, outcomes = 0.0, []
+    wanted = [part.model for part in chosen.values()]
     for name, part in chosen.items():
         given = min(scale * part.seconds + spare, end - time.monotonic())
         begun = time.monotonic()
         reason = find_reason(part, gpu, given, is_tiny)
         print(f"\n=== {name}{f': left out: {reason}' if reason else f', at most {given:.0f} s'}", flush=True)
         outcome = Outcome(name, "left out", reason) if reason else run_part(name, folder, given, is_tiny)
+        wanted.remove(part.model)
+        if part.model and part.model not in wanted:
+            # A large one may leave no room for the next.
+            shutil.rmtree(folder / "models" / part.model, ignore_errors=True)
         seconds = time.monotonic() - begun
         spare = max(0.0, given - seconds)
         outcomes.append(dataclasses.replace(outcome, seconds=seconds))
@@ -145,7 +152,7 @@ def make_command(name: str, folder: Path, seconds: float, is_tiny: bool) -> list
     """Return the command of a part's process."""
     return [
         sys.executable, "-u", "-m", "benchmarks.gpu.run_part", name, "--rows", str(find_rows(folder, name)),
-        "--folder", str(folder / "models"), "--seconds", str(seconds), *(["--tiny"] if is_tiny else []),
+        "--folder", str(folder / "models"), "--seconds", str(seconds - MARGIN), *(["--tiny"] if is_tiny else []),
     ]  # fmt: skip
 
 

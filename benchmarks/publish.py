@@ -109,7 +109,8 @@ def publishing(model: Path, run: Path, platform_name: str = "cpu") -> Iterator[P
         Session(ParallelSizes(), platform, seed=1, timeout=datetime.timedelta(minutes=5)) as session,
         RolloutClient((run / "address").read_text().strip(), read_token(run / "token")) as client,
     ):
-        chunks = build_chunks(build_transformer_config(architecture, overrides, platform), architecture)
+        config = build_transformer_config(architecture, overrides, platform)
+        chunks = build_chunks(config, architecture, device=session.device)
         weights = ModelWeights(chunks, session)
         weights.load_hf(model)
         client.take_lease(run.name)

@@ -1,6 +1,7 @@
 """The models that are measured, with random weights: Qwen3's sizes, and one for the CPU."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 from megatron_rl.types import Architecture
@@ -32,9 +33,15 @@ _MADE = "made"
 def make_once(folder: Path, architecture: Architecture, device: str) -> Path:
     """Write the model's folder, unless an earlier part has; the weights are drawn on the device."""
     # Imported here: the table of sizes needs no packages.
+    import torch
+
     from benchmarks import random_models
 
     if not (folder / _MADE).exists():
+        # A part that was ended may have left a piece of it.
+        shutil.rmtree(folder, ignore_errors=True)
         random_models.make(folder, architecture, device)
         (folder / _MADE).touch()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     return folder

@@ -1,6 +1,7 @@
 """The page and the picture of `make gpu-bench`."""
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +41,6 @@ class Circumstances:
 
 def describe_place() -> str:
     """Describe host, commit and day."""
-    import datetime
-
     return f"{describe_machine()}; commit {find_commit()}, {datetime.date.today():%d %B %Y}"
 
 

@@ -32,12 +32,12 @@ SERVES = (*TRAINS, "vllm", "httpx", "psutil")
 PARTS: Mapping[str, Part] = {
     "attention": Part("attention", ("attention",), 45, 10),
     "output_layer": Part("output_layer", ("output_layer",), 20, 5),
-    "step_0.6b": Part("step", ("step",), 65, 20, TRAINS, "0.6b", 30),
-    "start": Part("start", ("start", "schedules"), 130, 40, SERVES, "0.6b", 40),
-    "service": Part("service", ("publish", "generation", "schedules"), 190, 60, SERVES, "0.6b", 70),
-    "step_1.7b": Part("step", ("step",), 35, 25, TRAINS, "1.7b", 60),
-    "step_4b": Part("step", ("step",), 45, 35, TRAINS, "4b", 90),
-    "publish_8b": Part("publish", ("publish",), 70, 60, SERVES, "8b", 70),
+    "step_0.6b": Part("step", ("step",), 85, 20, TRAINS, "0.6b", 30),
+    "start": Part("start", ("start", "schedules"), 135, 40, SERVES, "0.6b", 45),
+    "service": Part("service", ("publish", "generation", "schedules"), 175, 60, SERVES, "0.6b", 60),
+    "step_1.7b": Part("step", ("step",), 30, 25, TRAINS, "1.7b", 60),
+    "step_4b": Part("step", ("step",), 40, 35, TRAINS, "4b", 90),
+    "publish_8b": Part("publish", ("publish",), 70, 60, SERVES, "8b", 45),
 }
 
 REMEDY = "`make gpu-bench` without PYTHON= installs all of them into .venv-cuda"

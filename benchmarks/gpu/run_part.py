@@ -28,6 +28,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     if not parsed.tiny:
         _await_memory()
+    parsed.folder.mkdir(parents=True, exist_ok=True)
     part = PARTS[parsed.name]
     work = Work(parsed.rows, parsed.folder, part.model, parsed.tiny, end)
     importlib.import_module(f"benchmarks.gpu.{part.module}").measure(work)

@@ -69,7 +69,6 @@ class Run:
     """The outcome of a run; its first iteration of each schedule warms up, and is left out."""
 
     iterations: Sequence[Iteration]
-    said: Sequence[Said]
     start: float
     """Seconds from the start of the process to its first iteration."""
 
@@ -81,8 +80,8 @@ def run_trainer(work: Work, load: Load, folder: Path, words: Sequence[str], is_o
     """
     vocab_size = work.architecture.vocab_size
     count = 2 * (1 + load.num_rounds)
-    out = folder.with_name(f"{folder.name}-{load.name.replace(' ', '-')}.json")
-    prompts = out.with_suffix(".jsonl")
+    output = find_output(folder, load)
+    out, prompts = output.with_suffix(".json"), output.with_suffix(".jsonl")
     _write_prompts(prompts, load, load.num_prompts * count, vocab_size)
     stop_tokens = range(2, 2 + load.num_stop_tokens)
     command = [
@@ -95,11 +94,14 @@ def run_trainer(work: Work, load: Load, folder: Path, words: Sequence[str], is_o
         "--micro-batch-size", str(load.groups_at_once * load.group_size), "--lr", "1e-6", "--progress", "lines",
         "--log-samples", "0", "--rollout-mismatch-warning", "1", *words,
     ]  # fmt: skip
-    output = out.with_suffix(".output")
     _call(command, output, work.seconds_left)
-    said = find_said(output.read_text(), folder)
     start = read_metrics(folder)[-count]["time"]["start"] if is_own else 0.0
-    return Run([Iteration(**values) for values in json.loads(out.read_text())][2:], said, start)
+    return Run([Iteration(**values) for values in json.loads(out.read_text())][2:], start)
+
+
+def find_output(folder: Path, load: Load) -> Path:
+    """Return the file of the output of a run in that folder at that load."""
+    return folder.with_name(f"{folder.name}-{load.name.replace(' ', '-')}.output")
 
 
 def find_said(output: str, folder: Path) -> list[Said]:

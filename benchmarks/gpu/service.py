@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks import vllm_offline
-from benchmarks.gpu import engine, publish, schedules
+from benchmarks.gpu import engine, publish, schedules, turns
 from benchmarks.gpu.work import Work
 from benchmarks.publish import Publishing, publishing
 from megatron_rl import platforms
@@ -61,7 +61,8 @@ class Request:
 
 def measure(work: Work) -> None:
     """Add the rows of all three tables, as long as there is time."""
-    platforms.select(work.device).install()
+    platform = platforms.select(work.device)
+    platform.install()
     name = "tiny" if work.is_tiny else work.size
     model = work.make_model()
     if lack := publish.find_lack(work):
@@ -74,13 +75,14 @@ def measure(work: Work) -> None:
         # It starts while the sidecar starts.
         of_alone = stack.enter_context(contextlib.ExitStack())
         alone = of_alone.enter_context(_start_alone(work, model))
-        stack.enter_context(sidecar(run, *words, seconds=work.seconds_left))
+        stack.enter_context(sidecar(run, *words))
         with publishing(model, run, work.device) as trainer:
             moments = publish.publish_rounds(trainer, work)
             _measure_generation(work, trainer, run, alone, moments[-1].version + 1)
             # The sidecar's trace has a line for each iteration, with the publishes before it.
             publish.add_row(work, name, run, moments, publish.count_bytes(trainer))
         of_alone.close()
+        turns.release(platform)
         _measure_schedules(work, run)
 
 

@@ -12,7 +12,7 @@ SCRIPTED = ("--rollout-engine", "scripted", "--rollout-script")
 
 
 def measure(work: Work) -> None:
-    """Add the moments of a start, and the row of the balanced load."""
+    """Add the moments of a start, those of one that is out of time too, and the row of the balanced load."""
     load = schedules.TINY if work.is_tiny else schedules.BALANCED
     with tempfile.TemporaryDirectory() as temporary:
         reward = Path(temporary) / "reward.py"
@@ -24,12 +24,14 @@ def measure(work: Work) -> None:
             words += [*SCRIPTED, str(script)]
         else:
             words += engine.list_words(work)
+        folder = Path(temporary) / f"start-{os.getpid()}"
+        run = None
         try:
-            run = schedules.run_trainer(work, load, Path(temporary) / f"start-{os.getpid()}", words, is_own=True)
+            run = schedules.run_trainer(work, load, folder, words, is_own=True)
         except TimeoutError as error:
-            work.leave_out("start", str(load), str(error))
-            return
-    for said in run.said:
-        work.add("start", said.text, at=said.seconds)
-    work.add("start", "the first iteration begins", at=run.start)
-    schedules.add_row(work, load, run)
+            work.leave_out("schedules", str(load), str(error))
+        for said in schedules.find_said(schedules.find_output(folder, load).read_text(), folder):
+            work.add("start", said.text, at=said.seconds)
+        if run is not None:
+            work.add("start", "the first iteration begins", at=run.start)
+            schedules.add_row(work, load, run)

@@ -33,7 +33,7 @@ def test_a_tiny_run_on_the_cpu_completes_every_part_of_the_benchmark_for_gpus(tm
     # The same part with other models would start as many engines again.
     names = ["attention", "output_layer", "step_0.6b", "start", "service", "publish_8b"]
     assert {PARTS[name].module for name in names} == {part.module for part in PARTS.values()}
-    assert gpu_bench.main([*names, "--tiny", "--folder", str(tmp_path / "bench")]) == 0
+    assert gpu_bench.main([*names, "--tiny", "--minutes", "60", "--folder", str(tmp_path / "bench")]) == 0
     rows = {name: read_rows(gpu_bench.find_rows(tmp_path / "bench", name)) for name in names}
     for name in names:
         assert {row.table for row in rows[name]} == set(PARTS[name].tables)

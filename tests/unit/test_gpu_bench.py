@@ -227,7 +227,7 @@ def test_schedules_are_compared_for_the_same_number_of_tokens(tmp_path) -> None:
     work = Work(tmp_path / "rows", tmp_path, "0.6b", True, time.monotonic() + 100)
     sync = Iteration(True, whole=10, publish=1, first=1, generate=6, tail=0, train=3, tokens=100)
     periodic = dataclasses.replace(sync, is_sync=False, whole=14, tokens=200)
-    schedules.add_row(work, schedules.TINY, schedules.Run([sync, periodic], [], 0.0))
+    schedules.add_row(work, schedules.TINY, schedules.Run([sync, periodic], 0.0))
     (row,) = read_rows(work.rows)
     assert row.figures == pytest.approx(
         {"balance": 2.0, "sync": 10.0, "periodic": 7.0, "ratio": 0.7, "over_ideal": 0.7 / (6 / 9)}
