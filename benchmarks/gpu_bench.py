@@ -90,15 +90,22 @@ def find_gpu() -> Gpu | None:
     return Gpu(found.name, found.total_memory / 2**30)
 
 
-def run_all(chosen: Mapping[str, Part], folder: Path, gpu: Gpu, minutes: float, is_tiny: bool) -> list[Outcome]:
+def run_all(
+    chosen: Mapping[str, Part],
+    folder: Path,
+    gpu: Gpu,
+    minutes: float,
+    is_tiny: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Outcome]:
     """Run the parts one after another; the seconds that a part leaves are the later ones'."""
     scale = minutes / MINUTES
-    end = time.monotonic() + 60 * minutes
+    end = clock() + 60 * minutes
     spare, outcomes = 0.0, []
     wanted = [part.model for part in chosen.values()]
     for name, part in chosen.items():
-        given = min(scale * part.seconds + spare, end - time.monotonic())
-        begun = time.monotonic()
+        given = min(scale * part.seconds + spare, end - clock())
+        begun = clock()
         reason = find_reason(part, gpu, given, is_tiny)
         print(f"\n=== {name}{f': left out: {reason}' if reason else f', at most {given:.0f} s'}", flush=True)
         outcome = Outcome(name, "left out", reason) if reason else run_part(name, folder, given, is_tiny)
@@ -106,7 +113,7 @@ def run_all(chosen: Mapping[str, Part], folder: Path, gpu: Gpu, minutes: float, 
         if part.model and part.model not in wanted:
             # A large one may leave no room for the next.
             shutil.rmtree(folder / "models" / part.model, ignore_errors=True)
-        seconds = time.monotonic() - begun
+        seconds = clock() - begun
         spare = max(0.0, given - seconds)
         outcomes.append(dataclasses.replace(outcome, seconds=seconds))
         if outcome.state != "complete":

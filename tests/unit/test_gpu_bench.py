@@ -1,6 +1,7 @@
 """`make gpu-bench`: its parts leave each other alone, its page says what is missing, and its arithmetic is right."""
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -21,12 +22,12 @@ from benchmarks.gpu_bench import Gpu, find_reason, run_all, run_part
 from benchmarks.overlap import Iteration
 from megatron_rl import platforms
 from megatron_rl.observe.trace import SERVICE, Span
+from megatron_rl.platforms import Platform
 from tests.processes import run_python
 
 pytestmark = pytest.mark.each_change
 
 H100 = Gpu("an H100", 79.0)
-EVERYTHING = staticmethod(lambda name: True)
 
 
 def test_all_parts_together_have_ten_minutes_and_add_to_every_table() -> None:
@@ -48,21 +49,23 @@ def test_a_part_without_its_packages_memory_or_time_is_left_out_with_the_reason(
 
 
 def test_the_seconds_that_a_part_leaves_are_the_later_ones_and_the_whole_has_an_end(monkeypatch, tmp_path) -> None:
-    given = {}
+    now, given = [1000.0], {}
 
     def run(name: str, folder: Path, seconds: float, is_tiny: bool) -> Outcome:
         given[name] = seconds
+        now[0] += 40
         return Outcome(name, "complete", "")
 
     monkeypatch.setattr(gpu_bench, "run_part", run)
-    chosen = {"first": Part("x", (), 100, 1), "second": Part("x", (), 50, 1), "third": Part("x", (), 900, 1)}
-    outcomes = run_all(chosen, tmp_path, H100, 10, False)
-    assert [outcome.state for outcome in outcomes] == ["complete"] * 3
-    assert given["first"] == pytest.approx(100)
-    assert given["second"] == pytest.approx(150, abs=5)
-    assert given["third"] == pytest.approx(600, abs=5)
-    run_all(chosen, tmp_path, H100, 1, False)
-    assert given["first"] == pytest.approx(10)
+    chosen = {name: Part("x", (), 100, 1) for name in ("first", "second")} | {"third": Part("x", (), 900, 1)}
+    outcomes = run_all(chosen, tmp_path, H100, 10, False, lambda: now[0])
+    assert [(outcome.state, outcome.seconds) for outcome in outcomes] == [("complete", 40)] * 3
+    assert given == {"first": 100, "second": 160, "third": 600 - 80}
+    *_, last = run_all(chosen, tmp_path, H100, 1, False, lambda: now[0])
+    assert last.reason.startswith("out of time: 0 s are left")
+    assert given["first"] == 10
+    # A part that took longer leaves nothing to the others.
+    assert given["second"] == 10
 
 
 # A part that measures one row and then starts a process and hangs, or fails.
@@ -172,18 +175,23 @@ def test_the_micro_batches_of_a_shape_divide_its_groups(size) -> None:
         assert shape.num_groups % shape.groups_at_once == 0
 
 
-def test_the_fastest_micro_batch_is_among_those_that_fit() -> None:
+def test_the_fastest_micro_batch_is_among_those_that_fit(monkeypatch) -> None:
     tried = []
+
+    def time_once(act: functools.partial, platform: Platform) -> float:
+        act()
+        (sequences,) = act.args
+        return 1 / sequences
+
+    monkeypatch.setattr(turns, "time_once", time_once)
 
     def run(sequences: int) -> None:
         tried.append(sequences)
         if sequences > 8:
             raise torch.OutOfMemoryError("no")
-        # Half as many micro-batches take half as long.
-        time.sleep(0.2 / sequences)
 
     assert step.find_fastest(run, 32, platforms.select("cpu")) == 8
-    assert tried == [4, 4, 8, 8, 16]
+    assert tried == [4, 4, 8, 16]
     with pytest.raises(torch.OutOfMemoryError, match="does not fit with 4 sequences"):
         step.find_fastest(lambda sequences: run(99), 32, platforms.select("cpu"))
 
