@@ -135,7 +135,7 @@ gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its pytho
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
 
 # With PYTHON= it is that one, which has torch for CUDA already.
-gpu-bench: $(if $(PYTHON),,cuda-env) ## the whole system on one GPU, with random weights; 10 minutes, into benchmarks/RESULTS-GPU.md
+gpu-bench: $(if $(PYTHON),,cuda) ## the whole system on one GPU, with random weights; 10 minutes, into benchmarks/RESULTS-GPU.md
 	@$(or $(PYTHON),.venv-cuda/bin/python) -m benchmarks.gpu_bench
 
 flags: env ## write docs/flags.md from the installed megatron-core, and the tables of docs/algorithms.md

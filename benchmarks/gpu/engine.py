@@ -13,29 +13,36 @@ NUM_AT_ONCE = 256
 CACHE_BYTES = 16 << 30
 # With the cache's size given, vLLM only checks that this share is free.
 FREE_SHARE = 0.2
-# What an engine on the CPU has.
+# The flag of a run that divides the GPU itself.
+SHARING = "--rollout-colocate"
+# Sizes of an engine on the CPU.
 TINY_LEN, TINY_AT_ONCE = 256, 8
 
 
-def list_words(
-    work: Work, num_at_once: int = NUM_AT_ONCE, cache_bytes: int = CACHE_BYTES, of_vllm: str = ""
+def list_words_of_sidecar(
+    work: Work, model: Path, num_at_once: int = NUM_AT_ONCE, cache_bytes: int = CACHE_BYTES, of_vllm: str = ""
 ) -> list[str]:
-    """Return an engine's flags, of a sidecar or of a run with its own; `of_vllm` are further flags of vLLM's."""
+    """Return the flags of a sidecar that is started alone, but for its reward; `of_vllm` are further ones of vLLM."""
+    length = TINY_LEN if work.is_tiny else MAX_MODEL_LEN
+    words = [
+        "--platform", work.device, "--seq-length", str(length), "--hf-model", str(model), "--reward-workers", "1",
+    ]  # fmt: skip
     if work.is_tiny:
-        return ["--rollout-max-num-seqs", str(TINY_AT_ONCE), "--rollout-num-threads", "1"]
+        return [*words, "--rollout-max-num-seqs", str(TINY_AT_ONCE), "--rollout-num-threads", "1"]
     flags = f"--gpu-memory-utilization {FREE_SHARE} --kv-cache-memory-bytes {cache_bytes} {of_vllm}".strip()
     return [
-        "--rollout-devices", "0", "--rollout-dtype", work.architecture.dtype,
+        *words, "--rollout-devices", "0", "--rollout-dtype", work.architecture.dtype,
         "--rollout-max-num-seqs", str(num_at_once), f"--rollout-vllm-args={flags}",
     ]  # fmt: skip
 
 
-def list_words_of_sidecar(work: Work, model: Path) -> list[str]:
-    """Return what a run would tell its own sidecar, for one that is started alone."""
-    length = TINY_LEN if work.is_tiny else MAX_MODEL_LEN
-    return [
-        "--platform", work.device, "--seq-length", str(length), "--hf-model", str(model), "--reward-workers", "1",
-    ]  # fmt: skip
+def list_words_of_run(is_shared_by_flag: bool) -> list[str]:
+    """Return the flags of a run on a GPU with its own engine; `is_shared_by_flag` if runs have `SHARING`."""
+    words = ["--rollout-max-num-seqs", str(NUM_AT_ONCE)]
+    if is_shared_by_flag:
+        return [*words, SHARING]
+    flags = f"--gpu-memory-utilization {FREE_SHARE} --kv-cache-memory-bytes {CACHE_BYTES}"
+    return [*words, "--rollout-devices", "0", f"--rollout-vllm-args={flags}"]
 
 
 def count_bytes(architecture: Architecture) -> int:

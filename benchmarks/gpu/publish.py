@@ -44,9 +44,9 @@ def measure(work: Work) -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         model, run = work.make_model(), Path(temporary) / f"publish-{os.getpid()}"
-        words = engine.list_words(work, num_at_once=8, cache_bytes=SMALL_CACHE, of_vllm="--enforce-eager")
-        words += [*engine.list_words_of_sidecar(work, model), "--reward", "length:8"]
-        with sidecar(run, *words), publishing(model, run, work.device) as trainer:
+        # It publishes alone, so that nothing is compiled or captured for generation.
+        words = engine.list_words_of_sidecar(work, model, 8, SMALL_CACHE, "--enforce-eager")
+        with sidecar(run, *words, "--reward", "length:8"), publishing(model, run, work.device) as trainer:
             moments = publish_rounds(trainer, work)
         # The sidecar writes its trace as it ends.
         add_row(work, name, run, moments, count_bytes(trainer))

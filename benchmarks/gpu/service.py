@@ -71,7 +71,7 @@ def measure(work: Work) -> None:
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         run, reward = Path(temporary) / f"service-{os.getpid()}", Path(temporary) / "reward.py"
         reward.write_text(schedules.REWARD)
-        words = [*engine.list_words(work), *engine.list_words_of_sidecar(work, model), "--reward", f"{reward}:parity"]
+        words = [*engine.list_words_of_sidecar(work, model), "--reward", f"{reward}:parity"]
         # It starts while the sidecar starts.
         of_alone = stack.enter_context(contextlib.ExitStack())
         alone = of_alone.enter_context(_start_alone(work, model))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_bench
-from benchmarks.gpu import page, publish, schedules, step, turns
+from benchmarks.gpu import engine, page, publish, schedules, step, turns
 from benchmarks.gpu.page import Circumstances, Outcome
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.step import Shape
@@ -23,6 +23,9 @@ from benchmarks.overlap import Iteration
 from megatron_rl import platforms
 from megatron_rl.observe.trace import SERVICE, Span
 from megatron_rl.platforms import Platform
+from megatron_rl.shared.weights.families import derive_config
+from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar.vllm.flags import split_flags
 from tests.processes import run_python
 
 pytestmark = pytest.mark.each_change
@@ -194,6 +197,28 @@ def test_the_fastest_micro_batch_is_among_those_that_fit(monkeypatch) -> None:
     assert tried == [4, 4, 8, 16]
     with pytest.raises(torch.OutOfMemoryError, match="does not fit with 4 sequences"):
         step.find_fastest(lambda sequences: run(99), 32, platforms.select("cpu"))
+
+
+def test_a_sidecar_accepts_the_flags_that_it_is_started_with_on_a_gpu(tmp_path) -> None:
+    work = Work(tmp_path / "rows", tmp_path, "8b", False, time.monotonic() + 100)
+    (tmp_path / "config.json").write_text(json.dumps(derive_config(work.architecture)))
+    words = engine.list_words_of_sidecar(work, tmp_path, 8, 1 << 30, "--enforce-eager")
+    settings = sidecar_settings.parse([*words, "--reward", "length:8", "--rollout-folder", str(tmp_path / "run")])
+    assert settings.device == "cuda"
+    assert settings.rollout.dtype == "bfloat16"
+    assert split_flags(settings.rollout.vllm_args)[-3:] == ["--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
+
+
+def test_a_run_shares_the_gpu_by_its_flag_where_it_has_one() -> None:
+    assert engine.SHARING in engine.list_words_of_run(True)
+    assert engine.list_words_of_run(False)[2:4] == ["--rollout-devices", "0"]
+
+
+def test_weights_without_room_in_shared_memory_are_left_out_with_the_place(monkeypatch, tmp_path) -> None:
+    work = Work(tmp_path / "rows", tmp_path, "8b", False, time.monotonic() + 100)
+    assert engine.count_bytes(work.architecture) == pytest.approx(16.4e9, rel=0.01)
+    monkeypatch.setattr(engine, "find_room", lambda folder: 20 * 10**9)
+    assert publish.find_lack(work) == "/dev/shm has 20 GB free, and 36 are needed"
 
 
 def test_the_parts_of_a_publish_add_up_to_it() -> None:
