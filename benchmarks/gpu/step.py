@@ -57,7 +57,7 @@ SHAPES = {
     "1.7b": (Shape(1024, 1024, 8, 2),),
     "4b": (Shape(2048, 1024, 8, 1),),
 }
-TINY = Shape(16, 8, 2, 2, groups_at_once=2)
+TINY = Shape(16, 8, 2, 4, groups_at_once=2)
 FLAGS = (
     "--train-iters 1000 --lr 1e-6 --lr-decay-style constant --grpo-prompts-per-step {groups} --grpo-group-size {k} "
     "--micro-batch-size {sequences} --seq-length {length} --rollout-max-tokens {r}"
