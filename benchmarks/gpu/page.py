@@ -78,7 +78,7 @@ def describe(circumstances: Circumstances, outcomes: Sequence[Outcome], rows: Se
 
 def say(row: Row) -> str:
     """Return the row as a line for people."""
-    shown = ", ".join(f"{key} {figure:.4g}" for key, figure in row.figures.items())
+    shown = ", ".join(f"{key} {_format(figure)}" for key, figure in row.figures.items())
     return f"{row.table}: {row.name}: {shown or 'left out'}{f' ({row.note})' if row.note else ''}"
 
 
@@ -89,10 +89,15 @@ def _tabulate(table: Table, rows: Sequence[Row]) -> list[str]:
     header = ["", *(f"`{key}`" for key in keys), *([""] if has_notes else [])]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for row in rows:
-        cells = [f"{row.figures[key]:.4g}" if key in row.figures else "" for key in keys]
+        cells = [_format(row.figures[key]) if key in row.figures else "" for key in keys]
         note = [_escape(row.note)] if has_notes else []
         lines.append(f"| {' | '.join([_escape(row.name), *cells, *note])} |")
     return [*lines, "", *(f"- `{key}`: {table.figures[key]}" for key in keys)]
+
+
+def _format(figure: float) -> str:
+    """Return the figure without an exponent if it is large."""
+    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
 
 
 def _escape(text: str) -> str:
@@ -105,7 +110,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     from matplotlib.figure import Figure
 
     ratios = [
-        (f"{row.name}: {meaning}", row.figures[key])
+        (f"{row.table} {row.name}: {meaning}", row.figures[key])
         for row in rows
         for key, meaning in TABLES[row.table].ratios.items()
         if row.figures.get(key, 0) > 0
@@ -118,7 +123,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     of_ratios.axvline(0, color="black", linewidth=0.8)
     of_ratios.invert_yaxis()
     of_ratios.margins(x=0.12)
-    of_ratios.xaxis.set_major_formatter(lambda value, _: f"{2**value:g}")
+    of_ratios.xaxis.set_major_formatter(lambda value, _: f"{2**value:.3g}")
     for name, parts in stacks:
         left = 0.0
         for part, share in parts:

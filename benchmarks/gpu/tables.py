@@ -98,7 +98,7 @@ TABLES: Mapping[str, Table] = {
             "sync": "s of a synchronous iteration",
             "periodic": "s of a periodic one of the same number of tokens",
             "ratio": "periodic / synchronous",
-            "over_ideal": "that ratio over the longer of generation and training / both",
+            "over_ideal": "the same / the longer of generation and training over both",
         },
     ),
     "start": Table("Start of a run", "what is said at that moment", {"at": "s since the start"}),

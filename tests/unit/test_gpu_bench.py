@@ -285,7 +285,7 @@ def test_the_page_has_figures_and_the_reason_of_each_that_is_left_out(tmp_path) 
     text = written.read_text()
     for words in (
         "in 1.0 minutes on an H100",
-        "| 0.6b, 512/1024/8 x 4, 1 | 4e+04 | 3.2e+04 | 1.25 |",
+        "| 0.6b, 512/1024/8 x 4, 1 | 40,000 | 32,000 | 1.25 |",
         "| 4b, 2048/1024/8 x 1, 1 |  |  |  | out of memory |",
         "- `vs_transformers`: ours / transformers, tokens a second",
         "| publish_8b | left out | 0 | vllm cannot be imported |",
@@ -294,7 +294,7 @@ def test_the_page_has_figures_and_the_reason_of_each_that_is_left_out(tmp_path) 
         assert words in text, words
     assert "`tflops`" not in text
     picture = (tmp_path / "results-gpu.svg").read_text()
-    assert "ours / transformers" in picture
+    assert "step 0.6b, 512/1024/8 x 4, 1: ours / transformers" in picture
     assert "publish, 0.6b: 1.00 s" in picture
 
 
