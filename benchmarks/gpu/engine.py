@@ -13,8 +13,6 @@ NUM_AT_ONCE = 256
 CACHE_BYTES = 16 << 30
 # With the cache's size given, vLLM only checks that this share is free.
 FREE_SHARE = 0.2
-# The flag of a run that divides the GPU itself.
-SHARING = "--rollout-colocate"
 # Sizes of an engine on the CPU.
 TINY_LEN, TINY_AT_ONCE = 256, 8
 
@@ -36,13 +34,8 @@ def list_words_of_sidecar(
     ]  # fmt: skip
 
 
-def list_words_of_run(is_shared_by_flag: bool) -> list[str]:
-    """Return the flags of a run on a GPU with its own engine; `is_shared_by_flag` if runs have `SHARING`."""
-    words = ["--rollout-max-num-seqs", str(NUM_AT_ONCE)]
-    if is_shared_by_flag:
-        return [*words, SHARING]
-    flags = f"--gpu-memory-utilization {FREE_SHARE} --kv-cache-memory-bytes {CACHE_BYTES}"
-    return [*words, "--rollout-devices", "0", f"--rollout-vllm-args={flags}"]
+WORDS_OF_RUN = ("--rollout-max-num-seqs", str(NUM_AT_ONCE), "--rollout-colocate")
+"""The flags of a run on a GPU with its own engine."""
 
 
 def count_bytes(architecture: Architecture) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from benchmarks.gpu import engine, schedules
 from benchmarks.gpu.work import Work
-from megatron_rl.sidecar.settings import list_flags
 
 # Scripted engines on the CPU start at once, and have no model.
 SCRIPTED = ("--rollout-engine", "scripted", "--rollout-script")
@@ -24,7 +23,7 @@ def measure(work: Work) -> None:
             script.write_text('{"lengths": [2, 8]}')
             words += [*SCRIPTED, str(script)]
         else:
-            words += engine.list_words_of_run(engine.SHARING in {flag.name for flag in list_flags()})
+            words += engine.WORDS_OF_RUN
         folder = Path(temporary) / f"start-{os.getpid()}"
         run = None
         try:

@@ -209,11 +209,6 @@ def test_a_sidecar_accepts_the_flags_that_it_is_started_with_on_a_gpu(tmp_path) 
     assert split_flags(settings.rollout.vllm_args)[-3:] == ["--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
 
 
-def test_a_run_shares_the_gpu_by_its_flag_where_it_has_one() -> None:
-    assert engine.SHARING in engine.list_words_of_run(True)
-    assert engine.list_words_of_run(False)[2:4] == ["--rollout-devices", "0"]
-
-
 def test_weights_without_room_in_shared_memory_are_left_out_with_the_place(monkeypatch, tmp_path) -> None:
     work = Work(tmp_path / "rows", tmp_path, "8b", False, time.monotonic() + 100)
     assert engine.count_bytes(work.architecture) == pytest.approx(16.4e9, rel=0.01)
