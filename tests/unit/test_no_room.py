@@ -4,6 +4,10 @@ import contextlib
 import errno
 import os
 import resource
+import subprocess
+import sys
+import tempfile
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +25,7 @@ from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar import starting
 from megatron_rl.trainer.loop.entry import Entry
 from megatron_rl.trainer.mcore.checkpoint import folders
+from tests.processes import ROOT
 
 FREE = r"\(\d+ bytes are free\)"
 
@@ -108,6 +113,37 @@ def test_weights_that_take_more_than_is_free_are_refused_by_their_size(tmp_path,
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=7))
     with pytest.raises(NoRoom, match=rf"{tmp_path}/it cannot be written: the weights take \d+ bytes, 7 are free"):
         write_weights(tmp_path / "it")
+
+
+def test_files_in_memory_have_all_their_pages_before_anything_is_written():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        files.create(Path(folder) / "it", files.FilePlan([TensorSpec("weight", (512, 512), "float32")]))
+        status = (Path(folder) / "it" / "model.safetensors").stat()
+    assert status.st_blocks * 512 >= status.st_size > 512 * 512 * 4
+
+
+FILLED = """
+    import pathlib, shutil, types
+    from megatron_rl.errors import room_checked
+    from megatron_rl.shared.weights import files
+    from megatron_rl.shared.weights.mapping import TensorSpec
+    # Another process takes the room after the look at what is free.
+    shutil.disk_usage = lambda path: types.SimpleNamespace(free=1 << 40)
+    plan = files.FilePlan([TensorSpec("weight", (1024, 1024), "float32")])
+    with room_checked(pathlib.Path("it")):
+        files.create(pathlib.Path("it"), plan)
+        files.map_bytes(pathlib.Path("it/model.safetensors"), plan.num_bytes).fill_(1)
+"""
+
+
+def test_weights_for_which_memory_has_no_room_end_in_an_error_and_not_in_a_signal(tmp_path):
+    mounted = "mount -t tmpfs -o size=1m none . && cd $PWD"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip("this user may not mount a folder in memory")
+    script = f"{mounted} && PYTHONPATH={ROOT} exec {sys.executable} -c '{textwrap.dedent(FILLED)}'"
+    ended = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "NoRoom: it cannot be written: No space left on device" in ended.stderr
 
 
 def test_a_line_of_metrics_that_finds_no_room_says_what_is_free(tmp_path):
