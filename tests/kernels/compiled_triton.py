@@ -95,7 +95,7 @@ def compile_kernel(target: str, name: str, dtype: str, head_dim: int, blocks: Bl
         target=GPUTarget("hip", target, 64) if is_hip else GPUTarget("cuda", int(target), 32),
         options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
     )
-    registers, stack = _read_hip(compiled.asm["amdgcn"]) if is_hip else _read_cuda(compiled.asm["cubin"])
+    registers, stack = read_hip(compiled.asm["amdgcn"]) if is_hip else read_cuda(compiled.asm["cubin"])
     assembly = compiled.asm["amdgcn"] if is_hip else compiled.asm["ptx"]
     instructions = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma", assembly))
     memory, most = compiled.metadata.shared, CHIPS[target].shared_memory
@@ -114,7 +114,7 @@ def _type_of(parameter: Any, dtype: str) -> str:
     return "fp32" if parameter.name == "scale" else "i32"
 
 
-def _read_cuda(binary: bytes) -> tuple[int, int]:
+def read_cuda(binary: bytes) -> tuple[int, int]:
     """Return registers and bytes of stack of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -126,7 +126,7 @@ def _read_cuda(binary: bytes) -> tuple[int, int]:
     return used["REG"], used["STACK"]
 
 
-def _read_hip(assembly: str) -> tuple[int, int]:
+def read_hip(assembly: str) -> tuple[int, int]:
     """Return registers and bytes of stack of a thread."""
     used = {
         name: int(number)

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +17,8 @@ from megatron_rl.ops.shared_prompt.backends.triton_blocks import choose_blocks, 
 from megatron_rl.ops.shared_prompt.backends.triton_tables import MOST_PARTS, TILE, TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
-from tests.processes import ROOT, run_python
+from tests.kernels.processes import run_module
+from tests.processes import run_python
 
 tile_sizes = st.integers(1, 5)
 
@@ -113,7 +111,7 @@ def test_tables_have_the_layout_that_compiled_kernels_expect() -> None:
         (Conditions("cpu", torch.float32), "needs Triton's interpreter, TRITON_INTERPRET=1"),
     ],
 )
-def test_triton_says_why_it_cannot_run(
+def test_triton_says_why_it_cannotrun_module(
     conditions: Conditions, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -159,7 +157,7 @@ def test_blocks_of_wide_heads_follow_from_the_memory_of_the_device(
 @pytest.mark.timeout(900)
 def test_interpreted_kernels_compute_what_the_definition_says() -> None:
     # In a process of its own: Triton decides whether to interpret when it is first imported.
-    _run("pytest", "-q", "tests/kernels/interpreted_triton.py", TRITON_INTERPRET="1")
+    run_module("pytest", "-q", "tests/kernels/interpreted_triton.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.each_change
@@ -182,7 +180,9 @@ def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("the package triton has no ptxas")
     arguments = ("--dtypes", *dtypes, "--head-dims", *map(str, head_dims), "--targets", *targets)
-    output = _run("tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    output = run_module(
+        "tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(found) == 4 * len(dtypes) * len(head_dims) * len(targets)
     for kernel in found:
@@ -190,18 +190,3 @@ def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
         if kernel["dtype"] != "fp32":
             assert kernel["stack"] <= 64, kernel
             assert kernel["num_tensor_core_instructions"] > 0 or kernel["kernel"] == "sum_kernel"
-
-
-def _run(module: str, *arguments: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=880,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout

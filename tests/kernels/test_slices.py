@@ -1,0 +1,62 @@
+"""The operations over slices: their kernels in Triton's interpreter and compiled, and what they do without kernels."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.ops.slices import Slice, build_digester, list_reasons_against_kernels, naive
+from tests.kernels.processes import run_module
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(900)
+def test_interpreted_kernels_compute_the_bits_of_their_naive_twins() -> None:
+    # In a process of its own: Triton decides whether to interpret when it is first imported.
+    run_module("pytest", "-q", "tests/kernels/interpreted_slices.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "targets", [("90", "gfx942"), pytest.param(("80", "86", "89", "100", "120"), marks=pytest.mark.slow)]
+)
+def test_compiled_kernels_spill_nothing_and_add_each_lane_of_a_task_at_once(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("the package triton has no ptxas")
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    output = run_module("tests.kernels.compiled_slices", *targets, **environment)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(found) == 24 * len(targets)
+    for kernel in found:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["num_atomics"] == (2 if kernel["kernel"] == "digest_kernel" else 0), kernel
+
+
+def test_without_kernels_the_naive_twin_digests_and_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    values = torch.randn(3, 5)
+    assert isinstance(build_digester([Slice(values, 0)], torch.float32, 1), naive.NaiveDigester)
+    (reason,) = list_reasons_against_kernels([Slice(values, 0)], torch.float32)
+    assert "TRITON_INTERPRET=1" in reason
+
+
+@pytest.mark.parametrize(
+    ("device", "source", "target", "reason"),
+    [
+        ("npu", torch.bfloat16, torch.bfloat16, "they are not known to work on npu"),
+        ("cuda", torch.float32, torch.float64, "they do not convert torch.float64"),
+        ("cuda", torch.int8, torch.float32, "they do not convert torch.int8"),
+        ("cuda", torch.float64, torch.float64, None),
+        ("cuda", torch.float32, torch.bfloat16, None),
+    ],
+)
+def test_kernels_refuse_devices_and_conversions_that_they_do_not_know(device, source, target, reason) -> None:
+    values = SimpleNamespace(dtype=source, device=SimpleNamespace(type=device))
+    assert list_reasons_against_kernels([Slice(values, 0)], target) == ([] if reason is None else [reason])
