@@ -145,6 +145,18 @@ class Platform(abc.ABC):
         """Copy values into the host's memory, from which the device can copy while it computes."""
 
     @abc.abstractmethod
+    def page_lock(self, mapped: torch.Tensor) -> str | None:
+        """Let the device copy to and from memory of the host that is in use already; if refused, return the reason."""
+
+    @abc.abstractmethod
+    def page_unlock(self, mapped: torch.Tensor) -> None:
+        """End what `page_lock` began, which must be before the memory is unmapped."""
+
+    @abc.abstractmethod
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Allocate bytes of the host's memory to and from which the device can copy while it computes."""
+
+    @abc.abstractmethod
     def event(self) -> Any:
         """Make a new marker that can be recorded in a queue and waited for."""
 

@@ -87,6 +87,16 @@ class CpuPlatform(Platform):
         """Return the values themselves: the host's memory is the device's."""
         return values
 
+    def page_lock(self, mapped: torch.Tensor) -> str | None:
+        """Do nothing: the host's memory is the device's."""
+        return None
+
+    def page_unlock(self, mapped: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def event(self) -> Any:
         return Event()
 

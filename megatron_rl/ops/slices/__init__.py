@@ -22,7 +22,7 @@ __all__ = [
     "Placed",
     "Slice",
     "build_digester",
-    "build_packer",
+    "build_slice_packer",
     "list_reasons_against_kernels",
 ]
 
@@ -72,7 +72,7 @@ def build_digester(slices: Sequence[Slice], dtype: torch.dtype, num_tensors: int
     return triton_fused.KernelDigester(slices, dtype, num_tensors)
 
 
-def build_packer(batches: Sequence[Sequence[Placed]], dtype: torch.dtype) -> SlicePacker:
+def build_slice_packer(batches: Sequence[Sequence[Placed]], dtype: torch.dtype) -> SlicePacker:
     """Build the fastest packer that the slices' device has."""
     if list_reasons_against_kernels([placed for batch in batches for placed in batch], dtype):
         return naive.NaivePacker(batches, dtype)

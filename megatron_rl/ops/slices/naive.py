@@ -46,8 +46,13 @@ class NaiveDigester:
         device = self._slices[0].values_RC.device if self._slices else None
         sums = torch.zeros(self._num_tensors, NUM_LANES, dtype=torch.int64, device=device)
         for values_RC, tensor, first_row, first_column in self._slices:
-            if values_RC.numel():
-                sums[tensor] += digest(values_RC.to(self._dtype), first_row, first_column)
+            if not values_RC.numel():
+                continue
+            # Another dtype needs a copy, which is made of some rows at a time.
+            step = max(1, _chunk_elements(values_RC.device) // values_RC.shape[1])
+            for start in range(0, len(values_RC), step):
+                some_RC = values_RC[start : start + step].detach()
+                sums[tensor] += digest(some_RC.to(self._dtype), first_row + start, first_column)
         return sums
 
 

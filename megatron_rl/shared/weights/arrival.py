@@ -61,7 +61,11 @@ class Counter:
 
     def put(self, name: str, first_row: int, first_column: int, block: "torch.Tensor") -> None:
         """Count a block, which must have been written before."""
-        self._counts[name] += block.numel()
+        self.add(name, block.numel())
+
+    def add(self, name: str, num_elements: int) -> None:
+        """Count elements, which must have been written before."""
+        self._counts[name] += num_elements
         writer, num_writers = self._place
         offset = (self._lines[name] * num_writers + writer) * _NUMBER_BYTES
         os.pwrite(self._descriptor, self._counts[name].to_bytes(_NUMBER_BYTES, "little"), offset)

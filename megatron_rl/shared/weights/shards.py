@@ -123,6 +123,11 @@ def map_shards(
     return shards
 
 
+def find_addresses(shards: Sequence[Shard]) -> list[int]:
+    """Return where the parameters lie: a parameter that is moved, as by an optimizer, keeps its shard."""
+    return [shard.parameter.data_ptr() for shard in shards]
+
+
 def _is_finite(values: torch.Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
@@ -153,6 +158,10 @@ class Digests:
         counts = [size // shape[piece.dim] * piece.length for piece in shard.map.pieces]
         added = torch.cat([lanes, torch.tensor(counts)[:, None]], dim=1)
         self._sums.index_add_(0, torch.tensor(indices), added)
+
+    def add_all(self, lanes: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add digests of slices of all tensors, (tensors, lanes), with the number of the slices' elements."""
+        self._sums += torch.cat([lanes, counts[:, None]], dim=1)
 
     def combine(self, group: dist.ProcessGroup | None = None) -> dict[str, list[int]]:
         """Return every tensor's digest over all ranks; raise if a slice is missing or was counted twice."""

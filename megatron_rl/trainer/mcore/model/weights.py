@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import arrival, files
+from megatron_rl.shared.weights.arrival import Counter
+from megatron_rl.shared.weights.device_weights import DeviceWeights
 from megatron_rl.shared.weights.ends import add_ends
 from megatron_rl.shared.weights.families import derive_config
 from megatron_rl.shared.weights.files import Checkpoint
@@ -38,6 +40,7 @@ class ModelWeights:
         self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
         """The dtype of the parameters. The architecture has the dtype of the Hugging Face folder."""
         self._padded_vocab_size = chunks[0].vocab_size
+        self._device_weights: dict[str | None, DeviceWeights] = {}
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
         self.shards: list[Shard] = session.run_or_raise_everywhere(
@@ -137,13 +140,28 @@ class ModelWeights:
 
         session.run_or_raise_everywhere(lambda: begin() if session.rank == 0 else None)
         fingerprint = compute_fingerprint(plan.specs.values(), digests)
-        return FilesBegun(self, session, folder, plan, fingerprint, writers if is_read_early else [], opened)
+        return FilesBegun(self, session, folder, plan, dtype, fingerprint, writers if is_read_early else [], opened)
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
         digests = Digests(self.mapping.manifest(dtype))
-        for shard in self.shards:
-            digests.add_shard(shard)
+        if self._session.platform.device_type == "cpu":
+            for shard in self.shards:
+                digests.add_shard(shard)
+        else:
+            self._on_device(dtype).add_digests(digests)
         return digests.combine(self._session.control_group)
+
+    def _on_device(self, dtype: str | None) -> DeviceWeights:
+        """Return what a device other than the host does for exports in this dtype."""
+        if dtype not in self._device_weights:
+            plan = files.FilePlan(self.mapping.manifest(dtype))
+            self._device_weights[dtype] = DeviceWeights(self._session.platform, self.shards, plan)
+        return self._device_weights[dtype]
+
+    def forget_files(self) -> None:
+        """Release what is kept of files between publishes; a later publish makes it again."""
+        for device_weights in self._device_weights.values():
+            device_weights.forget_files()
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
         """Yield the tensors of this rank's stage in buckets, which are empty on all but the stage's first rank."""
@@ -180,13 +198,18 @@ class ModelWeights:
         # A rank that writes nothing may be on a host that does not have the folder.
         if not self.is_written_here:
             return
-        try:
-            with files.Writer(folder, plan) as writer:
-                export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
-        except OSError as error:
-            raise find_no_room(error, folder) or InputError(
-                f"{folder} cannot be written: {error}; every rank that writes must reach the same folder"
-            ) from None
+        with _writing_to(folder), files.Writer(folder, plan) as writer:
+            export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
+
+    def _write_for_engines(
+        self, folder: Path, plan: files.FilePlan, dtype: str | None, counter: Counter | None
+    ) -> None:
+        """Write the tensors that this rank owns; the counter tells readers which have arrived."""
+        if self._session.platform.device_type == "cpu":
+            self._write(folder, plan, [] if counter is None else [counter.put], in_order=counter is not None)
+        elif self.is_written_here:
+            with _writing_to(folder):
+                self._on_device(dtype).write(folder, None if counter is None else counter.add)
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
@@ -209,6 +232,7 @@ class FilesBegun:
         session: Session,
         folder: Path,
         plan: files.FilePlan,
+        dtype: str | None,
         fingerprint: str,
         writers: Sequence[int],
         opened: contextlib.ExitStack,
@@ -219,6 +243,7 @@ class FilesBegun:
         self._session = session
         self._folder = folder
         self._plan = plan
+        self._dtype = dtype
         self._writers = writers
         self._opened = opened
 
@@ -237,11 +262,21 @@ class FilesBegun:
     def _write(self) -> None:
         rank, specs = self._session.rank, list(self._plan.specs.values())
         if rank not in self._writers:
-            self._weights._write(self._folder, self._plan, [])
+            self._weights._write_for_engines(self._folder, self._plan, self._dtype, None)
             return
         writer, num_writers = self._writers.index(rank), len(self._writers)
-        with room_checked(self._folder), arrival.Counter(self._folder, specs, writer, num_writers) as counter:
-            self._weights._write(self._folder, self._plan, [counter.put], in_order=True)
+        with room_checked(self._folder), Counter(self._folder, specs, writer, num_writers) as counter:
+            self._weights._write_for_engines(self._folder, self._plan, self._dtype, counter)
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise find_no_room(error, folder) or InputError(
+            f"{folder} cannot be written: {error}; every rank that writes must reach the same folder"
+        ) from None
 
 
 def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:

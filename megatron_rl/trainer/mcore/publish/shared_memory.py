@@ -122,6 +122,7 @@ class SharedMemoryPublisher:
 
     def close(self) -> None:
         """Remove the run's files."""
+        self._weights.forget_files()
         if self._session.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 

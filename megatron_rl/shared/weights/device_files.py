@@ -1,0 +1,196 @@
+"""Files that a device fills: what `files.Writer` writes block by block from the host's memory.
+
+The device packs one parcel while it copies the one before, from two buffers of its own into the files' memory. The host
+waits once a parcel, and touches none of its bytes. This needs files whose memory is page-locked in this process. They
+stay so between publishes, since locking takes longer than copying. If locking is refused, and for tensors that are
+divided by columns, the copies go to a buffer that is page-locked, from which the host copies them into the files.
+"""
+
+import collections
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_rl.ops.slices import Placed, SlicePacker, build_slice_packer
+from megatron_rl.platforms import Platform
+from megatron_rl.shared.weights.files import FilePlan, map_bytes
+from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.shared.weights.parcels import MOST_BYTES, Parcel, Part, plan_parcels
+from megatron_rl.shared.weights.shards import Shard, find_addresses
+
+_NUM_BUFFERS = 2
+_NUM_FOLDERS = 2
+"""The folders that take turns: engines may still read one while the other is written."""
+_log = logging.getLogger(__name__)
+
+Count = Callable[[str, int], None]
+_FileId = tuple[int, int]
+
+
+class _Sent(NamedTuple):
+    """A parcel whose copies are queued."""
+
+    parcel: Parcel
+    done: Any
+    """The event after the copies."""
+    files: dict[str, torch.Tensor]
+    staged: torch.Tensor | None
+    """The buffer that the copies went to, in place of the files."""
+
+
+class DeviceFiles:
+    """A rank's writes into files that were laid out, always by the same plan."""
+
+    def __init__(self, platform: Platform, shards: Sequence[Shard], plan: FilePlan, most_bytes: int = MOST_BYTES):
+        self._platform = platform
+        self._shards = shards
+        self._plan = plan
+        self._dtype = DTYPES[next(iter(plan.specs.values())).dtype]
+        self._parcels = plan_parcels(shards, plan, most_bytes)
+        self._buffer_bytes = max((parcel.num_bytes for parcel in self._parcels), default=0)
+        self._staging: list[torch.Tensor] = []
+        self._packer: SlicePacker | None = None
+        self._addresses: list[int] = []
+        self._locked: dict[_FileId, torch.Tensor] = {}
+        self._folders: collections.deque[frozenset[_FileId]] = collections.deque()
+        self._refusal: str | None = None
+
+    def write(self, folder: Path, count: Count | None = None) -> None:
+        """Write all that this rank owns; `count` learns of the elements of each tensor that have arrived."""
+        files = self._open(folder)
+        packer, platform = self._get_packer(), self._platform
+        device = self._shards[0].parameter.device
+        buffers = [
+            torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device) for _ in self._parcels[:_NUM_BUFFERS]
+        ]
+        copies = platform.stream()
+        sent: _Sent | None = None
+        try:
+            for number, parcel in enumerate(self._parcels):
+                buffer = buffers[number % _NUM_BUFFERS]
+                packer.pack(number, buffer)
+                packed = platform.event()
+                packed.record(platform.current_stream())
+                copies.wait_event(packed)
+                with platform.on(copies):
+                    sending = self._send(number, parcel, buffer, files)
+                sending.done.record(copies)
+                # The parcel before has had the time of this one's packing.
+                if sent is not None:
+                    self._finish(sent, count)
+                sent = sending
+            if sent is not None:
+                self._finish(sent, count)
+        except BaseException:
+            # The device must not read buffers, or write files, that are given back.
+            copies.synchronize()
+            raise
+
+    def close(self) -> None:
+        """Unlock all files."""
+        self._folders.clear()
+        self._forget_old_files()
+
+    def _send(self, number: int, parcel: Parcel, buffer: torch.Tensor, files: dict[str, torch.Tensor]) -> _Sent:
+        """Queue a parcel's copies to the host."""
+        done, file = self._platform.event(), files[parcel.file]
+        if self._refusal is not None:
+            staged = self._stage(number)
+            staged[: parcel.num_bytes].copy_(buffer[: parcel.num_bytes], non_blocking=True)
+            return _Sent(parcel, done, files, staged)
+        for first, place, length in parcel.runs():
+            file[place : place + length].copy_(buffer[first : first + length], non_blocking=True)
+        staged_parts = [part for part in parcel.parts if not part.is_run]
+        if not staged_parts:
+            return _Sent(parcel, done, files, None)
+        staged = self._stage(number)
+        for part in staged_parts:
+            span = slice(part.first_byte, part.first_byte + part.num_bytes)
+            staged[span].copy_(buffer[span], non_blocking=True)
+        return _Sent(parcel, done, files, staged)
+
+    def _finish(self, sent: _Sent, count: Count | None) -> None:
+        """Wait until a parcel has arrived in the files, and count its elements."""
+        sent.done.synchronize()
+        for part in sent.parcel.parts:
+            if sent.staged is not None and (self._refusal is not None or not part.is_run):
+                _copy_rows(sent.staged, sent.files[sent.parcel.file], part)
+        if count is not None:
+            for name, num_elements in sent.parcel.count_elements(self._dtype.itemsize).items():
+                count(name, num_elements)
+
+    def _stage(self, number: int) -> torch.Tensor:
+        """Return the page-locked buffer of a parcel, whose numbers take turns."""
+        while len(self._staging) < min(_NUM_BUFFERS, len(self._parcels)):
+            self._staging.append(self._platform.host_buffer(self._buffer_bytes))
+        return self._staging[number % _NUM_BUFFERS]
+
+    def _get_packer(self) -> SlicePacker:
+        """Build the packer when it is first used, and again if a parameter lies elsewhere than before."""
+        addresses = find_addresses(self._shards)
+        if self._packer is None or addresses != self._addresses:
+            batches = [
+                [Placed(part.values(self._shards), part.first_byte) for part in parcel.parts]
+                for parcel in self._parcels
+            ]
+            self._packer, self._addresses = build_slice_packer(batches, self._dtype), addresses
+        return self._packer
+
+    def _open(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Map the folder's files that this rank writes; lock those that are new, and unlock those of old folders."""
+        names = sorted({parcel.file for parcel in self._parcels})
+        ids = {name: _identify(folder / name) for name in names}
+        folder_ids = frozenset(ids.values())
+        if folder_ids in self._folders:
+            self._folders.remove(folder_ids)
+        self._folders.append(folder_ids)
+        while len(self._folders) > _NUM_FOLDERS:
+            self._folders.popleft()
+        self._forget_old_files()
+        files = {}
+        for name, file_id in ids.items():
+            if file_id not in self._locked:
+                mapped = map_bytes(folder / name, self._plan.sizes[name])
+                self._lock(mapped)
+                self._locked[file_id] = mapped
+            files[name] = self._locked[file_id]
+        return files
+
+    def _lock(self, mapped: torch.Tensor) -> None:
+        if self._refusal is not None:
+            return
+        self._refusal = self._platform.page_lock(mapped)
+        if self._refusal is None:
+            return
+        self._unlock(list(self._locked.values()))
+        _log.warning(
+            "published files cannot be page-locked (%s): weights are copied to them through a buffer, by the host",
+            self._refusal,
+        )
+
+    def _forget_old_files(self) -> None:
+        kept = frozenset().union(*self._folders)
+        old = [self._locked.pop(file_id) for file_id in list(self._locked) if file_id not in kept]
+        if self._refusal is None:
+            self._unlock(old)
+
+    def _unlock(self, files: Sequence[torch.Tensor]) -> None:
+        for mapped in files:
+            self._platform.page_unlock(mapped)
+
+
+def _identify(path: Path) -> _FileId:
+    """Return what tells this file from any other: while it is mapped, no other file gets its number."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _copy_rows(staged: torch.Tensor, file: torch.Tensor, part: Part) -> None:
+    """Copy a part's rows from where a parcel has been staged to their places in the file."""
+    rows = staged[part.first_byte : part.first_byte + part.num_bytes].view(part.num_rows, part.row_bytes)
+    places = file.as_strided((part.num_rows, part.row_bytes), (part.pitch_bytes, 1), part.file_byte)
+    places.copy_(rows)
