@@ -40,9 +40,28 @@ def test_engines_compute_in_what_is_trained_in_and_the_narrower_precision_is_pub
     assert publish in build_mismatch_bounds(settings, rollout).dtypes
 
 
+@pytest.mark.parametrize(
+    ("stored", "words", "said"),
+    [
+        ("float32", "", None),
+        ("bfloat16", "--bf16", None),
+        ("float32", "--bf16", "--rollout-dtype bfloat16, --publish-dtype bfloat16"),
+        ("float32", "--bf16 --rollout-dtype float32", "--publish-dtype bfloat16"),
+    ],
+)
+def test_the_start_says_which_precisions_follow_if_training_has_another_than_the_stored_weights(
+    tmp_path, stored, words, said
+):
+    settings = parse_run(*words_of(tmp_path, stored, *words.split()))
+    found = [note for note in settings.notes if note.startswith("training in ")]
+    wanted = f"training in bfloat16 and weights stored in float32 make {said}"
+    assert found == ([] if said is None else [wanted])
+
+
 def test_precisions_that_are_written_are_kept(tmp_path):
     words = words_of(tmp_path, "float32", "--bf16", "--rollout-dtype", "float32", "--publish-dtype", "float32")
     settings = parse_run(*words)
+    assert not any(note.startswith("training in ") for note in settings.notes)
     assert (settings.rollout.dtype, settings.publish.dtype) == ("float32", "float32")
 
 

@@ -218,11 +218,17 @@ class Derivation:
     def settle_precisions(self, architecture: Architecture | None, is_sampled: bool) -> None:
         """Choose precisions that agree: engines compute in the trained precision, and can hold the published one."""
         trained = next((dtype for field, dtype in _TRAINED.items() if self._look_up(f"transformer.{field}")), "float32")
+        chosen = []
         if is_sampled and "rollout.dtype" not in self._given:
             self._given["rollout.dtype"] = Given(trained, "what is trained in")
+            chosen.append(f"--rollout-dtype {trained}")
         if architecture is not None and "publish.dtype" not in self._given:
             source = f"the narrower of {trained}, which is trained in, and {architecture.dtype}, which is stored"
-            self._given["publish.dtype"] = Given(find_narrower(trained, architecture.dtype), source)
+            narrower = find_narrower(trained, architecture.dtype)
+            self._given["publish.dtype"] = Given(narrower, source)
+            chosen.append(f"--publish-dtype {narrower}")
+        if architecture is not None and trained != architecture.dtype and chosen:
+            self._note(f"training in {trained} and weights stored in {architecture.dtype} make {', '.join(chosen)}")
 
     def _has_own_engines(self) -> bool:
         """Check whether this run starts engines, and no flag sets their number."""
