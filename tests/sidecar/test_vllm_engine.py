@@ -29,6 +29,7 @@ from megatron_rl.sidecar.engines import (
     WeightsNotWritten,
     WrongWeights,
 )
+from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.maps import map_tensors
 from megatron_rl.sidecar.vllm.worker import _specs
@@ -215,7 +216,8 @@ def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch)
     send = httpx.AsyncClient.send
 
     async def counted(self, request, **keywords):
-        asked.append(request.url.path)
+        # On a busy machine the connection looks in between whether the server takes requests.
+        asked.extend({request.url.path} - {"/health"})
         return await send(self, request, **keywords)
 
     monkeypatch.setattr(httpx.AsyncClient, "send", counted)
@@ -224,6 +226,42 @@ def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch)
         "/collective_rpc", "/collective_rpc", "/megatron_rl/commit", "/megatron_rl/generate", "/megatron_rl/held",
         "/megatron_rl/pause", "/reset_prefix_cache", "/resume",
     ]  # fmt: skip
+
+
+def test_a_prefix_of_old_weights_is_never_used_while_a_salt_or_a_reset_guards_it(run, engine, models, monkeypatch):
+    """Plant a stale prefix: what was cached stays, and has the salt of every version; each guard alone must do."""
+    post = engine._connection.post
+
+    async def keep_cache(step: str, route: str, content: object = None) -> object:
+        return {"success": True} if route.startswith("/reset_prefix_cache") else await post(step, route, content)
+
+    def build_without_version(asked, limits, tag):
+        return build_call(asked, limits, tag if tag.startswith("probe") else "any version")
+
+    # Longer than a block of the cache, which has 128 tokens on a CPU.
+    asked = request(31, temperature=0.0, max_tokens=NUM_TOKENS, length=400)
+
+    def num_greedy(has_reset: bool, has_salt: bool) -> int:
+        """Count the new weights' tokens in a response whose prompt's prefix was cached with old weights."""
+        with monkeypatch.context() as patch:
+            if not has_salt:
+                patch.setattr("megatron_rl.sidecar.vllm.engine.build_call", build_without_version)
+            put(run, engine, models.first, 30)
+            generate(run, engine, asked)
+            if not has_reset:
+                patch.setattr(engine._connection, "post", keep_cache)
+            put(run, engine, models.second, 31)
+            hits = run(read_metric(engine, "vllm:prefix_cache_hits_total"))
+            ((response,),) = generate(run, engine, asked)
+            is_hit = run(read_metric(engine, "vllm:prefix_cache_hits_total")) > hits
+        assert is_hit == (not has_reset and not has_salt)
+        return Reference(models.second).num_greedy(asked, response)
+
+    for guards in ((True, True), (True, False), (False, True)):
+        assert num_greedy(*guards) == NUM_TOKENS, guards
+    # Without both, the same response betrays the old weights.
+    assert num_greedy(False, False) < NUM_TOKENS
+    put(run, engine, models.first, 32)
 
 
 class Writing:

@@ -74,7 +74,7 @@ def test_a_pause_waits_for_what_is_in_flight_and_for_nothing_else():
 
     start, _ = ask(routes.PAUSE, engine=SimpleNamespace(engine_core=Core()))
     assert start["status"] == 200
-    assert asked == [{"mode": "wait", "clear_cache": True}]
+    assert asked == [{"mode": "wait", "clear_cache": False}]
 
 
 def test_a_pause_also_refuses_new_groups_where_vllm_can():
@@ -87,7 +87,7 @@ def test_a_pause_also_refuses_new_groups_where_vllm_can():
             asked.append(arguments)
 
     ask(routes.PAUSE, engine=SimpleNamespace(engine_core=Core()))
-    assert asked == [{"mode": "wait", "clear_cache": True}]
+    assert asked == [{"mode": "wait", "clear_cache": False}]
 
 
 def test_other_paths_are_for_vllm_to_answer():

@@ -58,6 +58,8 @@ NoteStart = Callable[[str, Mapping[str, float]], object]
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
+# Prefixes that a connector of vLLM's stores outside the engine belong to the old weights too.
+_RESET = "/reset_prefix_cache?reset_external=true"
 _POLL_SECONDS = 0.1
 _REFUSALS: dict[str, type[EngineRefused]] = {
     RefusalCode.REFUSED: EngineRefused,
@@ -212,11 +214,14 @@ class VllmEngine:
     async def commit(self, report: WeightReport) -> None:
         tag = f"{report.version}:{report.fingerprint}"
         reset, _ = await asyncio.gather(
-            self._connection.post("commit", "/reset_prefix_cache"),
+            self._connection.post("commit", _RESET),
             self._connection.send("commit", COMMIT, Commit(tag)),
         )
         if reset.get("success") is not True:
-            raise EngineRefused(f"engine {self.name}: its prefix cache was not reset, because a request still uses it")
+            raise EngineRefused(
+                f"engine {self.name}: its prefix cache was not reset: a request still uses it, or a connector of "
+                "vLLM's has kept its own"
+            )
         self._version, self._tag = report.version, tag
         self.state = EngineState.PUBLISHING
 
@@ -339,7 +344,7 @@ class VllmEngine:
         if not await self._reload():
             _log.warning("engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name)
             return
-        await self._connection.post("reload", "/reset_prefix_cache")
+        await self._connection.post("reload", _RESET)
         after = (await self.probe(())).log_probs
         tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
         # Written so that NaN never matches.

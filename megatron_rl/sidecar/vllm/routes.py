@@ -5,6 +5,8 @@
   bytes and its log-prob four more, as the engine gave them.
 - A pause returns as soon as no request is in flight. vLLM's own route then also sleeps, for callers that read their
   answers elsewhere. Until the engine resumes, vLLM 0.33 refuses groups and the answer is 503; an older vLLM keeps them.
+  A pause clears no cache: nothing is computed before the commit, which resets the prefix cache. A reset visits every
+  block of the cache, so two of them would take most of the time of a small publish.
 - A commit names the loaded weights, and a caller can ask for the name. A vLLM before 0.32 cannot keep this name, so it
   is kept here. Such a vLLM does not record either which weights sampled a token; `ServedWeights` proves it.
 
@@ -202,7 +204,7 @@ async def _end(client: Any, _: ServedWeights, body: bytes) -> None:
 async def _pause(client: Any, held: ServedWeights, _: bytes) -> None:
     core = client.engine_core
     pause = getattr(core, "pause_generation_async", None) or core.pause_scheduler_async
-    await pause(mode="wait", clear_cache=True)
+    await pause(mode="wait", clear_cache=False)
     held.tag = ""
 
 
