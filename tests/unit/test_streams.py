@@ -41,6 +41,7 @@ COMPARED = {
     "shares": {},
     "unheld": [],
 }
+LOADED = COMPARED | {"obstacles": ["the order of its parameters was not learned at its start"]}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
 NOT_COMPARED = COMPARED | {"compared": 0, "uncompared": ("a.bias", "b.weight")}
 WEIGHTS = Weights(
@@ -290,7 +291,71 @@ def load(extension: WorkerExtension, folder: Path, expected: str = FINGERPRINT) 
 
 def test_every_worker_loads_all_of_the_files(tmp_path):
     for rank in range(2):
-        assert load(worker(tmp_path, rank=rank, world_size=2), tmp_path) == COMPARED
+        assert load(worker(tmp_path, rank=rank, world_size=2), tmp_path) == LOADED
+
+
+def copying_worker(tmp_path) -> tuple[WorkerExtension, list[str]]:
+    """Build a worker that copies weights in place; the list gets a word for each load that vLLM does."""
+    extension, loads = worker(tmp_path), []
+    reload = extension.reload_weights
+
+    def load_by_vllm(weights_iterator):
+        loads.append("vLLM")
+        reload(weights_iterator)
+
+    extension.megatron_rl_in_place_on = ("cpu",)
+    assert extension.megatron_rl_learn_order() == {"unknown": [], "obstacles": []}
+    extension.reload_weights = load_by_vllm
+    return extension, loads
+
+
+def test_a_worker_copies_files_in_place_once_it_has_learned_where_tensors_lie(tmp_path):
+    extension, loads = copying_worker(tmp_path)
+    model = extension.model_runner.get_model()
+    assert not torch.equal(model.b.weight, TENSORS["b.weight"])
+    assert extension.megatron_rl_reload_checkpoint() == {"reloaded": True, "obstacles": []}
+    assert torch.equal(model.b.weight, TENSORS["b.weight"])
+    model.b.weight.data.zero_()
+    assert load(extension, tmp_path) == COMPARED | {"obstacles": []}
+    assert torch.equal(model.b.weight, TENSORS["b.weight"])
+    assert torch.equal(model.a.bias, TENSORS["a.bias"])
+    assert loads == []
+    assert extension.megatron_rl_report() == {"fingerprint": FINGERPRINT}
+
+
+def test_a_worker_has_vllm_load_what_a_copy_would_round_and_names_it(tmp_path):
+    extension, loads = copying_worker(tmp_path)
+    wide = TENSORS | {"a.bias": torch.full((5,), 1 + 2.0**-20)}
+    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in wide.items()]
+    digests = {name: digest(tensor).tolist() for name, tensor in wide.items()}
+    save_file(wide, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").chmod(0o600)
+    write_digests(tmp_path, digests)
+    answer = load(extension, tmp_path, compute_fingerprint(specs, digests))
+    assert answer["obstacles"] == ["1 parameters are narrower than their tensors: a.bias"]
+    assert (answer["compared"], answer["uncompared"], loads) == (1, ("a.bias",), ["vLLM"])
+
+
+@pytest.mark.parametrize("by", ["a reason", "a reload", "its device", "its quantization"])
+def test_a_worker_leaves_loads_to_vllm_for_a_reason_that_it_gives(tmp_path, by):
+    extension, loads = copying_worker(tmp_path)
+    obstacles = []
+    if by == "a reason":
+        assert extension.megatron_rl_leave_loads_to_vllm("the reason") == {}
+        obstacles = ["the reason"]
+    elif by == "its device":
+        extension.megatron_rl_in_place_on = WorkerExtension.megatron_rl_in_place_on
+        obstacles = ["its device type is cpu"]
+    elif by == "its quantization":
+        extension.vllm_config.model_config.quantization = "fp8"
+        obstacles = ["it quantizes its weights (fp8)"]
+    if by.startswith("its"):
+        assert extension.megatron_rl_learn_order() == {"unknown": [], "obstacles": obstacles}
+    answer = extension.megatron_rl_reload_checkpoint("vllm" if by == "a reload" else "")
+    assert answer == {"reloaded": True, "obstacles": obstacles}
+    assert loads == ["vLLM"]
+    assert load(extension, tmp_path)["obstacles"] == obstacles
+    assert loads == ["vLLM"] * (1 + bool(obstacles))
 
 
 @pytest.mark.parametrize("is_compared", [True, False])
@@ -322,7 +387,7 @@ def test_a_tensor_that_a_held_one_proves_is_not_digested_again(tmp_path, monkeyp
     extension = worker(tmp_path)
     load(extension, tmp_path)
     monkeypatch.setattr("megatron_rl.sidecar.vllm.worker.digest", counted)
-    assert load(extension, tmp_path) == COMPARED
+    assert load(extension, tmp_path) == LOADED
     assert digested == []
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -119,6 +119,8 @@ class VllmEngine:
         self._num_in_flight = 0
         self._waits_for = ""
         """The other processes that a step waits for, or waited for until its deadline; empty if there are none."""
+        self._told: set[str] = set()
+        """The reasons, already logged, why weights are not copied in place."""
         self._progress = CoreProgress()
         self._pace = pace or Pace(LEAST_SECONDS)
         self._note_start = note_start
@@ -329,36 +331,85 @@ class VllmEngine:
         Later checks would not notice: the engines receive the announced weights, and all are wrong in the same way.
         """
         patched = self.facts["moe_patch"]
-        if self._handle is None:
-            # An adopted engine may hold any weights, so the update cannot be tried.
-            if patched.startswith(NOT_APPLIED):
-                raise EngineRefused(
-                    f"engine {self.name}: vLLM {self.facts['vllm']} may not update experts in place on a CPU "
-                    f"({patched}): let the sidecar start the engine, which tries it"
-                )
-            await self._learn_order()
-            await self._reload()
-            return
-        before = (await self.probe(())).log_probs
+        # An adopted engine may hold any weights, so only copies in place can be tried: vLLM must give the same.
+        if self._handle is None and patched.startswith(NOT_APPLIED):
+            raise EngineRefused(
+                f"engine {self.name}: vLLM {self.facts['vllm']} may not update experts in place on a CPU "
+                f"({patched}): let the sidecar start the engine, which tries it"
+            )
+        before = None if self._handle is None else (await self.probe(())).log_probs
         await self._learn_order()
-        if not await self._reload():
-            _log.warning("engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name)
+        obstacles = await self._reload()
+        if obstacles is None:
+            if before is not None:
+                _log.warning(
+                    "engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name
+                )
             return
-        await self._connection.post("reload", _RESET)
-        after = (await self.probe(())).log_probs
-        tolerance = _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
-        # Written so that NaN never matches.
-        if not all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True)):
+        if before is None and obstacles:
+            return
+        try:
+            after = await self._probe_again()
+        except WrongWeights:
+            if obstacles:
+                raise
+            after = []
+        if not obstacles and (before is None or not self._are_close(before, after)):
+            after = await self._try_without_copies(after)
+        if before is not None and not self._are_close(before, after):
             raise EngineRefused(
                 f"engine {self.name}: once other numbers and then its own checkpoint were loaded in place, the "
-                f"log-probs of the probe differ by more than {tolerance:g}: vLLM {self.facts['vllm']} cannot "
-                f"update this model here (experts: {patched})"
+                f"log-probs of the probe differ by more than {self._reload_tolerance:g}: vLLM {self.facts['vllm']} "
+                f"cannot update this model here (experts: {patched})"
             )
+
+    async def _try_without_copies(self, copied: Sequence[float]) -> list[float]:
+        """Have vLLM load the checkpoint; if this gives other log-probs of the probe, let it load all later weights too.
+
+        Before the copy in place, the model held other numbers. A layer may have kept something that follows from those.
+        """
+        await self._connection.send("reload", PAUSE)
+        await self._reload(by="vllm")
+        loaded = await self._probe_again()
+        if not self._are_close(copied, loaded):
+            reason = "after a copy, the log-probs of the probe are others than after vLLM's reload"
+            await self._workers("reload", "megatron_rl_leave_loads_to_vllm", reason)
+            self._tell([reason])
+        return loaded
+
+    async def _probe_again(self) -> list[float]:
+        """Return the log-probs of the probe after other weights were loaded."""
+        await self._connection.post("reload", _RESET)
+        return (await self.probe(())).log_probs
+
+    def _are_close(self, some: Sequence[float], others: Sequence[float]) -> bool:
+        """Check whether two probes agree, as those of equal weights do."""
+        # Written so that NaN never matches.
+        return len(some) == len(others) and all(
+            abs(a - b) <= self._reload_tolerance for a, b in zip(some, others, strict=True)
+        )
+
+    @property
+    def _reload_tolerance(self) -> float:
+        return _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
+
+    def _tell(self, obstacles: Sequence[str]) -> None:
+        """Log once why weights are not copied in place."""
+        for obstacle in obstacles:
+            if obstacle not in self._told:
+                self._told.add(obstacle)
+                _log.info(
+                    "engine %s: vLLM loads weights, since they cannot be copied in place: %s", self.name, obstacle
+                )
 
     async def _learn_order(self) -> None:
         """Have the workers learn the places of tensors in their parameters; they hold no real weights afterwards."""
         await self._connection.send("learn", PAUSE)
         answers = await self._workers("learn", "megatron_rl_learn_order")
+        if any(answer["obstacles"] for answer in answers):
+            # All workers of an engine load in the same way.
+            obstacles = "; ".join(_list_obstacles(answers))
+            await self._workers("learn", "megatron_rl_leave_loads_to_vllm", obstacles)
         unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
         if any(answer["unknown"] is None for answer in answers):
             _log.warning(
@@ -368,14 +419,18 @@ class VllmEngine:
             names = ", ".join(unknown[:5])
             _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
 
-    async def _reload(self) -> bool:
-        """Load the engine's own checkpoint in place; return whether it could be loaded."""
-        answers = await self._workers("reload", "megatron_rl_reload_checkpoint")
-        return all(answer["reloaded"] for answer in answers)
+    async def _reload(self, by: Literal["", "vllm"] = "") -> list[str] | None:
+        """Load the engine's own checkpoint; return why it was not copied in place, or None if it cannot be loaded."""
+        answers = await self._workers("reload", "megatron_rl_reload_checkpoint", by)
+        obstacles = _list_obstacles(answers)
+        self._tell(obstacles)
+        return obstacles if all(answer["reloaded"] for answer in answers) else None
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
         arguments = (weights.location, str(os.getuid()), weights.fingerprint)
-        return await self._workers("load", "megatron_rl_load", *arguments)
+        answers = await self._workers("load", "megatron_rl_load", *arguments)
+        self._tell(_list_obstacles(answers))
+        return answers
 
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
         if self.stream_place is None:
@@ -461,6 +516,10 @@ class VllmEngine:
             return None
         self._pace.note("silence", silence)
         return f"its core has made no progress for {silence:.0f} s with {self._num_in_flight} groups in flight"
+
+
+def _list_obstacles(answers: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(obstacle for answer in answers for obstacle in answer["obstacles"]))
 
 
 class VllmFactory:

@@ -352,17 +352,30 @@ def digesting(
     """
 
     def look(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor | None:
-        rows = order.rows.get(name)
-        if rows is None or is_in_place == (name in order.packed):
-            return None
-        given = {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
-        # Rounded numbers are not the given ones.
-        if len(given) != 1 or any(torch.promote_types(one, parameter.dtype) != parameter.dtype for one in given):
-            return None
-        return rows.digests(parameter, given.pop())
+        return None if is_in_place == (name in order.packed) else _digest_held(order, dtypes, name, parameter)
 
     with looking(model, look) as readings:
         yield readings
+
+
+def digest_in_place(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> Readings[torch.Tensor | None]:
+    """Digest parameters that were written where they lie, by a load in which no layer processed its weights."""
+    readings: Readings[torch.Tensor | None] = Readings()
+    for name, parameter in model.named_parameters():
+        readings.in_place[name] = _digest_held(order, dtypes, name, parameter)
+    return readings
+
+
+def _digest_held(order: Order, dtypes: Mapping[str, str], name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Digest a parameter's parts in the dtype that its tensors were given in; None if this proves nothing."""
+    rows = order.rows.get(name)
+    if rows is None:
+        return None
+    given = {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
+    # Rounded numbers are not the given ones.
+    if len(given) != 1 or any(torch.promote_types(one, parameter.dtype) != parameter.dtype for one in given):
+        return None
+    return rows.digests(parameter, given.pop())
 
 
 def compare(

@@ -1,11 +1,13 @@
 """The files that a trainer publishes, mapped into an engine's memory.
 
 The trainer writes to two folders in turn. After a new map a process must find the file page by page, which takes longer
-than reading it. So the maps of both folders are kept for as long as the files exist.
+than reading it. So the maps of both folders are kept for as long as the files exist. Where a device copies from them,
+their pages stay pinned as long.
 """
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.arrival import is_in_memory
 from megatron_rl.shared.weights.files import STORED_DTYPES, map_bytes
 from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.sidecar.vllm.pages import Pages
 
 Tensors = dict[str, torch.Tensor]
 Identity = tuple[int, int, int]
@@ -30,11 +33,14 @@ class _Folder:
     files: tuple[Identity, ...]
     descriptors: tuple[int, ...]
     tensors: Tensors
+    release: Callable[[], None]
+    """A function that releases the pages which are pinned."""
 
     def exists(self) -> bool:
         return all(os.fstat(descriptor).st_nlink for descriptor in self.descriptors)
 
     def close(self) -> None:
+        self.release()
         self.tensors.clear()
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -43,7 +49,9 @@ class _Folder:
 class Maps:
     """The maps of the last two folders that were loaded from this host's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: Pages | None = None) -> None:
+        """Keep maps; with `pages`, pin their pages."""
+        self._pages = pages
         self._folders: list[_Folder] = []
 
     def find(self, folder: Path) -> Tensors:
@@ -57,9 +65,25 @@ class Maps:
         tensors = map_tensors(folder)
         if is_in_memory(folder):
             descriptors = tuple(os.open(path, os.O_RDONLY) for path in paths)
-            new = _Folder(tuple(_identify(os.fstat(one)) for one in descriptors), descriptors, tensors)
+            identities = tuple(_identify(os.fstat(one)) for one in descriptors)
+            new = _Folder(identities, descriptors, tensors, self._pin(tensors))
             self._keep([*self._folders[-1:], new])
         return tensors
+
+    def _pin(self, tensors: Tensors) -> Callable[[], None]:
+        """Pin the pages of all files; return a function that releases them."""
+        if (pages := self._pages) is None:
+            return lambda: None
+        files = {
+            storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in tensors.values())
+        }
+        pinned = [address for address, num_bytes in files.items() if pages.pin(address, num_bytes)]
+
+        def release() -> None:
+            for address in pinned:
+                pages.release(address)
+
+        return release
 
     def _keep(self, folders: list[_Folder]) -> None:
         for known in self._folders:

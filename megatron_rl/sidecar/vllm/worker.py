@@ -8,12 +8,14 @@ Before a load changes a weight, the worker compares the digests that came with t
 and names and shapes with those of the checkpoint that the engine started from. After the load it compares the digests
 of its parameters with the digests that came (`held.py`), which also proves the files. Each tensor that this does not
 prove is digested as it came, by one of the workers.
+
+On some devices the worker copies files into the parameters in place (`in_place.py`). Anything else is loaded by vLLM.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
-import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,9 +29,12 @@ from megatron_rl.shared.weights.files import Checkpoint, read_digests
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.engines import RefusalCode
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digesting
+from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digest_in_place, digesting
+from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.pages import CudaPages
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -81,6 +86,9 @@ class WorkerExtension:
     megatron_rl_wanted: dict[str, tuple[int, ...]] | None = None
     # The places of the tensors in the parameters; None until they are learned.
     megatron_rl_order: Order | None = None
+    # The types of devices on which files are copied in place, and why vLLM loads them all the same, if it does.
+    megatron_rl_in_place_on: tuple[str, ...] = ("cuda",)
+    megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
 
     rank: int
     vllm_config: Any
@@ -127,7 +135,8 @@ class WorkerExtension:
         """Load the weights in a folder, if they have the announced fingerprint and no tensor is missing."""
         _must_be_private(Path(folder), int(user))
         if self.megatron_rl_maps is None:
-            self.megatron_rl_maps = Maps()
+            device = next(self.model_runner.get_model().parameters()).device
+            self.megatron_rl_maps = Maps(CudaPages(device) if device.type == "cuda" else None)
         received, digests = self.megatron_rl_maps.find(Path(folder)), read_digests(Path(folder))
         specs = _specs(received)
         if nameless := sorted(received.keys() - digests.keys()):
@@ -141,7 +150,8 @@ class WorkerExtension:
             if not arrival.is_coming():
                 raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
             missing: list[str] = []
-            record = self.megatron_rl_load_in_place(_arriving(received, arrival, missing))
+            obstacles = self.megatron_rl_find_obstacles(specs)
+            record = self.megatron_rl_replace_weights(_arriving(received, arrival, missing), not obstacles)
         if missing:
             raise NotWritten(
                 f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}"
@@ -154,7 +164,7 @@ class WorkerExtension:
         share = self.megatron_rl_pick_share(received)
         _must_be_those_of(received, digests, [name for name in share if name not in proof.proved])
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **_describe(proof, digests)}
+        return {"fingerprint": found, "obstacles": list(obstacles), **_describe(proof, digests)}
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
@@ -165,16 +175,29 @@ class WorkerExtension:
         specs = _specs(_started_from(Path(self.vllm_config.model_config.model)))
         if specs:
             self.megatron_rl_learn(specs)
+            self.megatron_rl_obstacles = self.megatron_rl_list_obstacles(specs)
         order = self.megatron_rl_order
-        return {"unknown": None if order is None else list(order.unknown)}
+        return {
+            "unknown": None if order is None else list(order.unknown),
+            "obstacles": list(self.megatron_rl_obstacles),
+        }
 
     @answered
-    def megatron_rl_reload_checkpoint(self) -> RpcAnswer:
-        """Load in place the checkpoint that this engine started from; answer whether it can be loaded."""
+    def megatron_rl_reload_checkpoint(self, by: str = "") -> RpcAnswer:
+        """Replace the weights by those of the checkpoint that this engine started from, if they can be loaded.
+
+        They are copied in place if they can be, unless `by` is "vllm". Nothing is compared.
+        """
         tensors = _started_from(Path(self.vllm_config.model_config.model))
         if tensors:
-            self.megatron_rl_load_in_place(tensors.items())
-        return {"reloaded": bool(tensors)}
+            self.megatron_rl_replace_weights(tensors.items(), not (by or self.megatron_rl_obstacles))
+        return {"reloaded": bool(tensors), "obstacles": list(self.megatron_rl_obstacles)}
+
+    @answered
+    def megatron_rl_leave_loads_to_vllm(self, reason: str) -> RpcAnswer:
+        """Copy no weights in place from now on."""
+        self.megatron_rl_obstacles = (reason,)
+        return {}
 
     @answered
     def megatron_rl_begin_stream(self) -> RpcAnswer:
@@ -212,17 +235,56 @@ class WorkerExtension:
         """Answer with the fingerprint of the weights that this worker holds; empty if an update failed half-way."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
-    def megatron_rl_load_in_place(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Record":
+    def megatron_rl_replace_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], is_in_place: bool) -> "Record":
         """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
-        with self.megatron_rl_loading(), torch.no_grad(), self.megatron_rl_recorded() as recorded:
-            self.megatron_rl_reload(tensors)
-            recorded.check_all_loaded()
-        return recorded
+        with self.megatron_rl_loading(), torch.no_grad():
+            if is_in_place:
+                return self.megatron_rl_copy(tensors)
+            with self.megatron_rl_recorded() as recorded:
+                self.megatron_rl_reload(tensors)
+                recorded.check_all_loaded()
+            return recorded
+
+    def megatron_rl_copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Record":
+        """Copy tensors into the parameters in place.
+
+        Unlike vLLM's reload this clears no cache of encoders or adapters, since an engine of ours has none.
+        """
+        model, order = self.model_runner.get_model(), self.megatron_rl_order
+        assert order is not None
+        record, places = Record(set(order.rows)), Places(model, order)
+        for name, tensor in record.noted(tensors, with_digests=False):
+            places.put(name, tensor)
+        record.readings = digest_in_place(model, order, record.dtypes)
+        places.wait()
+        record.is_in_place = True
+        return record
 
     def megatron_rl_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.reload_weights(weights_iterator=iter(tensors))
         pack_tied_layers(self.model_runner.get_model())
+
+    def megatron_rl_list_obstacles(self, specs: list[TensorSpec]) -> tuple[str, ...]:
+        """List why vLLM must load this model's weights; learning the order came before."""
+        model, order, config = self.model_runner.get_model(), self.megatron_rl_order, self.vllm_config
+        assert order is not None
+        device = next(model.parameters()).device.type
+        held = {tensor for rows in order.rows.values() for tensor in rows.tensors}
+        # Other workers may hold what this one does not.
+        is_alone = config.parallel_config.world_size == 1
+        unheld = {spec.name for spec in specs} - held - {_TIED} if is_alone else ()
+        return (
+            *([] if device in self.megatron_rl_in_place_on else [f"its device type is {device}"]),
+            *([f"it quantizes its weights ({kind})"] if (kind := config.model_config.quantization) else []),
+            *find_obstacles(model, order, unheld),
+        )
+
+    def megatron_rl_find_obstacles(self, specs: list[TensorSpec]) -> tuple[str, ...]:
+        """List why vLLM must load these tensors."""
+        if self.megatron_rl_obstacles or self.megatron_rl_order is None:
+            return self.megatron_rl_obstacles
+        return tuple(find_misfits(self.model_runner.get_model(), self.megatron_rl_order, specs))
 
     @contextlib.contextmanager
     def megatron_rl_loading(self) -> Iterator[None]:
@@ -292,7 +354,10 @@ class WorkerExtension:
         """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.readings is None:
             return LoadProof(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
-        return compare(self.megatron_rl_order, record.readings, digests, record.specs)
+        order = self.megatron_rl_order
+        if record.is_in_place:
+            order = dataclasses.replace(order, handed_over=frozenset())
+        return compare(order, record.readings, digests, record.specs)
 
     def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
         """Pick this worker's share of the names: each belongs to one worker of the engine."""
@@ -326,6 +391,7 @@ class Record:
         self.dtypes: dict[str, str] = {}
         self.digests: dict[str, list[int]] = {}
         self.readings: Readings[torch.Tensor | None] | None = None
+        self.is_in_place = False
 
     def noted(
         self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool
@@ -409,42 +475,3 @@ def _eos_token_ids(config: Any) -> set[int]:
     for value in (stored, getattr(config.hf_text_config, "eos_token_id", None)):
         found |= set(value if isinstance(value, list) else [] if value is None else [value])
     return found
-
-
-_FOLDER = Path("/dev/shm")
-# The prefix of files that vLLM's kernels make. Python's own tracker process removes the files that Python makes.
-_PREFIX = "vllm_dist_"
-
-
-def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER) -> int:
-    """Unlink the kernels' shared-memory files that this process maps; return their number."""
-    mapped = {Path(fields[5]) for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
-    # Another worker may have unlinked a file already.
-    found = [path for path in mapped if path.parent == folder and path.name.startswith(_PREFIX) and path.exists()]
-    for path in found:
-        path.unlink(missing_ok=True)
-    return len(found)
-
-
-def close_listeners() -> int:
-    """Close every listening TCP socket of this process; return their number.
-
-    An unconnected socket takes over each file descriptor, because gloo still uses the number as its own.
-    """
-    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    listening = [number for number in numbers if _listens(number)]
-    for number in listening:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            os.dup2(ours.fileno(), number, inheritable=False)
-    return len(listening)
-
-
-def _listens(number: int) -> bool:
-    try:
-        copy = socket.socket(fileno=os.dup(number))
-    except OSError:
-        return False
-    with copy:
-        is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
-        return is_tcp and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

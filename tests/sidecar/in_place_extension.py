@@ -1,0 +1,59 @@
+"""A worker extension for a vLLM on a CPU whose layers compute with their parameters as they are loaded, as on a GPU.
+
+So weights are copied in place. By a test's plan a copy leaves a tensor out, or a layer keeps a copy of its parameter.
+"""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm import _custom_ops
+
+from megatron_rl.sidecar.vllm.in_place import Places
+from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
+
+# Without it vLLM packs every linear layer on a CPU.
+_custom_ops._supports_onednn = False
+
+
+class Extension(WorkerExtension):
+    megatron_rl_in_place_on = ("cpu",)
+    megatron_rl_num_reloads = 0
+    megatron_rl_left_out = ""
+
+    def megatron_rl_copy(self, tensors: Any) -> Any:
+        put, left_out = Places.put, self.megatron_rl_left_out
+        with mock.patch.object(
+            Places, "put", lambda places, name, tensor: None if name == left_out else put(places, name, tensor)
+        ):
+            return super().megatron_rl_copy(tensors)
+
+    def megatron_rl_reload(self, tensors: Any) -> None:
+        self.megatron_rl_num_reloads += 1
+        super().megatron_rl_reload(tensors)
+
+    @answered
+    def megatron_rl_count_reloads(self) -> dict[str, int]:
+        return {"reloads": self.megatron_rl_num_reloads}
+
+    @answered
+    def megatron_rl_leave_out(self, name: str) -> dict[str, str]:
+        """Leave this tensor out of later copies; an empty name leaves out none."""
+        self.megatron_rl_left_out = name
+        return {}
+
+    @answered
+    def megatron_rl_keep_copies(self) -> dict[str, str]:
+        """Have the output layer compute with a copy that it makes when vLLM loads it; forget the learned order."""
+        head = self.model_runner.get_model().lm_head
+        process = type(head.quant_method).process_weights_after_loading
+
+        def keep(method: Any, layer: torch.nn.Module) -> None:
+            process(method, layer)
+            if layer is head:
+                kept = layer.weight.detach().clone()
+                layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, kept, bias)
+
+        type(head.quant_method).process_weights_after_loading = keep
+        self.megatron_rl_order = None
+        return {}
