@@ -23,7 +23,7 @@ from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.rehearsal import device
 from tests.rehearsal.device import DEVICE, is_there
 from tests.rehearsal.rehearsed import rehearsed
-from tests.rehearsal.streams import DeviceFault, state
+from tests.rehearsal.streams import DeviceFault, Stream, state
 from tests.rehearsal.syncs import describe, log
 
 pytestmark = pytest.mark.each_change
@@ -250,3 +250,30 @@ def test_without_the_copy_in_place_the_same_load_waits_for_each_tensor_and_conve
     counts, _ = take(3, torch.float32, (0, 1), torch.bfloat16, is_in_place=False)
     assert counts.waiting >= 13
     assert len(counts.host_passes) >= 13
+
+
+@rehearsed
+def test_a_stream_of_tensors_is_digested_with_one_read_however_many_there_are() -> None:
+    torch.npu.synchronize = state.wait_for_all
+    streams = (Stream(), Stream())
+    for num_layers in (2, 12):
+        tensors = draw(num_layers, torch.bfloat16, 1)
+        there = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+        model = Model(num_layers, torch.bfloat16, 0, 1)
+        with published(tensors) as (folder, fingerprint, _):
+            worker = make_worker(model, folder)
+            state.wait_for_all()
+            assert worker.megatron_rl_begin_stream() == {}
+            with log.during() as syncs:
+                # vLLM's transfer engine takes turns between streams, and waits for them at its end.
+                for number, (name, tensor) in enumerate(there.items()):
+                    with state.on(streams[number % 2]):
+                        model.load_weights([(name, tensor)])
+            assert syncs == [], describe(syncs)
+            for stream in streams:
+                stream.synchronize()
+            with log.during() as syncs:
+                answer = worker.megatron_rl_end_stream(fingerprint)
+        assert answer["fingerprint"] == fingerprint, answer
+        assert len(syncs) <= 2, describe(syncs)
+    assert not state.faults

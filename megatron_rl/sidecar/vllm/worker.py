@@ -220,15 +220,16 @@ class WorkerExtension:
         with torch.no_grad():
             pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_end_recording()
-        found = compute_fingerprint(record.specs, record.digests)
+        digests = record.read_digests()
+        found = compute_fingerprint(record.specs, digests)
         if found != expected:
             raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
-        proof = self.megatron_rl_compared(record, record.digests)
+        proof = self.megatron_rl_compared(record, digests)
         self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **_describe(proof, record.digests)}
+        return {"fingerprint": found, **_describe(proof, digests)}
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
@@ -389,7 +390,7 @@ class Record:
         self.loaded: set[str] = set()
         self.specs: list[TensorSpec] = []
         self.dtypes: dict[str, str] = {}
-        self.digests: dict[str, list[int]] = {}
+        self._digests: dict[str, torch.Tensor] = {}
         self.readings: Readings[torch.Tensor | None] | None = None
         self.is_in_place = False
 
@@ -401,8 +402,18 @@ class Record:
             self.specs.append(spec)
             self.dtypes[name] = spec.dtype
             if with_digests:
-                self.digests[name] = digest(tensor).tolist()
+                self._digests[name] = digest(tensor)
             yield name, tensor
+
+    def read_digests(self) -> dict[str, list[int]]:
+        """Read the digests of all tensors that came, in one copy from the device."""
+        if not self._digests:
+            return {}
+        lines = list(self._digests.values())
+        if lines[0].device.type != "cpu":
+            # vLLM's transfer engine takes turns between streams of its own.
+            torch.get_device_module(lines[0].device).synchronize()
+        return dict(zip(self._digests, torch.stack(lines).tolist(), strict=True))
 
     def check_all_loaded(self) -> None:
         # vLLM only logs this.
