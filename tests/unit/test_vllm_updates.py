@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 
 from megatron_rl.sidecar.engines import EngineRefused, ProbeReport, WrongWeights
-from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.updates import Updates
 
 RIGHT, WRONG = [-1.0, -2.0], [-1.0, -2.5]
 COPIES, RELOAD = "copied in place", "loaded by vLLM"
 
 
-class Engine(VllmEngine):
-    """An engine with two workers, whose probe depends on how weights were loaded last."""
+FACTS = {"moe_patch": "", "vllm": "0.32", "dtype": "float32"}
+
+
+class Engine:
+    """An engine whose probe depends on how its weights were loaded last."""
 
     def __init__(
         self, probes: Mapping[str, list[float] | None], obstacles: Sequence[Sequence[str]], is_adopted: bool
     ) -> None:
-        super().__init__("e", "/no/socket")
-        self.facts = {"moe_patch": "", "vllm": "0.32", "dtype": "float32"}
-        self._handle = None if is_adopted else object()  # type: ignore[assignment]
-        self._connection.post = self._connection.send = self.ask  # type: ignore[method-assign, assignment]
+        self.post = self.send = self.ask
+        self.is_adopted = is_adopted
         self.probes = probes
         self.obstacles = [list(own) for own in obstacles]
         self.held = "started"
@@ -39,7 +40,7 @@ class Engine(VllmEngine):
             raise WrongWeights("its log-probs of the probe are not finite")
         return ProbeReport(log_probs, None)  # type: ignore[arg-type]
 
-    async def _workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
+    async def call_workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
         method = method.removeprefix("megatron_rl_")
         self.asked.append(" ".join((method, *arguments)).strip())
         if method == "learn_order":
@@ -52,7 +53,8 @@ class Engine(VllmEngine):
 
 
 def check(engine: Engine) -> Engine:
-    asyncio.run(engine._check_updates())
+    updates = Updates("e", FACTS, engine, engine.call_workers, engine.probe)  # type: ignore[arg-type]
+    asyncio.run(updates.check(is_started_here=not engine.is_adopted))
     return engine
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -33,7 +33,6 @@ from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
-from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
     END,
@@ -48,18 +47,14 @@ from megatron_rl.sidecar.vllm.routes import (
 )
 from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, make_process_spec
 from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
+from megatron_rl.sidecar.vllm.updates import RESET, Updates
 
 _log = logging.getLogger(__name__)
 
 NoteStart = Callable[[str, Mapping[str, float]], object]
 """Gets an engine's name, and the seconds of the parts of its start."""
 
-# The most that log-probs of the same weights and kernels may differ: some devices do not add in a fixed order.
-_RELOAD_TOLERANCES = {"float32": 1e-4}
-_RELOAD_TOLERANCE = 5e-2
 _LOG_PROBS_MODE = "processed_logprobs"
-# Prefixes that a connector of vLLM's stores outside the engine belong to the old weights too.
-_RESET = "/reset_prefix_cache?reset_external=true"
 _POLL_SECONDS = 0.1
 _REFUSALS: dict[str, type[EngineRefused]] = {
     RefusalCode.REFUSED: EngineRefused,
@@ -119,8 +114,7 @@ class VllmEngine:
         self._num_in_flight = 0
         self._waits_for = ""
         """The other processes that a step waits for, or waited for until its deadline; empty if there are none."""
-        self._told: set[str] = set()
-        """The reasons, already logged, why weights are not copied in place."""
+        self._updates: Updates | None = None
         self._progress = CoreProgress()
         self._pace = pace or Pace(LEAST_SECONDS)
         self._note_start = note_start
@@ -135,7 +129,8 @@ class VllmEngine:
                 await self._until_healthy()
                 answered = time.monotonic()
                 await self._prepare()
-                await self._check_updates()
+                self._updates = Updates(self.name, self.facts, self._connection, self._workers, self.probe)
+                await self._updates.check(is_started_here=self._handle is not None)
         except TimeoutError:
             self._pace.note("start", seconds)
             raise EngineLost(f"engine {self.name} was not ready after {seconds:.3g} s\n{self.last_words()}") from None
@@ -216,7 +211,7 @@ class VllmEngine:
     async def commit(self, report: WeightReport) -> None:
         tag = f"{report.version}:{report.fingerprint}"
         reset, _ = await asyncio.gather(
-            self._connection.post("commit", _RESET),
+            self._connection.post("commit", RESET),
             self._connection.send("commit", COMMIT, Commit(tag)),
         )
         if reset.get("success") is not True:
@@ -325,111 +320,11 @@ class VllmEngine:
                 raise EngineLost(f"engine {self.name}: {fault} before it was ready\n{self.last_words()}")
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _check_updates(self) -> None:
-        """Refuse a vLLM that loads this model in place differently than at its start: its weights would be wrong.
-
-        Later checks would not notice: the engines receive the announced weights, and all are wrong in the same way.
-        """
-        patched = self.facts["moe_patch"]
-        # An adopted engine may hold any weights, so only copies in place can be tried: vLLM must give the same.
-        if self._handle is None and patched.startswith(NOT_APPLIED):
-            raise EngineRefused(
-                f"engine {self.name}: vLLM {self.facts['vllm']} may not update experts in place on a CPU "
-                f"({patched}): let the sidecar start the engine, which tries it"
-            )
-        before = None if self._handle is None else (await self.probe(())).log_probs
-        await self._learn_order()
-        obstacles = await self._reload()
-        if obstacles is None:
-            if before is not None:
-                _log.warning(
-                    "engine %s: updates in place cannot be tried, its checkpoint has no safetensors", self.name
-                )
-            return
-        if before is None and obstacles:
-            return
-        try:
-            after = await self._probe_again()
-        except WrongWeights:
-            if obstacles:
-                raise
-            after = []
-        if not obstacles and (before is None or not self._are_close(before, after)):
-            after = await self._try_without_copies(after)
-        if before is not None and not self._are_close(before, after):
-            raise EngineRefused(
-                f"engine {self.name}: once other numbers and then its own checkpoint were loaded in place, the "
-                f"log-probs of the probe differ by more than {self._reload_tolerance:g}: vLLM {self.facts['vllm']} "
-                f"cannot update this model here (experts: {patched})"
-            )
-
-    async def _try_without_copies(self, copied: Sequence[float]) -> list[float]:
-        """Have vLLM load the checkpoint; if this gives other log-probs of the probe, let it load all later weights too.
-
-        Before the copy in place, the model held other numbers. A layer may have kept something that follows from those.
-        """
-        await self._connection.send("reload", PAUSE)
-        await self._reload(by="vllm")
-        loaded = await self._probe_again()
-        if not self._are_close(copied, loaded):
-            reason = "after a copy, the log-probs of the probe are others than after vLLM's reload"
-            await self._workers("reload", "megatron_rl_leave_loads_to_vllm", reason)
-            self._tell([reason])
-        return loaded
-
-    async def _probe_again(self) -> list[float]:
-        """Return the log-probs of the probe after other weights were loaded."""
-        await self._connection.post("reload", _RESET)
-        return (await self.probe(())).log_probs
-
-    def _are_close(self, some: Sequence[float], others: Sequence[float]) -> bool:
-        """Check whether two probes agree, as those of equal weights do."""
-        # Written so that NaN never matches.
-        return len(some) == len(others) and all(
-            abs(a - b) <= self._reload_tolerance for a, b in zip(some, others, strict=True)
-        )
-
-    @property
-    def _reload_tolerance(self) -> float:
-        return _RELOAD_TOLERANCES.get(self.facts["dtype"], _RELOAD_TOLERANCE)
-
-    def _tell(self, obstacles: Sequence[str]) -> None:
-        """Log once why weights are not copied in place."""
-        for obstacle in obstacles:
-            if obstacle not in self._told:
-                self._told.add(obstacle)
-                _log.info(
-                    "engine %s: vLLM loads weights, since they cannot be copied in place: %s", self.name, obstacle
-                )
-
-    async def _learn_order(self) -> None:
-        """Have the workers learn the places of tensors in their parameters; they hold no real weights afterwards."""
-        await self._connection.send("learn", PAUSE)
-        answers = await self._workers("learn", "megatron_rl_learn_order")
-        if any(answer["obstacles"] for answer in answers):
-            # All workers of an engine load in the same way.
-            obstacles = "; ".join(_list_obstacles(answers))
-            await self._workers("learn", "megatron_rl_leave_loads_to_vllm", obstacles)
-        unknown = sorted({name for answer in answers for name in answer["unknown"] or ()})
-        if any(answer["unknown"] is None for answer in answers):
-            _log.warning(
-                "engine %s: the order of its parameters cannot be learned, its checkpoint has no safetensors", self.name
-            )
-        elif unknown:
-            names = ", ".join(unknown[:5])
-            _log.warning("engine %s: %d parameters cannot be compared bit for bit: %s", self.name, len(unknown), names)
-
-    async def _reload(self, by: Literal["", "vllm"] = "") -> list[str] | None:
-        """Load the engine's own checkpoint; return why it was not copied in place, or None if it cannot be loaded."""
-        answers = await self._workers("reload", "megatron_rl_reload_checkpoint", by)
-        obstacles = _list_obstacles(answers)
-        self._tell(obstacles)
-        return obstacles if all(answer["reloaded"] for answer in answers) else None
-
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
         arguments = (weights.location, str(os.getuid()), weights.fingerprint)
         answers = await self._workers("load", "megatron_rl_load", *arguments)
-        self._tell(_list_obstacles(answers))
+        if self._updates is not None:
+            self._updates.tell(answers)
         return answers
 
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
@@ -516,10 +411,6 @@ class VllmEngine:
             return None
         self._pace.note("silence", silence)
         return f"its core has made no progress for {silence:.0f} s with {self._num_in_flight} groups in flight"
-
-
-def _list_obstacles(answers: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(obstacle for answer in answers for obstacle in answer["obstacles"]))
 
 
 class VllmFactory:
