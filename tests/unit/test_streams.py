@@ -25,7 +25,7 @@ from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongWeights
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.held import NotHeld
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
 from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
 
 TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
@@ -361,8 +361,7 @@ def test_a_worker_leaves_loads_to_vllm_for_a_reason_that_it_gives(tmp_path, by):
 @pytest.mark.parametrize("is_compared", [True, False])
 def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_holds_wrongly(tmp_path, is_compared):
     extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
-    save_file(TENSORS | {"b.weight": TENSORS["b.weight"] + 1}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").chmod(0o600)
+    put_wrong_files(tmp_path)
     if not is_compared:
         for extension in extensions:
             extension.megatron_rl_learn = lambda specs: None
@@ -375,6 +374,54 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
             "error": "1 tensors do not match the digests sent with them: b.weight",
             "code": "refused",
         }
+
+
+def put_wrong_files(folder: Path) -> None:
+    save_file(TENSORS | {"b.weight": TENSORS["b.weight"] + 1}, folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o600)
+
+
+def test_a_tensor_that_one_worker_cannot_prove_is_digested_though_another_proves_a_different_one(tmp_path):
+    """Have the second worker prove the first tensor: the share of each worker must not depend on that."""
+    extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    put_wrong_files(tmp_path)
+    for extension, proved in zip(extensions, ([], ["a.bias"]), strict=True):
+        proof = LoadProof(0, 2, ("a.bias", "b.weight"), {}, (), frozenset(proved))
+        extension.megatron_rl_compared = lambda record, digests, proof=proof: proof
+    answers = [load(extension, tmp_path) for extension in extensions]
+    assert ["error" in answer for answer in answers] == [False, True]
+
+
+def test_files_are_checked_by_all_workers_together(tmp_path):
+    extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    for extension in extensions:
+        assert extension.megatron_rl_check_files(str(tmp_path), *TENSORS) == {}
+    put_wrong_files(tmp_path)
+    answers = [extension.megatron_rl_check_files(str(tmp_path), *TENSORS) for extension in extensions]
+    assert answers == [
+        {}, {"error": "1 tensors do not match the digests sent with them: b.weight", "code": "refused"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("are_files_right", [True, False])
+def test_a_tensor_that_workers_hold_wrongly_together_is_laid_to_the_engine_only_if_its_file_is_right(are_files_right):
+    shares = {"b.weight": {"whole": [3, 3], "parts": [((0, 0, 1, 4), [1, 1])]}}
+    refusal = {"error": "1 tensors do not match the digests sent with them: b.weight", "code": "refused"}
+    called = []
+
+    async def post(step, route, content):
+        called.append((content["method"], content["args"][1:]))
+        if content["method"] == "megatron_rl_load":
+            return {"results": [COMPARED | {"obstacles": [], "shares": shares}]}
+        return {"results": [{} if are_files_right else refusal]}
+
+    engine = VllmEngine("e", "/no/socket")
+    engine._connection.post = post
+    weights = msgspec.structs.replace(WEIGHTS, transport="shm", location="/folder")
+    with pytest.raises(WrongWeights if are_files_right else EngineRefused, match="b.weight") as caught:
+        asyncio.run(engine.load(weights))
+    assert type(caught.value) is (WrongWeights if are_files_right else EngineRefused)
+    assert called[1:] == [("megatron_rl_check_files", ["b.weight"])]
 
 
 def test_a_tensor_that_a_held_one_proves_is_not_digested_again(tmp_path, monkeypatch):

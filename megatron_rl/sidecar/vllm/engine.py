@@ -193,6 +193,9 @@ class VllmEngine:
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
         if wrong := sorted(set(find_wrongly_shared(answers))):
+            if weights.transport == "shm":
+                # If the files are wrong, the engine is not.
+                await self._workers("load", "megatron_rl_check_files", weights.location, *wrong)
             raise WrongWeights(
                 f"engine {self.name}, load: {len(wrong)} tensors, divided over its workers, do not hold the numbers "
                 f"that were given: {', '.join(wrong[:5])}"

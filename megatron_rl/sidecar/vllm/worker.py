@@ -6,8 +6,9 @@ only as "worker failed".
 
 Before a load changes a weight, the worker compares the digests that came with the files with the announced fingerprint,
 and names and shapes with those of the checkpoint that the engine started from. After the load it compares the digests
-of its parameters with the digests that came (`held.py`), which also proves the files. Each tensor that this does not
-prove is digested as it came, by one of the workers.
+of its parameters with the digests that came (`held.py`), which also proves the files. A tensor that workers hold in
+parts is proved by all of them together (`find_wrongly_shared`). Any other tensor that is not proved is digested as it
+came, by one of the workers.
 
 On some devices the worker copies files into the parameters in place (`in_place.py`). Anything else is loaded by vLLM.
 """
@@ -33,7 +34,7 @@ from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digest_in_place, digesting
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
-from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.maps import Maps, map_tensors
 from megatron_rl.sidecar.vllm.pages import CudaPages
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 
@@ -162,9 +163,17 @@ class WorkerExtension:
             _must_be_those_of(received, digests, error.tensors)
             raise
         share = self.megatron_rl_pick_share(received)
-        _must_be_those_of(received, digests, [name for name in share if name not in proof.proved])
+        left = [name for name in share if name not in proof.proved and name not in proof.shares]
+        _must_be_those_of(received, digests, left)
         self.megatron_rl_fingerprint = found
         return {"fingerprint": found, "obstacles": list(obstacles), **_describe(proof, digests)}
+
+    @answered
+    def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
+        """Refuse files of which these tensors do not match the digests that came with them."""
+        received, digests = map_tensors(Path(folder)), read_digests(Path(folder))
+        _must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
+        return {}
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
