@@ -100,6 +100,15 @@ class NpuPlatform(Platform):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def page_lock(self, mapped: torch.Tensor) -> str | None:
+        return "torch_npu has no function for it"
+
+    def page_unlock(self, mapped: torch.Tensor) -> None:
+        """Do nothing, since nothing was locked."""
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def event(self) -> Any:
         return _npu().Event()
 

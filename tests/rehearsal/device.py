@@ -25,6 +25,8 @@ generator = torch.Generator()
 
 ATEN = torch.ops.aten
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+# The first and last address of memory of the host that is page-locked.
+pinned: dict[int, int] = {}
 # Names of the operations on floating-point numbers.
 operators: set[str] = set()
 _libraries: list[torch.library.Library] = []

@@ -86,6 +86,18 @@ class RehearsedPlatform(Platform):
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         return device.pin(values.cpu().clone())
 
+    def page_lock(self, mapped: torch.Tensor) -> str | None:
+        device.pinned[mapped.data_ptr()] = mapped.data_ptr() + mapped.nbytes
+        return None
+
+    def page_unlock(self, mapped: torch.Tensor) -> None:
+        del device.pinned[mapped.data_ptr()]
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self.page_lock(buffer)
+        return buffer
+
     def event(self) -> Any:
         return Event()
 
