@@ -20,6 +20,7 @@ from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.in_place import Places
+from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.rehearsal import device
 from tests.rehearsal.device import DEVICE, is_there
@@ -111,6 +112,16 @@ def make_worker(model: Model, folder: Path) -> Any:
     return worker
 
 
+class Pages:
+    """The part of a platform that locks pages."""
+
+    def page_lock(self, mapped: torch.Tensor) -> None:
+        device.pinned[mapped.data_ptr()] = mapped.data_ptr() + mapped.nbytes
+
+    def page_unlock(self, mapped: torch.Tensor) -> None:
+        del device.pinned[mapped.data_ptr()]
+
+
 @dataclasses.dataclass
 class Counts:
     """Measures of a load."""
@@ -119,6 +130,8 @@ class Counts:
     """The bytes that were copied to the device."""
     waiting: int = 0
     """The copies to the device for which the host waited."""
+    pageable: int = 0
+    """The copies to the device from pages that are not locked."""
     host_passes: list[str] = dataclasses.field(default_factory=list)
     """Operations on numbers of the host; a copy to the device that changes its dtype is one too."""
     syncs: list[Any] = dataclasses.field(default_factory=list)
@@ -146,6 +159,7 @@ def counted() -> Iterator[Counts]:
     def note(to: Any, source: torch.Tensor, non_blocking: bool) -> None:
         counts.sent += source.nbytes
         counts.waiting += not non_blocking
+        counts.pageable += not any(first <= source.data_ptr() < end for first, end in device.pinned.items())
         if source.dtype != to.dtype or not source.is_contiguous() or not to.is_contiguous():
             counts.host_passes.append(f"copy of {tuple(source.shape)} to the device")
         send(to, source, non_blocking)
@@ -168,6 +182,7 @@ def take(num_layers: int, dtype: torch.dtype, share: tuple[int, int], given: tor
     torch.npu.current_stream = state.current
     with published(draw(num_layers, given, 0)) as (start, *_):
         worker = make_worker(model, start)
+        worker.megatron_rl_maps = Maps(Pages())  # type: ignore[arg-type]
         if not is_in_place:
             worker.megatron_rl_in_place_on = ()
         learned = worker.megatron_rl_learn_order()
@@ -198,8 +213,7 @@ def test_a_load_in_place_moves_each_byte_once_and_waits_twice_at_most_however_ma
         counts, answer = take(num_layers, torch.bfloat16, (0, 1), torch.bfloat16)
         assert (answer["obstacles"], answer["shares"]) == ([], {})
         assert counts.sent <= 1.05 * num_bytes(num_layers, torch.bfloat16)
-        assert counts.waiting == 0
-        assert counts.host_passes == []
+        assert (counts.waiting, counts.pageable, counts.host_passes) == (0, 0, [])
         assert len(counts.syncs) <= 2, describe(counts.syncs)
     assert not state.faults
 
@@ -230,8 +244,7 @@ def test_columns_and_narrower_numbers_are_gathered_and_converted_on_the_device()
     for dtype, given in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
         for rank in range(2):
             counts, _ = take(3, dtype, (rank, 2), given)
-            assert counts.waiting == 0
-            assert counts.host_passes == []
+            assert (counts.waiting, counts.pageable, counts.host_passes) == (0, 0, [])
             assert len(counts.syncs) <= 2, describe(counts.syncs)
             # A worker gets its rows, but all columns.
             assert counts.sent < num_bytes(3, given)

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from megatron_rl.errors import InputError
 from megatron_rl.sidecar.vllm import maps
 from megatron_rl.sidecar.vllm.maps import Maps, map_tensors
-from megatron_rl.sidecar.vllm.pages import CudaPages
 
 TENSORS = {"b.weight": torch.arange(12.0).view(4, 3), "a.bias": torch.arange(5).to(torch.bfloat16)}
 
@@ -89,76 +87,48 @@ def test_a_folder_without_tensors_and_half_a_file_are_errors(tmp_path: Path) -> 
         map_tensors(folder)
 
 
-class FakePages:
-    """Pages that are only noted as pinned; those of a refused number of bytes are not."""
+class Device:
+    """A device that only notes which pages are locked; it refuses those of one file."""
 
-    def __init__(self, refused: int = 0) -> None:
-        self.refused = refused
-        self.pinned: dict[int, int] = {}
-        self.calls = 0
+    def __init__(self, refused: Path | None = None) -> None:
+        self.refused = None if refused is None else refused.stat().st_size
+        self.locked: dict[int, int] = {}
+        self.num_calls = 0
 
-    def pin(self, address: int, num_bytes: int) -> bool:
-        self.calls += 1
-        assert address % os.sysconf("SC_PAGESIZE") == 0
-        if num_bytes != self.refused:
-            self.pinned[address] = num_bytes
-        return num_bytes != self.refused
+    def page_lock(self, mapped: torch.Tensor) -> str | None:
+        self.num_calls += 1
+        assert mapped.data_ptr() % os.sysconf("SC_PAGESIZE") == 0
+        if mapped.nbytes == self.refused:
+            return "not permitted"
+        self.locked[mapped.data_ptr()] = mapped.nbytes
+        return None
 
-    def release(self, address: int) -> None:
-        del self.pinned[address]
+    def page_unlock(self, mapped: torch.Tensor) -> None:
+        del self.locked[mapped.data_ptr()]
 
 
-def test_pages_of_kept_maps_are_pinned_once_and_released_with_their_map(memory: Path, tmp_path: Path) -> None:
-    pages = FakePages()
-    kept, one, two = Maps(pages), made(memory / "one"), made(memory / "two")
+def test_pages_of_kept_maps_are_locked_once_and_unlocked_with_their_map(memory: Path, tmp_path: Path) -> None:
+    device = Device()
+    kept, one, two = Maps(device), made(memory / "one"), made(memory / "two")
     size = (one / "model.safetensors").stat().st_size
     for _ in range(3):
         kept.find(one)
         kept.find(two)
     kept.find(made(tmp_path / "on disk"))
-    assert (list(pages.pinned.values()), pages.calls) == ([size, size], 2)
+    assert (list(device.locked.values()), device.num_calls) == ([size, size], 2)
     first = kept.find(one)["b.weight"].untyped_storage().data_ptr()
-    assert first in pages.pinned
+    assert first in device.locked
     kept.find(made(memory / "third"))
-    assert first not in pages.pinned
-    assert (len(pages.pinned), pages.calls) == (2, 3)
+    assert first not in device.locked
+    assert (len(device.locked), device.num_calls) == (2, 3)
 
 
-def test_pages_that_cannot_be_pinned_are_mapped_all_the_same_and_never_released(memory: Path) -> None:
+def test_pages_that_cannot_be_locked_are_mapped_all_the_same_and_never_unlocked(memory: Path, caplog) -> None:
     one = made(memory / "one")
-    pages = FakePages(refused=(one / "model.safetensors").stat().st_size)
-    kept = Maps(pages)
+    device = Device(refused=one / "model.safetensors")
+    kept = Maps(device)
     assert torch.equal(kept.find(one)["b.weight"], TENSORS["b.weight"])
     shutil.rmtree(one)
     kept.find(made(memory / "two"))
-    assert pages.pinned == {}
-
-
-class Runtime:
-    """A CUDA runtime that answers every call with an error, or with none."""
-
-    def __init__(self, error: int) -> None:
-        self.error = error
-        self.calls: list[tuple] = []
-
-    def cudaHostRegister(self, *arguments: int) -> SimpleNamespace:
-        self.calls.append(arguments)
-        return SimpleNamespace(value=self.error)
-
-    def cudaHostUnregister(self, *arguments: int) -> SimpleNamespace:
-        self.calls.append(arguments)
-        return SimpleNamespace(value=self.error)
-
-
-@pytest.mark.parametrize("error", [0, 2])
-def test_cuda_is_asked_to_pin_and_its_refusal_is_logged_once_and_taken_back(error: int, monkeypatch, caplog) -> None:
-    runtime, launches = Runtime(error), []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **place: launches.append(place["device"]))
-    pages = CudaPages(torch.device("cuda:3"))
-    assert [pages.pin(4096, 100), pages.pin(8192, 200)] == [error == 0] * 2
-    pages.release(4096)
-    assert runtime.calls == [(4096, 100, 0), (8192, 200, 0), (4096,)]
-    assert len(caplog.records) == (error != 0)
-    # An error that stays would end the next launch of anything.
-    assert launches == ([torch.device("cuda:3")] * 3 if error else [])
+    assert device.locked == {}
+    assert [record.args for record in caplog.records] == [("not permitted",)]

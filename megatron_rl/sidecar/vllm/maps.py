@@ -2,10 +2,11 @@
 
 The trainer writes to two folders in turn. After a new map a process must find the file page by page, which takes longer
 than reading it. So the maps of both folders are kept for as long as the files exist. Where a device copies from them,
-their pages stay pinned as long.
+their pages stay locked as long: locking takes about as long as a copy from pages that are not.
 """
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.errors import InputError
+from megatron_rl.platforms import Platform
 from megatron_rl.shared.weights.arrival import is_in_memory
 from megatron_rl.shared.weights.files import STORED_DTYPES, map_bytes
 from megatron_rl.shared.weights.fingerprint import DTYPES
-from megatron_rl.sidecar.vllm.pages import Pages
+
+_log = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 Identity = tuple[int, int, int]
@@ -33,14 +36,14 @@ class _Folder:
     files: tuple[Identity, ...]
     descriptors: tuple[int, ...]
     tensors: Tensors
-    release: Callable[[], None]
-    """A function that releases the pages which are pinned."""
+    unlock: Callable[[], None]
+    """A function that unlocks the pages which are locked."""
 
     def exists(self) -> bool:
         return all(os.fstat(descriptor).st_nlink for descriptor in self.descriptors)
 
     def close(self) -> None:
-        self.release()
+        self.unlock()
         self.tensors.clear()
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -49,9 +52,10 @@ class _Folder:
 class Maps:
     """The maps of the last two folders that were loaded from this host's memory."""
 
-    def __init__(self, pages: Pages | None = None) -> None:
-        """Keep maps; with `pages`, pin their pages."""
-        self._pages = pages
+    def __init__(self, platform: Platform | None = None) -> None:
+        """Keep maps; with the platform of a device that copies from them, lock their pages."""
+        self._platform = platform
+        self._is_refused = False
         self._folders: list[_Folder] = []
 
     def find(self, folder: Path) -> Tensors:
@@ -66,24 +70,32 @@ class Maps:
         if is_in_memory(folder):
             descriptors = tuple(os.open(path, os.O_RDONLY) for path in paths)
             identities = tuple(_identify(os.fstat(one)) for one in descriptors)
-            new = _Folder(identities, descriptors, tensors, self._pin(tensors))
+            new = _Folder(identities, descriptors, tensors, self._lock(tensors))
             self._keep([*self._folders[-1:], new])
         return tensors
 
-    def _pin(self, tensors: Tensors) -> Callable[[], None]:
-        """Pin the pages of all files; return a function that releases them."""
-        if (pages := self._pages) is None:
+    def _lock(self, tensors: Tensors) -> Callable[[], None]:
+        """Lock the pages of all files; return a function that unlocks them."""
+        platform = self._platform
+        if platform is None:
             return lambda: None
-        files = {
-            storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in tensors.values())
-        }
-        pinned = [address for address, num_bytes in files.items() if pages.pin(address, num_bytes)]
+        storages = {storage.data_ptr(): storage for storage in (one.untyped_storage() for one in tensors.values())}
+        files = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages.values()]
+        refusals = [platform.page_lock(file) for file in files]
+        locked = [file for file, refusal in zip(files, refusals, strict=True) if refusal is None]
+        if (refused := next(filter(None, refusals), None)) and not self._is_refused:
+            self._is_refused = True
+            _log.warning(
+                "weights are copied from pages that are not locked, which takes longer: %s (see the limit of locked "
+                "memory, `ulimit -l`)", refused,
+            )  # fmt: skip
 
-        def release() -> None:
-            for address in pinned:
-                pages.release(address)
+        def unlock() -> None:
+            for file in locked:
+                platform.page_unlock(file)
+            locked.clear()
 
-        return release
+        return unlock
 
     def _keep(self, folders: list[_Folder]) -> None:
         for known in self._folders:

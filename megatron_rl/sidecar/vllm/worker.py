@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Checkpoint, read_digests
@@ -35,7 +36,6 @@ from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, c
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_tensors
-from megatron_rl.sidecar.vllm.pages import CudaPages
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -137,7 +137,7 @@ class WorkerExtension:
         _must_be_private(Path(folder), int(user))
         if self.megatron_rl_maps is None:
             device = next(self.model_runner.get_model().parameters()).device
-            self.megatron_rl_maps = Maps(CudaPages(device) if device.type == "cuda" else None)
+            self.megatron_rl_maps = Maps(platforms.select("cuda") if device.type == "cuda" else None)
         received, digests = self.megatron_rl_maps.find(Path(folder)), read_digests(Path(folder))
         specs = _specs(received)
         if nameless := sorted(received.keys() - digests.keys()):
