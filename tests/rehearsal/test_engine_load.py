@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
@@ -137,6 +137,20 @@ class Counts:
     syncs: list[Any] = dataclasses.field(default_factory=list)
 
 
+class Runtime:
+    """The functions of the device's module in torch that wait, each noted."""
+
+    @staticmethod
+    def install() -> None:
+        torch.npu.current_stream, torch.npu.synchronize = Runtime, Runtime().synchronize
+
+    def synchronize(self) -> None:
+        # Copies that land now are the device's work.
+        with _disable_current_modes():
+            log.add("synchronize")
+            state.wait_for_all()
+
+
 class _HostPasses(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()
@@ -179,7 +193,7 @@ def load(worker: Any, folder: Path, fingerprint: str) -> dict[str, Any]:
 def take(num_layers: int, dtype: torch.dtype, share: tuple[int, int], given: torch.dtype, is_in_place: bool = True):
     """Have a worker learn its order, and then take three publishes; return the counts of the last one."""
     model = Model(num_layers, dtype, *share)
-    torch.npu.current_stream = state.current
+    Runtime.install()
     with published(draw(num_layers, given, 0)) as (start, *_):
         worker = make_worker(model, start)
         worker.megatron_rl_maps = Maps(Pages())  # type: ignore[arg-type]
@@ -220,7 +234,7 @@ def test_a_load_in_place_moves_each_byte_once_and_waits_twice_at_most_however_ma
 
 @rehearsed
 def test_the_hosts_memory_may_change_once_the_copies_were_waited_for() -> None:
-    torch.npu.current_stream = state.current
+    Runtime.install()
     model = Model(2, torch.bfloat16, 0, 1)
     tensors = draw(2, torch.bfloat16, 0)
     with published(tensors) as (folder, *_):
@@ -260,7 +274,7 @@ def test_without_the_copy_in_place_the_same_load_waits_for_each_tensor_and_conve
 
 @rehearsed
 def test_a_stream_of_tensors_is_digested_with_one_read_however_many_there_are() -> None:
-    torch.npu.synchronize = state.wait_for_all
+    Runtime.install()
     streams = (Stream(), Stream())
     for num_layers in (2, 12):
         tensors = draw(num_layers, torch.bfloat16, 1)

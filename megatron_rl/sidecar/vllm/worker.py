@@ -266,8 +266,8 @@ class WorkerExtension:
         record, places = Record(set(order.rows)), Places(model, order)
         for name, tensor in record.noted(tensors, with_digests=False):
             places.put(name, tensor)
-        record.readings = digest_in_place(model, order, record.dtypes)
         places.wait()
+        record.readings = digest_in_place(model, order, record.dtypes)
         record.is_in_place = True
         return record
 
