@@ -10,7 +10,16 @@ import torch
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm import in_place
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, as_matrix, compare, digest_in_place, learn_order
+from megatron_rl.sidecar.vllm.held import (
+    LoadProof,
+    NotHeld,
+    Order,
+    _digest_part,
+    as_matrix,
+    compare,
+    digest_in_place,
+    learn_order,
+)
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from tests.sidecar.test_vllm_held import SHAPES, Keeps, Packs, Shuffles, Worker, drawn, specs_of
 
@@ -72,6 +81,10 @@ def test_a_copy_in_place_gives_every_parameter_the_numbers_of_a_load_and_moves_n
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in worker.parameters().items())
     proof = prove(worker, order, tensors)
     assert proof.num_compared == proof.num_parameters == len(wanted)
+    # Parts of tensors are proved by all workers together, so each must have the digest of its own place.
+    assert bool(proof.shares) == (size > 1)
+    for name, parts in proof.shares.items():
+        assert [lanes for _, lanes in parts] == [tuple(_digest_part(tensors[name], part).tolist()) for part, _ in parts]
 
 
 def test_any_stale_rectangle_of_any_parameter_is_found(monkeypatch):
