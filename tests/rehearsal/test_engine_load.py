@@ -282,6 +282,9 @@ def test_a_stream_of_tensors_is_digested_with_one_read_however_many_there_are() 
         model = Model(num_layers, torch.bfloat16, 0, 1)
         with published(tensors) as (folder, fingerprint, _):
             worker = make_worker(model, folder)
+            # The factors of digests are copied to the device once a process.
+            for tensor in there.values():
+                digest(tensor)
             state.wait_for_all()
             assert worker.megatron_rl_begin_stream() == {}
             with log.during() as syncs:
