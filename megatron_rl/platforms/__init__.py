@@ -134,13 +134,6 @@ class Platform(abc.ABC):
         """Return a context in which operations go to that queue."""
 
     @abc.abstractmethod
-    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return bytes of host memory that the device copies from while the host continues.
-
-        Memory that is given up is used again only after the copies from it.
-        """
-
-    @abc.abstractmethod
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         """Copy values into the host's memory, from which the device can copy while it computes."""
 
@@ -154,7 +147,10 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocate bytes of the host's memory to and from which the device can copy while it computes."""
+        """Allocate bytes of the host's memory to and from which the device can copy while it computes.
+
+        Memory that is given up is used again only after the copies to and from it.
+        """
 
     @abc.abstractmethod
     def event(self) -> Any:

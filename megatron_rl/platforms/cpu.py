@@ -80,9 +80,6 @@ class CpuPlatform(Platform):
     def on(self, stream: Any) -> AbstractContextManager:
         return stream
 
-    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values themselves: the host's memory is the device's."""
         return values

@@ -84,27 +84,8 @@ class CudaPlatform(Platform):
     def on(self, stream: Any) -> AbstractContextManager:
         return torch.cuda.stream(stream)
 
-    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
-
-    def page_lock(self, mapped: torch.Tensor) -> str | None:
-        runtime: Any = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(mapped.data_ptr(), mapped.nbytes, 0)
-        if code == runtime.cudaError.success:
-            return None
-        # CUDA reports a refusal again to the next kernel's launch, unless it has been asked for.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self.device())
-        return f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
-
-    def page_unlock(self, mapped: torch.Tensor) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr()))
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def page_lock(self, mapped: torch.Tensor) -> str | None:
         runtime: Any = torch.cuda.cudart()

@@ -85,20 +85,8 @@ class NpuPlatform(Platform):
     def on(self, stream: Any) -> AbstractContextManager:
         return _npu().stream(stream)
 
-    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
-
-    def page_lock(self, mapped: torch.Tensor) -> str | None:
-        return "torch_npu has no function for it"
-
-    def page_unlock(self, mapped: torch.Tensor) -> None:
-        """Do nothing, since nothing was locked."""
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def page_lock(self, mapped: torch.Tensor) -> str | None:
         return "torch_npu has no function for it"

@@ -7,6 +7,7 @@ autograd, modules, collectives of gloo and every thread. `prepare` makes torch k
 A collective counts as an operation on the stream that it is called on, and a backward pass runs on the default one.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -27,11 +28,22 @@ ATEN = torch.ops.aten
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 # The first and last address of memory of the host that is page-locked.
 pinned: dict[int, int] = {}
+# Copies to the host since the list was last cleared.
+fetched: list["Fetched"] = []
 # Names of the operations on floating-point numbers.
 operators: set[str] = set()
 _libraries: list[torch.library.Library] = []
-# Pinned memory of the host, by address. It stays alive, so no other memory gets its address.
-_pinned: dict[int, torch.UntypedStorage] = {}
+# Pinned memory that was allocated here. It stays alive, so no other memory gets its address.
+_allocated: list[torch.UntypedStorage] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """A copy to the host."""
+
+    num_bytes: int
+    is_pinned: bool
+    is_blocking: bool
 
 
 class OnDevice(torch.Tensor):
@@ -130,9 +142,13 @@ def _new(host: torch.Tensor) -> OnDevice:
 
 def pin(host: torch.Tensor) -> torch.Tensor:
     """Pin a tensor's memory: only from pinned memory a copy to the device does not wait."""
-    storage = host.untyped_storage()
-    _pinned[storage.data_ptr()] = storage
+    _allocated.append(storage := host.untyped_storage())
+    pinned[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
     return host
+
+
+def is_pinned(host: torch.Tensor) -> bool:
+    return any(start <= host.data_ptr() < end for start, end in pinned.items())
 
 
 def bytes_of(value: Any) -> Any:
@@ -296,9 +312,8 @@ def _copy_between(to: torch.Tensor, source: torch.Tensor, non_blocking: bool) ->
 def _send(to: Any, source: torch.Tensor, non_blocking: bool) -> None:
     """Copy from the host; without waiting, its memory is read as late as can be."""
     use = state.operate("copy to the device", where := locate(), [], [to.block])
-    is_pinned = source.untyped_storage().data_ptr() in _pinned
-    log.add_copy(source.nbytes, is_pinned)
-    if not (non_blocking and is_pinned):
+    log.add_copy(source.nbytes, is_pinned(source))
+    if not (non_blocking and is_pinned(source)):
         to.host.copy_(source)
         log.add("copy to the device")
         return
@@ -316,6 +331,7 @@ def _receive(to: torch.Tensor, source: Any, non_blocking: bool) -> None:
     """Copy to the host. A copy that does not wait has no numbers in the host's memory until a later wait."""
     use = state.operate("copy to the host", locate(), [source.block], [])
     to = bytes_of(to)
+    fetched.append(Fetched(to.nbytes, is_pinned(to), not non_blocking))
     if not non_blocking:
         log.add("copy to the host")
         to.copy_(source.host)

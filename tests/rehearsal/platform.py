@@ -80,9 +80,6 @@ class RehearsedPlatform(Platform):
     def on(self, stream: Any) -> AbstractContextManager:
         return state.on(stream)
 
-    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
-        return device.pin(torch.empty(num_bytes, dtype=torch.uint8))
-
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         return device.pin(values.cpu().clone())
 
@@ -94,9 +91,7 @@ class RehearsedPlatform(Platform):
         del device.pinned[mapped.data_ptr()]
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        self.page_lock(buffer)
-        return buffer
+        return device.pin(torch.empty(num_bytes, dtype=torch.uint8))
 
     def event(self) -> Any:
         return Event()

@@ -173,7 +173,7 @@ def counted() -> Iterator[Counts]:
     def note(to: Any, source: torch.Tensor, non_blocking: bool) -> None:
         counts.sent += source.nbytes
         counts.waiting += not non_blocking
-        counts.pageable += not any(first <= source.data_ptr() < end for first, end in device.pinned.items())
+        counts.pageable += not device.is_pinned(source)
         if source.dtype != to.dtype or not source.is_contiguous() or not to.is_contiguous():
             counts.host_passes.append(f"copy of {tuple(source.shape)} to the device")
         send(to, source, non_blocking)

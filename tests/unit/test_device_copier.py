@@ -37,7 +37,7 @@ class OtherDevice(CpuPlatform):
         self.buffers: list[torch.Tensor] = []
         self.queue = mock.Mock()
 
-    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
         self.buffers.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
         return self.buffers[-1]
 

@@ -41,8 +41,8 @@ def digest_kernel(
     first_row, first_column = tl.load(line + _FIRST), tl.load(line + _SECOND)
     lane_R, other_lane_R = tl.zeros([ROWS], tl.int64), tl.zeros([ROWS], tl.int64)
     per_word: tl.constexpr = 64 // NUM_BITS
-    for step in range(0, ROWS_PER_TASK, ROWS):
-        rows_R = start + step + tl.arange(0, ROWS)
+    for first_of_tile in range(start, tl.minimum(start + ROWS_PER_TASK, num_rows), ROWS):
+        rows_R = first_of_tile + tl.arange(0, ROWS)
         is_row_R = rows_R < num_rows
         sums_RC = tl.zeros([ROWS, COLUMNS], tl.int64)
         for first in range(0, num_columns, COLUMNS):
@@ -78,8 +78,8 @@ def pack_kernel(
     line, start = _find_task(slices, tasks)
     num_rows, num_columns = tl.load(line + _NUM_ROWS), tl.load(line + _NUM_COLUMNS)
     place = buffer + tl.load(line + _FIRST)
-    for step in range(0, ROWS_PER_TASK, ROWS):
-        rows_R = start + step + tl.arange(0, ROWS)
+    for first_of_tile in range(start, tl.minimum(start + ROWS_PER_TASK, num_rows), ROWS):
+        rows_R = first_of_tile + tl.arange(0, ROWS)
         for first in range(0, num_columns, COLUMNS):
             columns_C = first + tl.arange(0, COLUMNS)
             mask_RC = (rows_R < num_rows)[:, None] & (columns_C < num_columns)[None, :]

@@ -63,7 +63,7 @@ class DeviceCopier:
         offsets = list(itertools.accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0))
         # On the queue's device: another thread's own device may be another one.
         with self._platform.on(self._queue):
-            pinned = self._platform.pinned_buffer(offsets[-1])
+            pinned = self._platform.host_buffer(offsets[-1])
             for tensor, offset in zip(tensors, offsets, strict=False):
                 _view(pinned, offset, tensor).copy_(tensor)
             buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)

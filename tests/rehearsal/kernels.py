@@ -1,0 +1,61 @@
+"""Launches over slices on the emulated device: stand-ins do what the tables say, at the addresses in the tables.
+
+`tests/kernels/interpreted_slices.py` has Triton's interpreter run the kernels themselves, which takes seconds a layer.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_rl.ops import slices
+from megatron_rl.ops.slices import naive, triton_fused
+from megatron_rl.ops.slices.triton_tables import Launch, Line, SliceKind
+from megatron_rl.shared.weights import device_weights
+from tests.rehearsal import device
+from tests.rehearsal.streams import locate, state
+
+
+@contextlib.contextmanager
+def kernels_run() -> Iterator[list[str]]:
+    """Have kernels launched in this context, and list their names; every launch writes its last tensor alone."""
+    launched: list[str] = []
+
+    def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor]) -> None:
+        name = kernel.fn.__name__
+        *read, written = [tensor.block for tensor in (one.slices, one.tasks, *tensors)]  # type: ignore[attr-defined]
+        state.operate(name, locate(), list(dict.fromkeys(read)), [written])
+        launched.append(name)
+        for line in device.bytes_of(one.slices).tolist():
+            _STAND_INS[name](one.kind, line, device.bytes_of(tensors[-1]))
+
+    with (
+        mock.patch.object(triton_fused, "launch", launch),
+        mock.patch.object(slices, "list_reasons_against_kernels", return_value=[]),
+        mock.patch.object(device_weights, "list_reasons_against_kernels", return_value=[]),
+    ):
+        yield launched
+
+
+def _read(kind: SliceKind, line: list[int]) -> torch.Tensor:
+    """View the memory that a line of a table points to."""
+    num_rows, num_columns, row_stride = line[Line.NUM_ROWS], line[Line.NUM_COLUMNS], line[Line.ROW_STRIDE]
+    count = (num_rows - 1) * row_stride + (num_columns - 1) * kind.column_stride + 1
+    memory = (ctypes.c_char * (count * kind.source.itemsize)).from_address(line[Line.POINTER])
+    strides = (row_stride, kind.column_stride)
+    return torch.frombuffer(memory, dtype=kind.source).as_strided((num_rows, num_columns), strides).to(kind.target)
+
+
+def _digest(kind: SliceKind, line: list[int], sums: torch.Tensor) -> None:
+    sums[line[Line.TENSOR]] += naive.digest(_read(kind, line), line[Line.FIRST], line[Line.SECOND])
+
+
+def _pack(kind: SliceKind, line: list[int], elements: torch.Tensor) -> None:
+    values = _read(kind, line).reshape(-1)
+    elements[line[Line.FIRST] :][: len(values)] = values.view(elements.dtype)
+
+
+_STAND_INS = {"digest_kernel": _digest, "pack_kernel": _pack}
