@@ -24,6 +24,7 @@ from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.rehearsal import device
 from tests.rehearsal.device import DEVICE, is_there
+from tests.rehearsal.kernels import kernels_run
 from tests.rehearsal.rehearsed import rehearsed
 from tests.rehearsal.streams import DeviceFault, Stream, state
 from tests.rehearsal.syncs import describe, log
@@ -229,6 +230,22 @@ def test_a_load_in_place_moves_each_byte_once_and_waits_twice_at_most_however_ma
         assert counts.sent <= 1.05 * num_bytes(num_layers, torch.bfloat16)
         assert (counts.waiting, counts.pageable, counts.host_passes) == (0, 0, [])
         assert len(counts.syncs) <= 2, describe(counts.syncs)
+    assert not state.faults
+
+
+@rehearsed
+def test_parameters_are_digested_in_launches_that_do_not_grow_with_their_number() -> None:
+    launched = []
+    for num_layers in (2, 12):
+        with kernels_run() as names:
+            counts, _ = take(num_layers, torch.bfloat16, (0, 1), torch.bfloat16)
+        # Three loads of one engine.
+        assert names.count("digest_kernel") == len(names)
+        assert len(names) % 3 == 0
+        launched.append(len(names) // 3)
+        assert len(counts.syncs) <= 2, describe(counts.syncs)
+        assert (counts.waiting, counts.pageable, counts.host_passes) == (0, 0, [])
+    assert launched[0] == launched[1] <= 4
     assert not state.faults
 
 

@@ -11,13 +11,13 @@ from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm import in_place
 from megatron_rl.sidecar.vllm.held import (
+    InPlaceDigester,
     LoadProof,
     NotHeld,
     Order,
     _digest_part,
     as_matrix,
     compare,
-    digest_in_place,
     learn_order,
 )
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
@@ -60,7 +60,7 @@ def prove(worker: Worker, order: Order, given: Tensors) -> LoadProof:
     digests = {name: digest(tensor).tolist() for name, tensor in given.items()}
     return compare(
         dataclasses.replace(order, handed_over=frozenset()),
-        digest_in_place(worker.model, order, dtypes),
+        InPlaceDigester(worker.model, order, dtypes).digest(),
         digests,
         specs,
     )
@@ -165,3 +165,28 @@ def test_tensors_that_would_be_rounded_or_did_not_come_are_left_to_vllm_by_name(
     wide = [*specs_of("bfloat16")[1:], TensorSpec("embed", SHAPES["embed"], "float32")]
     assert find_misfits(worker.model, order, wide) == ["1 parameters are narrower than their tensors: embed.weight"]
     assert find_misfits(worker.model, order, specs_of("bfloat16")[1:]) == ["1 tensors did not come: embed"]
+
+
+def test_a_digester_is_for_parameters_that_stay_where_they_are_and_tensors_of_their_dtypes():
+    worker = Plain(torch.bfloat16)
+    order, dtypes = worker.learned(), dict.fromkeys(SHAPES, "bfloat16")
+    digester = InPlaceDigester(worker.model, order, dtypes)
+    copy(worker, order, drawn(torch.bfloat16))
+    assert digester.is_for(worker.model, order, dict(dtypes))
+    assert not digester.is_for(worker.model, order, dtypes | {"norm": "float32"})
+    assert not digester.is_for(worker.model, worker.learned(), dtypes)
+    digester = InPlaceDigester(worker.model, order, dtypes)
+    weight = worker.model["down"].weight
+    weight.data = weight.detach().clone()
+    assert not digester.is_for(worker.model, order, dtypes)
+
+
+def test_a_wider_parameter_is_digested_by_itself_and_found_if_it_holds_other_than_given_numbers():
+    worker = Plain(torch.bfloat16)
+    order, given = worker.learned(), drawn(torch.bfloat16)
+    assert worker.model["norm"].weight.dtype == torch.float32
+    copy(worker, order, given)
+    assert prove(worker, order, given).num_compared == 5
+    worker.model["norm"].weight.data[3] *= 1 + 2**-20
+    with pytest.raises(NotHeld, match=": norm$"):
+        prove(worker, order, given)

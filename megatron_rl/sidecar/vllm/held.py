@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.ops.slices import Slice, build_digester
 from megatron_rl.shared.weights.fingerprint import DTYPES, digest, digests_by_row
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
@@ -358,24 +359,71 @@ def digesting(
         yield readings
 
 
-def digest_in_place(model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> Readings[torch.Tensor | None]:
-    """Digest parameters that were written where they lie, by a load in which no layer processed its weights."""
-    readings: Readings[torch.Tensor | None] = Readings()
-    for name, parameter in model.named_parameters():
-        readings.in_place[name] = _digest_held(order, dtypes, name, parameter)
-    return readings
+class InPlaceDigester:
+    """Digests of parameters that are written where they lie, by loads in which no layer processes its weights.
+
+    Rectangles that hold given numbers in their own dtype are digested together: on a device with kernels in one launch
+    for each kind of slice, whatever the number of parameters. A parameter that is wider than its tensors is digested by
+    itself.
+    """
+
+    def __init__(self, model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> None:
+        self._order = order
+        self._dtypes = dict(dtypes)
+        self._parameters = dict(model.named_parameters())
+        self._addresses = _find_addresses(self._parameters)
+        self._ranges: dict[str, tuple[torch.dtype, int, int]] = {}
+        """The dtype of a parameter that is digested with others, and the range of its rectangles among those."""
+        slices: dict[torch.dtype, list[Slice]] = {}
+        for name, parameter in self._parameters.items():
+            rows = order.rows.get(name)
+            given = _find_given_dtype(rows, dtypes, parameter)
+            if rows is None or given != parameter.dtype:
+                continue
+            held_RC, own = as_matrix(parameter), slices.setdefault(given, [])
+            self._ranges[name] = (given, len(own), len(own) + len(rows.tensors))
+            for part, start in zip(rows.rectangles, rows.starts, strict=True):
+                rectangle_RC = held_RC[start : start + part.num_rows]
+                own.append(Slice(rectangle_RC, len(own), part.first_row, part.first_column))
+        self._digesters = {dtype: build_digester(own, dtype, len(own)) for dtype, own in slices.items()}
+
+    def is_for(self, model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> bool:
+        """Check whether it was made for this order, for tensors of these dtypes, and for where parameters lie now."""
+        is_same = self._order is order and self._dtypes == dtypes
+        return is_same and self._addresses == _find_addresses(dict(model.named_parameters()))
+
+    def digest(self) -> Readings[torch.Tensor | None]:
+        lines = {dtype: digester.digest() for dtype, digester in self._digesters.items()}
+        readings: Readings[torch.Tensor | None] = Readings()
+        for name, parameter in self._parameters.items():
+            if name in self._ranges:
+                dtype, first, end = self._ranges[name]
+                readings.in_place[name] = lines[dtype][first:end]
+            else:
+                readings.in_place[name] = _digest_held(self._order, self._dtypes, name, parameter)
+        return readings
+
+
+def _find_addresses(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in parameters.items()}
 
 
 def _digest_held(order: Order, dtypes: Mapping[str, str], name: str, parameter: torch.Tensor) -> torch.Tensor | None:
     """Digest a parameter's parts in the dtype that its tensors were given in; None if this proves nothing."""
     rows = order.rows.get(name)
-    if rows is None:
-        return None
-    given = {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
+    given = _find_given_dtype(rows, dtypes, parameter)
+    return None if rows is None or given is None else rows.digests(parameter, given)
+
+
+def _find_given_dtype(
+    rows: ParameterRows | None, dtypes: Mapping[str, str], parameter: torch.Tensor
+) -> torch.dtype | None:
+    """Return the one dtype in which a parameter's numbers were given; None if they were rounded or have several."""
+    given = set() if rows is None else {DTYPES[dtypes[tensor]] for tensor in rows.tensors if tensor in dtypes}
     # Rounded numbers are not the given ones.
     if len(given) != 1 or any(torch.promote_types(one, parameter.dtype) != parameter.dtype for one in given):
         return None
-    return rows.digests(parameter, given.pop())
+    return given.pop()
 
 
 def compare(

@@ -32,7 +32,7 @@ from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, 
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.engines import RefusalCode
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Order, Readings, compare, digest_in_place, digesting
+from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, Readings, compare, digesting
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_tensors
@@ -87,6 +87,7 @@ class WorkerExtension:
     megatron_rl_wanted: dict[str, tuple[int, ...]] | None = None
     # The places of the tensors in the parameters; None until they are learned.
     megatron_rl_order: Order | None = None
+    megatron_rl_digester: InPlaceDigester | None = None
     # The types of devices on which files are copied in place, and why vLLM loads them all the same, if it does.
     megatron_rl_in_place_on: tuple[str, ...] = ("cuda",)
     megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
@@ -267,7 +268,10 @@ class WorkerExtension:
         for name, tensor in record.noted(tensors, with_digests=False):
             places.put(name, tensor)
         places.wait()
-        record.readings = digest_in_place(model, order, record.dtypes)
+        digester = self.megatron_rl_digester
+        if digester is None or not digester.is_for(model, order, record.dtypes):
+            digester = self.megatron_rl_digester = InPlaceDigester(model, order, record.dtypes)
+        record.readings = digester.digest()
         record.is_in_place = True
         return record
 
