@@ -18,7 +18,7 @@ from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Writer, read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm.maps import map_tensors
+from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
@@ -100,7 +100,7 @@ class EarlyReader:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         folder = Path(weights.location)
-        tensors = map_tensors(folder)
+        tensors = map_file_tensors(folder)
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         assert compute_fingerprint(specs, read_digests(folder)) == weights.fingerprint
         waits: list[float] = []
@@ -186,7 +186,7 @@ class NobodyWrites:
         self.is_told = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        tensors = map_tensors(Path(weights.location))
+        tensors = map_file_tensors(Path(weights.location))
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         with Arrival(Path(weights.location), specs) as arrival:
             if not all(map(arrival.wait_for, tensors)):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.sidecar.vllm import maps
-from megatron_rl.sidecar.vllm.maps import Maps, map_tensors
+from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
 
 TENSORS = {"b.weight": torch.arange(12.0).view(4, 3), "a.bias": torch.arange(5).to(torch.bfloat16)}
 
@@ -32,7 +32,7 @@ def made(folder: Path) -> Path:
 
 
 def test_tensors_are_found_in_the_order_in_which_they_lie_and_show_what_is_written_later(memory: Path) -> None:
-    found = map_tensors(made(memory / "one"))
+    found = map_file_tensors(made(memory / "one"))
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     places = [tensor.data_ptr() for tensor in found.values()]
     assert places == sorted(places)
@@ -80,11 +80,11 @@ def test_files_that_are_not_in_memory_are_mapped_each_time(tmp_path: Path) -> No
 
 def test_a_folder_without_tensors_and_half_a_file_are_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must hold a safetensors file"):
-        map_tensors(tmp_path)
+        map_file_tensors(tmp_path)
     folder = made(tmp_path / "one")
     os.truncate(folder / "model.safetensors", 200)
     with pytest.raises(InputError, match="cannot be read"):
-        map_tensors(folder)
+        map_file_tensors(folder)
 
 
 class Device:

@@ -59,14 +59,14 @@ class Maps:
         self._folders: list[_Folder] = []
 
     def find(self, folder: Path) -> Tensors:
-        """Return the tensors in a folder's files, as `map_tensors` does, but map no file a second time."""
+        """Return the tensors in a folder's files, as `map_file_tensors` does, but map no file a second time."""
         paths = _list_files(folder)
         self._keep([known for known in self._folders if known.exists()])
         files = tuple(_identify(path.stat()) for path in paths)
         for known in self._folders:
             if known.files == files:
                 return known.tensors
-        tensors = map_tensors(folder)
+        tensors = map_file_tensors(folder)
         if is_in_memory(folder):
             descriptors = tuple(os.open(path, os.O_RDONLY) for path in paths)
             identities = tuple(_identify(os.fstat(one)) for one in descriptors)
@@ -104,7 +104,7 @@ class Maps:
         self._folders = folders
 
 
-def map_tensors(folder: Path) -> Tensors:
+def map_file_tensors(folder: Path) -> Tensors:
     """Return the tensors in a folder's files, in the files' order, without copying them."""
     tensors: Tensors = {}
     for path in _list_files(folder):

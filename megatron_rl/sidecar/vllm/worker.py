@@ -35,7 +35,7 @@ from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
 from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, Readings, compare, digesting
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
-from megatron_rl.sidecar.vllm.maps import Maps, map_tensors
+from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -172,7 +172,7 @@ class WorkerExtension:
     @answered
     def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
         """Refuse files of which these tensors do not match the digests that came with them."""
-        received, digests = map_tensors(Path(folder)), read_digests(Path(folder))
+        received, digests = map_file_tensors(Path(folder)), read_digests(Path(folder))
         _must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
         return {}
 
