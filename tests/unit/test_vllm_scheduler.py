@@ -90,7 +90,14 @@ def test_every_field_of_a_step_arrives_with_the_joined_output() -> None:
     prefill = PrefillStats()
     steps = [
         output("a", 1, prefill_stats=prefill, events=["one"], routed_experts=np.zeros((3, 2))),
-        output("a", 2, events=["two", "three"], routed_experts=np.ones((1, 2)), num_nans_in_logits=4),
+        output(
+            "a",
+            2,
+            prefill_stats=PrefillStats(),
+            events=["two", "three"],
+            routed_experts=np.ones((1, 2)),
+            num_nans_in_logits=4,
+        ),
         output("a", end=FinishReason.LENGTH, kv_transfer_params={"k": 1}, trace_headers={"t": "1"}),
     ]
     joined = join_outputs(steps)
