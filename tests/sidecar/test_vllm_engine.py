@@ -31,7 +31,7 @@ from megatron_rl.sidecar.engines import (
 )
 from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
-from megatron_rl.sidecar.vllm.maps import map_tensors
+from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.sidecar.vllm.worker import _specs
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
@@ -268,7 +268,7 @@ class Writing:
     """A trainer that writes the tensors of a folder, in this process, while an engine loads them."""
 
     def __init__(self, folder: Path) -> None:
-        self._tensors = map_tensors(folder)
+        self._tensors = map_file_tensors(folder)
         self._given = {name: tensor.clone() for name, tensor in self._tensors.items()}
         self.names = list(self._tensors)
         self.folder = folder

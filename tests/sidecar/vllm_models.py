@@ -16,7 +16,7 @@ from megatron_rl.shared.protocol.wire import Response, Sampling, Weights, decode
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.sidecar.engines import Engine, GroupRequest
-from megatron_rl.sidecar.vllm.maps import map_tensors
+from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.worker import _specs
 from tests import hf_models
@@ -69,7 +69,7 @@ def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
 
 
 def described(folder: Path, version: int) -> Weights:
-    tensors = map_tensors(folder)
+    tensors = map_file_tensors(folder)
     digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
     write_digests(folder, digests)
     return Weights(

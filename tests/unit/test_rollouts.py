@@ -84,7 +84,7 @@ def _report_seconds(schedule: Schedule, reported: list[float]) -> dict[str, Any]
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.0)
         return types.SimpleNamespace(head="", census=census, num_in_flight=64)
 
-    session: Any = types.SimpleNamespace(rank=0)
+    session: Any = types.SimpleNamespace(rank=0, platform=CpuPlatform())
     prompts: Any = types.SimpleNamespace(put_off=[], advance=lambda *_: None)
     client: Any = types.SimpleNamespace(complete=complete)
     terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0)

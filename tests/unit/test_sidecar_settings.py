@@ -292,8 +292,9 @@ def test_every_field_of_a_message_comes_back_as_it_was(tmp_path: Path) -> None:
     fields: dict[str, dict[str, object]] = {}
     for flag in list_flags():
         subject, _, field = flag.targets[0].partition(".")
-        assert flag.convert is not None
-        value = flag.choices[-1] if flag.choices else 3 if isinstance(flag.convert, IntegerOr) else values[flag.convert]
+        # A switch converts no word.
+        kind = int if isinstance(flag.convert, IntegerOr) else flag.convert or bool
+        value = flag.choices[-1] if flag.choices else values[kind]
         assert value != flag.default
         fields.setdefault(subject, {})[field] = value if flag.nargs is None else [value, value]
     rollout, reward = RolloutConfig(**fields.pop("rollout")), RewardConfig(**fields.pop("reward"))

@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from megatron_rl.config.command_line.stage import list_others
-from megatron_rl.config.flag import Flag, derive_flags
+from megatron_rl.config.flag import Flag, IntegerOr, derive_flags
 from megatron_rl.config.settings import CheckpointConfig, Subjects
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.loop.inputs import check_loaded_stage
@@ -67,7 +67,8 @@ def words_of(flag: Flag) -> str:
         return flag.name
     if flag.choices:
         return f"{flag.name} {next(choice for choice in flag.choices if choice != flag.default)}"
-    return f"{flag.name} {'0.5' if flag.bound == 'between 0 and 1' else ANOTHER[flag.convert]}"
+    kind = int if isinstance(flag.convert, IntegerOr) else flag.convert
+    return f"{flag.name} {'0.5' if flag.bound == 'between 0 and 1' else ANOTHER[kind]}"
 
 
 def test_every_flag_is_read_by_the_stage_or_refused_with_it():
