@@ -31,7 +31,6 @@ from tests.rehearsal import device
 from tests.rehearsal.kernels import kernels_run
 from tests.rehearsal.platform import RehearsedPlatform
 from tests.rehearsal.streams import DeviceFault, Event, Stream, state
-from tests.rehearsal.syncs import log
 
 pytestmark = pytest.mark.each_change
 
@@ -49,6 +48,10 @@ class Seen:
     num_bytes: int
     """The bytes of the weights."""
     num_tensors: int
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(copy.num_bytes for copy in self.fetched if copy.is_pinned)
 
     @property
     def num_pageable(self) -> int:
@@ -85,7 +88,7 @@ class Reader:
 
 @contextlib.contextmanager
 def waits_counted() -> Iterator[list[str]]:
-    """Note the waits for events and streams; those of operations are in the log."""
+    """Note the waits for events and streams; an operation that the host waits for waits for its stream."""
     found: list[str] = []
 
     def noting(kind: type) -> Callable[[Any], None]:
@@ -145,7 +148,7 @@ def publish(
     seen: list[Seen] = []
     wrong: list[list[str]] = []
     reader = Reader()
-    # A publish reads its numbers late: a parameter that was freed keeps what it held.
+    # Memory that parameters have left keeps its numbers.
     moved: list[torch.Tensor] = []
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(start_session(CASES[case]))
@@ -163,15 +166,17 @@ def publish(
             for version in range(3):
                 for found in (device.fetched, launched, waited):
                     found.clear()
-                with log.during() as syncs:
-                    publisher.publish(version)
-                num_waits = len(waited) + len(syncs)
-                seen.append(Seen(list(device.fetched), num_waits, list(launched), reader.num_bytes, reader.num_tensors))
+                publisher.publish(version)
+                copies, num_waits = list(device.fetched), len(waited)
+                seen.append(Seen(copies, num_waits, list(launched), reader.num_bytes, reader.num_tensors))
                 wrong.append(reader.wrong)
                 with torch.no_grad():
-                    moved += [shard.parameter.data for shard in weights.shards]
                     for shard in weights.shards:
-                        shard.parameter.data = shard.parameter.data * 1.5
+                        if plant == "a stale slice":
+                            moved.append(shard.parameter.data)
+                            shard.parameter.data = shard.parameter.data * 1.5
+                        else:
+                            shard.parameter.mul_(1.5)
         except DeviceFault:
             # It is among the device's faults.
             reader.is_done.wait(60)
@@ -214,7 +219,8 @@ def test_the_launches_and_waits_of_a_publish_are_as_many_for_4_layers_as_for_40(
     for launched, num_copies, num_waits in found[0]:
         assert set(launched) == {"digest_kernel", "pack_kernel"}
         assert num_copies == 2
-        assert num_waits <= 2 + launched.count("pack_kernel")
+        # One parcel, and the read of the digests.
+        assert num_waits == 2
 
 
 @pytest.mark.parametrize("case", ["TP1", "TP2"])
@@ -223,15 +229,17 @@ def test_parcels_take_turns_in_two_buffers_and_each_is_waited_for_once(tmp_path:
     ranks = run(memory, model, case, parcel_bytes=PARCEL_BYTES)
     (first, wrong, _), *_ = ranks
     assert wrong == [[]] * 3
-    for seen, _, faults in ranks:
-        assert faults == []
-        for one, whole in zip(seen, first, strict=True):
-            copied = sum(copy.num_bytes for copy in one.fetched if copy.is_pinned)
-            assert copied <= 1.01 * whole.num_bytes / len(ranks)
+    assert not any(faults for _, _, faults in ranks)
+    for whole, *parts in zip(first, *(seen for seen, _, _ in ranks), strict=True):
+        assert sum(one.num_pinned for one in parts) == whole.num_bytes
+        for one in parts:
             assert one.num_pageable == 16 * whole.num_tensors
-            num_parcels = -(-copied // PARCEL_BYTES)
-            assert num_parcels > 3
             assert not any(copy.is_blocking for copy in one.fetched if copy.is_pinned)
+    for seen, _, _ in ranks:
+        for one in seen[1:]:
+            # A parcel may end before the limit, where a row begins; one more wait reads the digests.
+            num_parcels = one.num_pinned / (0.9 * PARCEL_BYTES) + 1
+            assert 4 < one.num_waits <= num_parcels + 1
 
 
 def test_files_that_may_not_be_locked_are_filled_through_a_locked_buffer(tmp_path: Path, memory: Path) -> None:
@@ -244,8 +252,8 @@ def test_files_that_may_not_be_locked_are_filled_through_a_locked_buffer(tmp_pat
 
 @pytest.mark.parametrize("plant", ["counted before it has arrived", "a stale slice"])
 def test_tensors_that_arrive_torn_or_stale_are_found_by_their_digests(tmp_path: Path, memory: Path, plant: str) -> None:
-    model = hf_models.draw("qwen3", tmp_path / "model")
-    ((_, wrong, _),) = run(memory, model, parcel_bytes=PARCEL_BYTES, plant=plant)
+    # With several parcels, the device itself has a fault if the host does not wait.
+    ((_, wrong, _),) = run(memory, hf_models.draw("qwen3", tmp_path / "model"), plant=plant)
     assert any(wrong)
 
 
