@@ -36,8 +36,8 @@ test-first: env
 	$(FIRST)
 
 test-all: ## what CI runs for each change: make test and all other tests that are fast enough; 30 minutes
-	@echo "Now style, types and six lots of tests, four at once; each is shown when it is through, in some 15 minutes."
-	$(MAKE) --jobs 4 --keep-going --output-sync=line $(LOTS)
+	@echo "Now style, types and six lots of tests, three at once; each is shown when it is through, in some 15 minutes."
+	$(MAKE) --jobs 3 --keep-going --output-sync=line $(LOTS)
 
 # Several at once, for all mostly wait: for ranks, or for what they have started. The matrix installs while others do,
 # and the longest begin.
