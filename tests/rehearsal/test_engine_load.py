@@ -258,10 +258,10 @@ def test_the_hosts_memory_may_change_once_the_copies_were_waited_for() -> None:
         worker = make_worker(model, folder)
         worker.megatron_rl_learn_order()
     places = Places(model, worker.megatron_rl_order)
-    wanted = tensors["embed"].clone()
-    places.put("embed", tensors["embed"])
+    first, wanted = device.pin(tensors["embed"].clone()), device.pin(tensors["embed"].clone())
+    places.put("embed", first)
     places.wait()
-    tensors["embed"].zero_()
+    first.zero_()
     assert torch.equal(model.embed.cpu(), wanted)
     # Nothing else keeps it from changing too early.
     places.put("embed", wanted)
