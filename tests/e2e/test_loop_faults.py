@@ -146,11 +146,12 @@ PATCH_LIMIT = """
 """
 PATCH_FULL = """
     import errno, os
-    from pathlib import Path
-    from megatron_rl.observe import run_folder
-    def full(config):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    run_folder.msgspec.to_builtins = full
+    open_file = os.open
+    def full(path, *rest, **others):
+        if str(path).endswith("/.config.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_file(path, *rest, **others)
+    os.open = full
 """
 
 
