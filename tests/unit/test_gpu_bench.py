@@ -242,9 +242,9 @@ def test_the_lines_of_a_start_are_read_as_a_run_prints_them(tmp_path) -> None:
     startup = Startup(clock=lambda: next(times))
     with (tmp_path / "out").open("w") as file:
         startup.show(file)
-        startup.say("sidecar: started, its log is /tmp/x/run/sidecar.log")
+        startup.say("sidecar: started, its log is /runs/one/sidecar.log")
         startup.say("all is ready")
-    said = schedules.find_said((tmp_path / "out").read_text() + "iteration 1 of 4\n", Path("/tmp/x/run"))
+    said = schedules.find_said((tmp_path / "out").read_text() + "iteration 1 of 4\n", Path("/runs/one"))
     assert said == [
         schedules.Said(8.8, "sidecar: started, its log is RUN/sidecar.log"),
         schedules.Said(92.2, "all is ready"),

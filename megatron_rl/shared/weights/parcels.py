@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether the rows lie one after the other in the file too."""
+        """Return whether the rows lie one after the other in the file too."""
         return self.row_bytes == self.pitch_bytes or self.num_rows == 1
 
     def values(self, shards: Sequence[Shard]) -> torch.Tensor:
