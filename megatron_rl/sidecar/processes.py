@@ -47,7 +47,9 @@ class ProcessWatch:
     Invariants:
 
     - the leader is needed, each process that was added, and each one between these and the leader. Other processes of
-      the group come and go. Until a process is added, those of the group with a title of vLLM's are needed;
+      the group come and go;
+    - until a process is added, those of the group with a title of vLLM's are needed. A title that is the parent's does
+      not count: a process that calls a program first forks, and the fork has its title for a moment;
     - a process has ended when it is a zombie, does not exist, or its number belongs to another process;
     - a process is stopped (SIGSTOP) when NUM_LOOKS looks in a row have seen it stopped. Until a process is added, this
       holds for each process of the group, because the needed ones are not known yet.
@@ -87,7 +89,9 @@ class ProcessWatch:
         """Return the processes that were once seen with a title of vLLM's, even if they have ended."""
         for pid in list_group(self._leader):
             title = _read_title(pid)
-            if pid not in self._titled and title.startswith(_NEEDED_TITLE) and (found := read_process(pid)) is not None:
+            if pid in self._titled or not title.startswith(_NEEDED_TITLE) or (found := read_process(pid)) is None:
+                continue
+            if title != _read_title(found.parent):
                 self._titled[pid] = found, title
         return self._titled
 

@@ -84,6 +84,42 @@ input()
         server.wait()
 
 
+def test_a_fork_that_still_has_its_parents_title_may_end():
+    """Begin a fork as a process does that calls a program."""
+    code = """
+import os, sys
+child = os.fork()
+if child == 0:
+    sys.stdin.readline()
+    os._exit(0)
+print(child, flush=True)
+os.waitpid(child, 0)
+print("ended", flush=True)
+sys.stdin.read()
+"""
+    core = subprocess.Popen(
+        ["VLLM::EngineCore", "-u", "-c", code],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert core.stdout is not None
+        assert core.stdin is not None
+        child = int(core.stdout.readline())
+        assert child in list_group(core.pid)
+        watch = ProcessWatch(core.pid)
+        assert watch.find_fault() is None
+        core.stdin.write(b"\n")
+        core.stdin.flush()
+        assert core.stdout.readline() == b"ended\n"
+        assert watch.find_fault() is None
+    finally:
+        os.killpg(core.pid, signal.SIGKILL)
+        core.wait()
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_stopped_process_is_named_after_some_looks_and_not_if_it_runs_again_before(line, is_known):
     watch = ProcessWatch(line[0])
