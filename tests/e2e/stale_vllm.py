@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def _keep_tensors(plant: dict[str, Any]) -> None:
-    """Keep, from a load on, the tensors of the load before if their names match."""
+    """Keep, from a version on, the tensors of the load before if their names match."""
     from vllm.model_executor.models import qwen3, qwen3_moe
 
     for model in (qwen3.Qwen3ForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
@@ -60,55 +60,60 @@ def _keep_tensors(plant: dict[str, Any]) -> None:
 
 def _stale(load_weights: Any, plant: dict[str, Any]) -> Any:
     known: dict[str, Any] = {}
-    count = 0
+    is_stale = _find_stale(plant)
 
     def kept(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for name, tensor in weights:
-            if count < plant["from_load"] or plant["names"] not in name:
+            if not is_stale() or plant["names"] not in name:
                 known[name] = tensor.clone()
             yield name, known[name]
 
     def load(self: Any, weights: Iterable[tuple[str, Any]]) -> Any:
-        nonlocal count
-        count += 1
         return load_weights(self, kept(weights))
 
     return load
 
 
+def _find_stale(plant: dict[str, Any]) -> Callable[[], bool]:
+    """Return a check whether the plant's version, or one after it, was published to this worker.
+
+    A worker loads its model before the first publish too, and how often depends on what an earlier start kept on disk.
+    """
+    from megatron_rl.sidecar.vllm.worker import WorkerExtension
+
+    receive, num_published = WorkerExtension.megatron_rl_load, 0
+
+    def count(self: Any, *args: str) -> Any:
+        nonlocal num_published
+        num_published += 1
+        return receive(self, *args)
+
+    WorkerExtension.megatron_rl_load = count
+    return lambda: num_published > plant["from_version"]
+
+
 def _keep_packed(plant: dict[str, Any]) -> None:
-    """Keep, from a load on, what one layer packed before, so that it computes with that whatever it is given."""
+    """Keep, from a version on, what one layer packed before, so that it computes with that whatever it is given."""
     from vllm.model_executor.layers import utils
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
-    counts: dict[int, int] = {}
+    is_stale = _find_stale(plant)
 
     def keeps(layer: Any, remove_weight: bool) -> None:
         before = getattr(layer, "cpu_linear", None)
-        counts[id(layer)] = counts.get(id(layer), 0) + 1
         dispatch(layer, remove_weight)
-        if (
-            before is not None
-            and counts[id(layer)] >= plant["from_load"]
-            and plant["names"] in getattr(layer, "prefix", "")
-        ):
+        if before is not None and is_stale() and plant["names"] in getattr(layer, "prefix", ""):
             layer.cpu_linear = before
 
     utils.dispatch_cpu_unquantized_gemm = keeps
 
 
 def _keep_tied(plant: dict[str, Any]) -> None:
-    """Keep, from a load on, what layers that share another's parameter packed before, as vLLM itself would."""
+    """Keep, from a version on, what layers that share another's parameter packed before, as vLLM itself would."""
     from megatron_rl.sidecar.vllm import worker
 
-    pack, count = worker.pack_tied_layers, 0
-
-    def packed(model: Any) -> list[str]:
-        nonlocal count
-        count += 1
-        return pack(model) if count < plant["from_load"] else []
-
-    worker.pack_tied_layers = packed
+    pack, is_stale = worker.pack_tied_layers, _find_stale(plant)
+    worker.pack_tied_layers = lambda model: [] if is_stale() else pack(model)
 
 
 def _shift_log_probs(plant: dict[str, Any]) -> None:

@@ -16,8 +16,6 @@ from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop, stale_vllm
 
 ITERATIONS = 5
-# vLLM loads its checkpoint, the numbers that the order is learned from, the checkpoint again: no version before that.
-LOADS_BEFORE = 6
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def refused_at(run: Path, name: BreachName) -> int:
 
 @pytest.mark.each_change
 def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_the_learning_rate(world):
-    plant = {"where": "load", "names": "layers.1.mlp.up_proj", "from_load": LOADS_BEFORE + 4}
+    plant = {"where": "load", "names": "layers.1.mlp.up_proj", "from_version": 3}
     expected = "version 3 was not published: engine engine-0, .* do not hold the numbers .*: model.layers.1.mlp.up_proj"
     run = fails(world, "layer", plant, expected, lr=1e-7)
     assert refused_at(run, BreachName.NOT_PROVEN) == 3
@@ -132,7 +130,7 @@ def test_an_engine_that_keeps_any_old_tensor_ends_the_run_at_that_publish(world,
     if not folder.exists():
         is_tied = family.endswith("_tied")
         loop.draw_model(folder, family=family.removesuffix("_tied"), head_dim=32, tie_word_embeddings=is_tied)
-    plant = {"where": "load", "names": names, "from_load": LOADS_BEFORE + 1 + version}
+    plant = {"where": "load", "names": names, "from_version": version}
     expected = f"version {version} was not published: engine engine-0, .* do not hold the numbers .*{re.escape(names)}"
     run = fails(world, f"{names}-{version}", plant, expected, hf_model=folder, lr=1e-6)
     assert refused_at(run, BreachName.NOT_PROVEN) == version
@@ -143,8 +141,7 @@ def test_an_output_layer_that_keeps_the_embeddings_old_weights_ends_the_run_at_t
     """Take a model of the Llama family: its output layer is one of its own that shares the embedding's parameter."""
     draw = {"family": "llama", "head_dim": 32, "tie_word_embeddings": True}
     folder = loop.draw_model(world.folder / "tied", **draw)
-    # The first load is vLLM's own.
-    plant = {"where": "tied", "from_load": LOADS_BEFORE + 2}
+    plant = {"where": "tied", "from_version": 2}
     expected = "version 2 was not published: engine engine-0, .* did not process the loaded weights: lm_head.weight"
     run = fails(world, "output-layer", plant, expected, hf_model=folder, lr=1e-7)
     assert refused_at(run, BreachName.NOT_PROVEN) == 2
@@ -152,7 +149,7 @@ def test_an_output_layer_that_keeps_the_embeddings_old_weights_ends_the_run_at_t
 
 @pytest.mark.slow
 def test_a_layer_that_computes_with_stale_packed_weights_is_found_by_the_trainers_log_probs(world):
-    plant = {"where": "pack", "names": "layers.1.mlp.gate_up_proj", "from_load": LOADS_BEFORE + 3}
+    plant = {"where": "pack", "names": "layers.1.mlp.gate_up_proj", "from_version": 2}
     expected = r"version [23] was not published: engine engine-0: its log-probs of the probe .* --publish-probe-bound"
     run = fails(world, "packed", plant, expected.replace(" --", ".*--"), lr=1e-2)
     assert refused_at(run, BreachName.NOT_PROVEN) in (2, 3)
