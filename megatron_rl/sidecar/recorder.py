@@ -39,32 +39,32 @@ class RunRecorder:
     def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """Record that these engines hold the version too, after its publish."""
         reports = [_build_report(proof) for proof in proofs]
-        self.audit.publish(weights.version, weights.fingerprint, reports, weights.proof)
+        self.audit.record_publish(weights.version, weights.fingerprint, reports, weights.proof)
         self._reported |= {proof.engine for proof in proofs}
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None:
         """Record that engines hold other weights than the version that they report."""
         for engine, reason in wrong.items():
-            self.audit.not_proven(weights.version, weights.fingerprint, engine, reason)
+            self.audit.record_refusal(weights.version, weights.fingerprint, engine, reason)
 
     def judged(self, version: int, mismatch: wire.Mismatch) -> None:
         """Record the mismatch that the trainer measured, before it completes or refuses the iteration."""
-        self.audit.mismatch(version, mismatch)
+        self.audit.record_mismatch(version, mismatch)
 
     def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
         """Record the trainer's plug-ins, before it completes the iteration."""
-        self.audit.trained_with(version, plug_ins)
+        self.audit.record_plug_ins(version, plug_ins)
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """Begin an iteration; return the groups and claims that an earlier attempt at it left."""
         self._end_journal()
         self._journal, self._submission = self._journals.open(submission), submission
         recovered = self._journal.recovered
-        self.audit.submit(submission)
+        self.audit.record_submission(submission)
         for group in recovered.groups:
             self._group(submission, group, is_restored=True)
         for claim in recovered.claims:
-            self.audit.claim(submission.version, claim)
+            self.audit.record_claim(submission.version, claim)
         return recovered.groups, recovered.claims
 
     def restored(self) -> None:
@@ -82,21 +82,21 @@ class RunRecorder:
         """Record a claim that is about to be answered."""
         journal, submission = self._current()
         journal.append_claim(claim)
-        self.audit.claim(submission.version, claim)
+        self.audit.record_claim(submission.version, claim)
 
     def completed(self, version: int) -> None:
         """Record that the trainer has trained on the whole iteration."""
         _, submission = self._current()
         num_groups = submission.plan.num_prompts
-        self.audit.complete(version, num_groups, num_groups * submission.plan.group_size)
+        self.audit.record_completion(version, num_groups, num_groups * submission.plan.group_size)
 
     def failed(self, version: int, reason: str) -> None:
         """Record that the iteration ended without an update."""
-        self.audit.fail(version, reason)
+        self.audit.record_failure(version, reason)
 
     def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None:
         """Record an evaluation. It is not journaled: after a kill it is evaluated again."""
-        self.audit.evaluate(evaluation, groups)
+        self.audit.record_evaluation(evaluation, groups)
 
     def head(self) -> tuple[str, int]:
         """Return hash and number of the audit log's last line."""
@@ -116,9 +116,9 @@ class RunRecorder:
                 EngineReport(engine=name, version=submission.version, fingerprint=fingerprint)
                 for name, fingerprint in joined.items()
             ]
-            self.audit.publish(submission.version, submission.fingerprint, reports)
+            self.audit.record_publish(submission.version, submission.fingerprint, reports)
             self._reported |= joined.keys()
-        self.audit.group(submission.version, group, is_restored)
+        self.audit.record_group(submission.version, group, is_restored)
 
     def _current(self) -> tuple[Journal, wire.Submission]:
         assert self._journal is not None

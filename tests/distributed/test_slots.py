@@ -107,7 +107,7 @@ def take_slots(folder: Path, layouts: dict[str, str]) -> dict[str, Any]:
             for schedule in (start_at_once, wait_for_all):
                 with rollouts_of(session, sidecar, schedule).iteration(IDENTITY) as slots:
                     for update in range(2):
-                        of_update = slots.of_update(update)
+                        of_update = slots.select_update(update)
                         of_update.wait_for_first()
                         batches += [(batch.replica, batch.index, tensors(batch)) for batch in of_update]
                 assert [thread.name for thread in threading.enumerate()].count("slots") == 0
@@ -163,9 +163,9 @@ def meet_faults(folder: Path) -> dict[str, str]:
         for name, sidecar in faults.items():
             try:
                 with rollouts_of(session, sidecar).iteration(IDENTITY) as slots:
-                    for batch in slots.of_update(0):
+                    for batch in slots.select_update(0):
                         seen[name] = f"given slot {batch.index}"
-                    list(slots.of_update(1))
+                    list(slots.select_update(1))
             except (RolloutError, SlotRefused) as error:
                 seen[name] = f"{type(error).__name__}: {error}"
             seen[f"{name} asked"] = str(len(sidecar.asked))

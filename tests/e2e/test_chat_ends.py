@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.shared.weights.ends import read_ends
+from megatron_rl.shared.weights.end_tokens import read_end_tokens
 from tests import chat_models
 from tests.e2e import loop
 
@@ -56,14 +56,14 @@ def test_demonstrations_teach_the_end_of_a_turn_and_grpo_stops_there(tmp_path):
     assert before < 0.05
     assert after > 0.5
     # Other software stops there too.
-    assert read_ends(model) == [TEXT]
+    assert read_end_tokens(model) == [TEXT]
     assert transformers.GenerationConfig.from_pretrained(taught).eos_token_id == [TEXT, TURN]
 
     words = ["convert", "--load", tmp_path / "save", "--hf-model", model, "--save-hf", tmp_path / "converted"]
     convert = f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))"
     with loop.running(tmp_path / "convert", 1, [], {0: convert}) as ranks:
         assert ranks.wait() == [0], ranks.text()
-    assert read_ends(tmp_path / "converted") == [TEXT, TURN]
+    assert read_end_tokens(tmp_path / "converted") == [TEXT, TURN]
 
     for name, start in (
         ("checkpoint", {"hf_model": model, "load": tmp_path / "save", "finetune": True}),
@@ -79,4 +79,4 @@ def test_demonstrations_teach_the_end_of_a_turn_and_grpo_stops_there(tmp_path):
         expected, count = ([TURN], 1) if name == "checkpoint" else ([], 0)
         assert text.count(NOTE) == count
         assert read_sampling(run / "run") == [expected] * 3
-        assert read_ends(run / "hf" / "iter_0000001") == [TEXT, TURN]
+        assert read_end_tokens(run / "hf" / "iter_0000001") == [TEXT, TURN]

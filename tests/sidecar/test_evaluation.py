@@ -291,7 +291,7 @@ def test_an_evaluation_is_in_the_audit_log_and_of_the_version_that_was_published
         await service.evaluate(evaluation())
         groups = decoded(await service.evaluated(0, 10)).groups
         rewards = [response.reward for group in groups for response in group.responses]
-        recorder.audit.evaluate(evaluation(1), groups)
+        recorder.audit.record_evaluation(evaluation(1), groups)
         await service.close()
         recorder.close()
         report = verify(tmp_path)

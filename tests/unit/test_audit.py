@@ -46,16 +46,20 @@ def held(engine: str, version: int, fingerprint: str, mean: float = 1e-6) -> Eng
 def run_iteration(log: AuditLog, submission: Submission, order: list[int]) -> None:
     """Record a whole iteration, as the service does; its groups finish in this order."""
     version, plan = submission.version, submission.plan
-    log.publish(version, submission.fingerprint, [held(engine, version, submission.fingerprint) for engine in ENGINES])
-    log.submit(submission)
-    iteration = Iteration(submission, lambda group: log.group(version, group), lambda claim: log.claim(version, claim))
+    log.record_publish(
+        version, submission.fingerprint, [held(engine, version, submission.fingerprint) for engine in ENGINES]
+    )
+    log.record_submission(submission)
+    iteration = Iteration(
+        submission, lambda group: log.record_group(version, group), lambda claim: log.record_claim(version, claim)
+    )
     slots = itertools.product(range(plan.num_replicas), range(iteration.division.slots_per_replica))
     for replica, index in slots:
         iteration.claim(replica, index)
     for prompt in order:
         iteration.finished(make_group(submission, prompt, engine=ENGINES[prompt % 2]))
     assert iteration.is_claimed
-    log.complete(version, plan.num_prompts, plan.num_prompts * plan.group_size)
+    log.record_completion(version, plan.num_prompts, plan.num_prompts * plan.group_size)
 
 
 def write_log(path: Path, plan: Plan | None = None, versions: tuple[int, ...] = (3, 4)) -> str:
@@ -278,7 +282,7 @@ def test_a_failed_proof_and_a_mismatch_above_its_bound_are_breaches(path: Path) 
     with AuditLog(path, "run") as log:
         submission = make_submission(make_plan(num_prompts=2))
         run_iteration(log, submission, [0, 1])
-        log.not_proven(4, FINGERPRINT, "engine-1", "engine engine-1: 1 tensors are held with other numbers")
+        log.record_refusal(4, FINGERPRINT, "engine-1", "engine engine-1: 1 tensors are held with other numbers")
     assert names(verify(path)) == {BreachName.NOT_PROVEN}
     path.unlink()
     for mean, bound, found in (
@@ -288,9 +292,9 @@ def test_a_failed_proof_and_a_mismatch_above_its_bound_are_breaches(path: Path) 
         (math.nan, 5e-3, {BreachName.MISMATCH}),
     ):
         with AuditLog(path, "run") as log:
-            log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT)])
-            log.submit(submission)
-            log.mismatch(3, Mismatch(mean=mean, largest=4 * mean, bound=bound))
+            log.record_publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT)])
+            log.record_submission(submission)
+            log.record_mismatch(3, Mismatch(mean=mean, largest=4 * mean, bound=bound))
         assert names(verify(path)) == found
         path.unlink()
 
@@ -298,7 +302,9 @@ def test_a_failed_proof_and_a_mismatch_above_its_bound_are_breaches(path: Path) 
 def test_the_audit_counts_how_engines_proved_their_weights(path: Path) -> None:
     other = EngineReport(engine="engine-2", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
     with AuditLog(path, "run") as log:
-        log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT, 2e-5), held("engine-1", 3, FINGERPRINT), other])
+        log.record_publish(
+            3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT, 2e-5), held("engine-1", 3, FINGERPRINT), other]
+        )
     proofs = verify(path).proofs
     assert (proofs.num_reports, proofs.num_whole, proofs.num_probed, proofs.furthest) == (3, 2, 2, 2e-5)
 
@@ -308,8 +314,8 @@ def test_parameters_that_are_not_compared_are_a_breach_unless_the_weaker_proof_i
     few = EngineReport(engine="engine-1", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
     for proof, found, num_weaker in (("digests", {BreachName.NOT_COMPARED}, 0), ("probe", set(), 1), (None, set(), 0)):
         with AuditLog(path, "run") as log:
-            log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT), few], proof)
-            log.submit(submission)
+            log.record_publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT), few], proof)
+            log.record_submission(submission)
         report = verify(path)
         assert names(report) == found
         assert [item.compared for item in report.iterations] == [(3, 9)]
@@ -322,7 +328,7 @@ def test_a_probe_without_a_bound_is_written_and_read(path: Path) -> None:
     assert report.probe is not None
     unbounded = msgspec.structs.replace(report, probe=msgspec.structs.replace(report.probe, mean=7.0, bound=math.inf))
     with AuditLog(path, "run") as log:
-        log.publish(3, FINGERPRINT, [unbounded])
+        log.record_publish(3, FINGERPRINT, [unbounded])
     assert names(verify(path)) == set()
     assert verify(path).proofs.furthest == 7.0
 
@@ -381,24 +387,24 @@ def test_a_log_continues_after_a_restart_and_an_attempt_begins_again(path: Path)
     submission = make_submission(make_plan(num_prompts=2))
     group = make_group(submission, 1)
     with AuditLog(path, "run") as log:
-        log.publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT)])
-        log.submit(submission)
-        log.group(3, group)
+        log.record_publish(3, FINGERPRINT, [held("engine-0", 3, FINGERPRINT)])
+        log.record_submission(submission)
+        log.record_group(3, group)
     with AuditLog(path, "run") as log:
-        log.publish(3, FINGERPRINT, [held("engine-1", 3, FINGERPRINT)])
-        log.submit(submission)
-        iteration = Iteration(submission, record_claim=lambda claim: log.claim(3, claim))
-        log.group(3, group, is_restored=True)
+        log.record_publish(3, FINGERPRINT, [held("engine-1", 3, FINGERPRINT)])
+        log.record_submission(submission)
+        iteration = Iteration(submission, record_claim=lambda claim: log.record_claim(3, claim))
+        log.record_group(3, group, is_restored=True)
         iteration.restore([group], [])
-        log.publish(3, FINGERPRINT, [held("engine-2", 3, FINGERPRINT)])
-        log.group(3, make_group(submission, 0, engine="engine-2"))
+        log.record_publish(3, FINGERPRINT, [held("engine-2", 3, FINGERPRINT)])
+        log.record_group(3, make_group(submission, 0, engine="engine-2"))
         iteration.finished(make_group(submission, 0))
         assert iteration.claim(0, 0)
         assert iteration.claim(1, 0)
-        log.complete(3, 2, 8)
-        log.publish(4, FINGERPRINT, [held("engine-0", 4, FINGERPRINT)])
-        log.submit(make_submission(make_plan(num_prompts=2), version=4))
-        log.fail(4, "x" * 1000)
+        log.record_completion(3, 2, 8)
+        log.record_publish(4, FINGERPRINT, [held("engine-0", 4, FINGERPRINT)])
+        log.record_submission(make_submission(make_plan(num_prompts=2), version=4))
+        log.record_failure(4, "x" * 1000)
     report = verify(path)
     assert report.breaches == []
     assert report.num_starts == 2
@@ -440,7 +446,7 @@ def test_a_log_has_one_writer(path: Path) -> None:
 
 def test_a_line_longer_than_what_is_read_at_once_is_continued(path: Path) -> None:
     with AuditLog(path, "run") as log:
-        log.submit(make_submission(make_plan(num_prompts=4096)))
+        log.record_submission(make_submission(make_plan(num_prompts=4096)))
         head = log.head
     assert path.stat().st_size > 200_000
     with AuditLog(path, "run"):
@@ -465,7 +471,7 @@ def test_kill_9_in_the_middle_of_writing_leaves_a_log_that_can_be_continued(path
             submission = make_submission(make_plan(num_prompts=4096))
             log = AuditLog(Path({str(path)!r}), "run")
             for version in range(4096):
-                log.submit(submission)
+                log.record_submission(submission)
                 print(version)
             """,
             random_number,

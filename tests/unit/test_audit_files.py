@@ -115,7 +115,7 @@ def test_a_file_that_a_kill_left_begun_is_taken_up_again(path: Path, keep: int) 
 
 def test_a_log_that_is_open_is_locked_whichever_file_is_written_to(path: Path) -> None:
     with AuditLog(path, "run", max_bytes=1) as log:
-        log.fail(1, "reason")
+        log.record_failure(1, "reason")
         with pytest.raises(FileInUse):
             AuditLog(path, "run")
         assert len(find_existing_files(path)) > 1

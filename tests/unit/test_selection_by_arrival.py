@@ -82,17 +82,19 @@ def write_log(path: Path, submissions: list[Submission], last_prompts: list[int]
         for submission in submissions:
             version, plan = submission.version, submission.plan
             report = EngineReport(engine="engine-0", version=version, fingerprint=submission.fingerprint)
-            log.publish(version, submission.fingerprint, [report])
-            log.submit(submission)
+            log.record_publish(version, submission.fingerprint, [report])
+            log.record_submission(submission)
             made: list[Claim] = []
-            iteration = Iteration(submission, lambda group, version=version: log.group(version, group), made.append)
+            iteration = Iteration(
+                submission, lambda group, version=version: log.record_group(version, group), made.append
+            )
             play(iteration, [True] * len(submission.prompts), random.Random(version))
             trained(iteration)
             if last_prompts is not None:
                 made[-1] = msgspec.structs.replace(made[-1], prompts=last_prompts)
             for claim in made:
-                log.claim(version, claim)
-            log.complete(version, plan.num_prompts, plan.num_prompts * plan.group_size)
+                log.record_claim(version, claim)
+            log.record_completion(version, plan.num_prompts, plan.num_prompts * plan.group_size)
             put_off.append(iteration.census().put_off)
     return put_off
 
@@ -163,8 +165,8 @@ def test_an_iteration_that_begins_again_puts_off_what_its_last_attempt_puts_off(
     (before, *_) = write_log(tmp_path / "a.jsonl", [first, second])
     with AuditLog(tmp_path / "a.jsonl", "run") as log:
         report = EngineReport(engine="engine-0", version=1, fingerprint=second.fingerprint)
-        log.publish(1, second.fingerprint, [report])
-        log.submit(second)
+        log.record_publish(1, second.fingerprint, [report])
+        log.record_submission(second)
     found = verify(tmp_path / "a.jsonl").put_off
     assert found is not None
     assert [(one.version, one.prompt) for one in found] == [(0, prompt) for prompt in before]
@@ -237,9 +239,9 @@ def test_the_audit_allows_as_many_groups_to_be_cut_off_as_the_plan(
     submission = make_submission(plan)
     with AuditLog(tmp_path / "log.jsonl", "run") as log:
         report = EngineReport(engine="engine-0", version=3, fingerprint=submission.fingerprint)
-        log.publish(3, submission.fingerprint, [report])
-        log.submit(submission)
+        log.record_publish(3, submission.fingerprint, [report])
+        log.record_submission(submission)
         for prompt in range(num_cut):
-            log.group(3, make_cut(submission, prompt, num_tokens))
+            log.record_group(3, make_cut(submission, prompt, num_tokens))
     breaches = verify(tmp_path / "log.jsonl").breaches
     assert [str(breach.name) for breach in breaches] == ["response cut off"] * num_breaches

@@ -189,19 +189,19 @@ def write_log(
     version, plan, made, finished = submission.version, submission.plan, [], []
     with AuditLog(path, "run") as log:
         report = EngineReport(engine="engine-0", version=version, fingerprint=submission.fingerprint)
-        log.publish(version, submission.fingerprint, [report])
-        log.submit(submission)
+        log.record_publish(version, submission.fingerprint, [report])
+        log.record_submission(submission)
 
         def claim(one: Claim) -> None:
             made.append(one)
-            log.claim(version, one if claims is None else claims[len(made) - 1])
+            log.record_claim(version, one if claims is None else claims[len(made) - 1])
 
         iteration = Iteration(
-            submission, lambda group: (finished.append(group.prompt.index), log.group(version, group)), claim
+            submission, lambda group: (finished.append(group.prompt.index), log.record_group(version, group)), claim
         )
         play(iteration, signals, random.Random(seed))
         trained(iteration)
-        log.complete(version, plan.num_prompts, plan.num_prompts * plan.group_size)
+        log.record_completion(version, plan.num_prompts, plan.num_prompts * plan.group_size)
     return made, finished
 
 
@@ -262,12 +262,12 @@ def test_groups_are_chosen_by_the_named_reward_in_the_iteration_and_in_its_audit
     submission = make_submission(plan)
     log = AuditLog(tmp_path / FILE_NAME, submission.run)
     report = EngineReport(engine="engine-0", version=submission.version, fingerprint=submission.fingerprint)
-    log.publish(submission.version, submission.fingerprint, [report])
-    log.submit(submission)
+    log.record_publish(submission.version, submission.fingerprint, [report])
+    log.record_submission(submission)
     iteration = Iteration(
         submission,
-        lambda group: log.group(submission.version, group),
-        lambda claim: log.claim(submission.version, claim),
+        lambda group: log.record_group(submission.version, group),
+        lambda claim: log.record_claim(submission.version, claim),
     )
     for prompt in range(6):
         group = make_group(submission, prompt)
@@ -278,7 +278,7 @@ def test_groups_are_chosen_by_the_named_reward_in_the_iteration_and_in_its_audit
     for index in range(4):
         iteration.claim(0, index)
     iteration.complete()
-    log.complete(submission.version, 4, 16)
+    log.record_completion(submission.version, 4, 16)
     log.close()
     assert sorted(prompt for claim in iteration.claims for prompt in claim.prompts) == [1, 2, 4, 5]
     assert iteration.census().num_without_signal == 2

@@ -78,7 +78,7 @@ def test_a_rank_asks_for_slots_in_order_and_one_ahead():
     source = Source()
     source.let_go[0].set()
     slots = slots_of(source.fetch)
-    updates = iter(slots.of_update(0))
+    updates = iter(slots.select_update(0))
     assert source.asked == []
     assert next(updates).index == 0
     until(lambda: source.asked == [0, 1])
@@ -86,7 +86,7 @@ def test_a_rank_asks_for_slots_in_order_and_one_ahead():
     assert source.asked == [0, 1]
     for event in source.let_go:
         event.set()
-    assert [batch.index for batch in (*updates, *slots.of_update(1))] == [1, 2, 3]
+    assert [batch.index for batch in (*updates, *slots.select_update(1))] == [1, 2, 3]
     assert source.asked == [0, 1, 2, 3]
 
 
@@ -95,7 +95,7 @@ def test_a_batch_is_made_once_for_all_passes():
     for event in source.let_go:
         event.set()
     slots = slots_of(source.fetch)
-    one, other = list(slots.of_update(1)), list(slots.after(0))
+    one, other = list(slots.select_update(1)), list(slots.select_after(0))
     assert [a is b for a, b in zip(one, other, strict=True)] == [True, True]
     assert sorted(source.asked) == [0, 1, 2, 3]
 
@@ -129,7 +129,7 @@ def test_a_fault_of_the_service_is_raised_where_the_batch_is_wanted():
         raise MegatronRLError("iteration 3 failed: an engine is lost")
 
     with pytest.raises(MegatronRLError, match="an engine is lost"):
-        next(iter(slots_of(fails).of_update(0)))
+        next(iter(slots_of(fails).select_update(0)))
 
 
 @pytest.mark.parametrize(
@@ -239,13 +239,13 @@ def test_a_batch_is_on_the_device_while_it_is_used_and_one_ahead(num_updates, nu
             slots.wait_for_all()
             assert device.num_moved == 0
         for update in range(num_updates):
-            of_update = slots.of_update(update)
+            of_update = slots.select_update(update)
             of_update.wait_for_first()
             for batch in of_update:
                 assert batch.num_responses == 4
             del batch
-            assert [one.num_targets for one in of_update.contents] == [16] * len(of_update)
-        assert [part.prompt_index for one in slots.of_all() for part in one.parts] == sorted([*range(12)] * 2)
+            assert [one.num_targets for one in of_update.facts] == [16] * len(of_update)
+        assert [part.prompt_index for one in slots.list_facts() for part in one.parts] == sorted([*range(12)] * 2)
         slots.finish()
     assert device.num_moved == 12
     assert device.most <= 3
@@ -256,8 +256,10 @@ def test_a_pass_of_its_own_makes_the_same_batches_again_and_keeps_none():
     device = OnDevice()
     with device.counted():
         slots = ready_slots(12, 2)
-        passes = [[batch.pack.tokens_T.tolist() for batch in of] for of in (slots.of_update(0), slots.after(0))]
-        of_update = slots.of_update(1)
+        passes = [
+            [batch.pack.tokens_T.tolist() for batch in of] for of in (slots.select_update(0), slots.select_after(0))
+        ]
+        of_update = slots.select_update(1)
         passes += [[batch.pack.tokens_T.tolist() for batch in of_update] for _ in range(2)]
         slots.finish()
     assert passes[1] == passes[2] == passes[3]
@@ -271,7 +273,7 @@ def test_a_batch_stays_on_the_device_until_the_last_chunk_has_had_it():
     device = OnDevice()
     with device.counted():
         slots = ready_slots(12, 1)
-        of_update = slots.of_update(0)
+        of_update = slots.select_update(0)
         first, second = iter(of_update), iter(of_update)
         for _ in range(3):
             given = [next(first).index for _ in range(4)], [next(second).index for _ in range(4)]

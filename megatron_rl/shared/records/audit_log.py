@@ -314,22 +314,22 @@ class AuditLog:
         """Number of the last line."""
         return self._seq - 1
 
-    def publish(
+    def record_publish(
         self, version: int, fingerprint: str, reports: Iterable[EngineReport], proof: Proof | None = None
     ) -> None:
         """Record that these engines hold a version."""
         self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports), proof=proof))
 
-    def not_proven(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
+    def record_refusal(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
         """Record that an engine does not hold the weights that it reports."""
         self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
 
-    def mismatch(self, version: int, mismatch: Mismatch) -> None:
+    def record_mismatch(self, version: int, mismatch: Mismatch) -> None:
         """Record the mismatch that the trainer measured in an iteration."""
         mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
         self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
 
-    def submit(self, submission: Submission) -> None:
+    def record_submission(self, submission: Submission) -> None:
         """Record that an iteration begins. After a restart, call `group` and `claim` for all that was restored."""
         self._append(
             Submit(
@@ -345,7 +345,7 @@ class AuditLog:
             )
         )
 
-    def group(self, version: int, group: Group, is_restored: bool = False) -> None:
+    def record_group(self, version: int, group: Group, is_restored: bool = False) -> None:
         """Record that a group was taken into the iteration."""
         responses = [
             ResponseRecord(
@@ -372,23 +372,23 @@ class AuditLog:
             )
         )
 
-    def claim(self, version: int, claim: Claim) -> None:
+    def record_claim(self, version: int, claim: Claim) -> None:
         """Record a claim, before it is answered."""
         self._append(SlotClaimed(version=version, replica=claim.replica, index=claim.index, prompts=claim.prompts))
 
-    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
+    def record_plug_ins(self, version: int, plug_ins: Mapping[str, str]) -> None:
         """Record the user's own functions that the trainer has trained with."""
         self._append(TrainedWith(version=version, sha256=dict(plug_ins)))
 
-    def complete(self, version: int, num_groups: int, num_responses: int) -> None:
+    def record_completion(self, version: int, num_groups: int, num_responses: int) -> None:
         """Record the numbers of groups and responses that the trainer reports to have trained on."""
         self._append(Complete(version=version, num_groups=num_groups, num_responses=num_responses))
 
-    def fail(self, version: int, reason: str) -> None:
+    def record_failure(self, version: int, reason: str) -> None:
         """Record an iteration without an update. The reason is cut short, to keep texts of the data out of the log."""
         self._append(Fail(version=version, reason=reason[:200]))
 
-    def evaluate(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
+    def record_evaluation(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
         """Record an evaluation that has ended."""
         rewards = [response.reward for group in groups for response in group.responses]
         self._append(

@@ -16,7 +16,7 @@ from megatron_rl.trainer.data.packing import Pack, Tokens, pack_groups, separate
 
 
 @dataclasses.dataclass(frozen=True)
-class Contents:
+class BatchFacts:
     """The facts of a batch that outlive its tensors."""
 
     num_tokens: int
@@ -52,8 +52,8 @@ class Batch:
         return len(self.engine_log_probs_N)
 
     @property
-    def contents(self) -> Contents:
-        return Contents(self.pack.num_tokens, self.num_targets, self.num_responses, self.parts)
+    def facts(self) -> BatchFacts:
+        return BatchFacts(self.pack.num_tokens, self.num_targets, self.num_responses, self.parts)
 
     def copy_to_device(self, copier: DeviceCopier) -> "Batch":
         """Begin to copy the batch to the device, and return it as it will be there."""

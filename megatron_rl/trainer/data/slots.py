@@ -24,7 +24,7 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
 from megatron_rl.shared.protocol.wire import Slot
-from megatron_rl.trainer.data.batch import Batch, Batcher, Contents
+from megatron_rl.trainer.data.batch import Batch, Batcher, BatchFacts
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 
 FetchSlot = Callable[[int], Slot]
@@ -80,7 +80,7 @@ class IterationSlots:
         self._made: dict[int, Future[Batch]] = {}
         """Batches that a pass has asked for or will ask for next."""
         self._alive: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
-        self._contents: dict[int, Contents] = {}
+        self._facts: dict[int, BatchFacts] = {}
         self._fetching.start()
 
     def __len__(self) -> int:
@@ -102,22 +102,18 @@ class IterationSlots:
         with self._changed:
             self._made.pop(index, None)
 
-    def of_update(self, update: int) -> "UpdateSlots":
+    def select_update(self, update: int) -> "UpdateSlots":
         """Return the slots of one update."""
         first = update * self.division.slots_per_update
         return UpdateSlots(self, range(first, first + self.division.slots_per_update))
 
-    def after(self, update: int) -> "UpdateSlots":
+    def select_after(self, update: int) -> "UpdateSlots":
         """Return the slots of all later updates."""
         return UpdateSlots(self, range((update + 1) * self.division.slots_per_update, len(self)))
 
-    def of_all(self) -> list[Contents]:
-        """Return the contents of the batches of all updates, each of which must have been made."""
-        return self.contents(range(len(self)))
-
-    def contents(self, indices: range) -> list[Contents]:
-        """Return the contents of these batches, each of which must have been made."""
-        return [self._contents[index] for index in indices]
+    def list_facts(self, indices: range | None = None) -> list[BatchFacts]:
+        """Return the facts of these batches, or else of all; each must have been made."""
+        return [self._facts[index] for index in (range(len(self)) if indices is None else indices)]
 
     def wait_for_all(self) -> None:
         """Wait until every slot has arrived."""
@@ -199,7 +195,7 @@ class IterationSlots:
             batch = self._batcher.batch(self._slots[index].result()).copy_to_device(self._copier)
             with self._changed:
                 self._alive[index] = batch
-                self._contents[index] = batch.contents
+                self._facts[index] = batch.facts
             made.set_result(batch)
         except BaseException as error:
             made.set_exception(error)
@@ -223,9 +219,9 @@ class UpdateSlots:
         return self._pass()
 
     @property
-    def contents(self) -> list[Contents]:
-        """Contents of the batches, each of which must have been made."""
-        return self._slots.contents(self.indices)
+    def facts(self) -> list[BatchFacts]:
+        """Facts of the batches, each of which must have been made."""
+        return self._slots.list_facts(self.indices)
 
     def wait_for_first(self) -> None:
         """Wait for the first slot before the schedule starts, so that no rank waits for this one in a collective."""

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.shared.protocol.wire import JSON, Prompt, encode_tokens
-from megatron_rl.shared.weights.ends import read_ends
+from megatron_rl.shared.weights.end_tokens import read_end_tokens
 from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row
 
 _ROWS_AT_A_TIME = 1024
@@ -86,7 +86,7 @@ class PromptTokenizer:
         If there are any, add a note.
         """
         end = self.end_of_turn if any(not isinstance(text, str) for text in texts) else None
-        if end is None or end in (listed := read_ends(self.folder)):
+        if end is None or end in (listed := read_end_tokens(self.folder)):
             return []
         known = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in listed) or "none"
         notes.append(

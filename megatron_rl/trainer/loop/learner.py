@@ -13,7 +13,7 @@ from megatron_rl.algorithm.objective import Objective, Statistics, combine_stati
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.trainer.data.slots import IterationSlots
-from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, measure_contents
+from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, measure_batches
 from megatron_rl.trainer.loop.mismatch import MismatchBeyond, ReplicaMismatch, combine_parts
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.auxiliary import take_losses
@@ -76,14 +76,14 @@ class Learner:
             log_probs: dict[int, np.ndarray] = {}
             if is_reporter():
                 log_probs = {slot: kept_N.float().cpu().numpy() for slot, kept_N in self._kept.items()}
-                measures.merge(measure_contents(slots.of_all()))
+                measures.merge(measure_batches(slots.list_facts()))
                 sums, maxima = combine_statistics(statistics)
                 measures.merge(Measures(sums=sums, largest=maxima))
-            return Learned(updates, measures, combine_parts(parts, mismatch_bound), slots.of_all(), log_probs)
+            return Learned(updates, measures, combine_parts(parts, mismatch_bound), slots.list_facts(), log_probs)
 
     def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
         """Add the gradient of the update's losses, summed over all replicas, to every `main_grad`."""
-        micro_batches = slots.of_update(update)
+        micro_batches = slots.select_update(update)
         micro_batches.wait_for_first()
         with self._timeline.part("schedule"):
             policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
@@ -98,7 +98,9 @@ class Learner:
             return copy_to_host([report["statistics"] for report in reports])
 
     def _step(self, slots: IterationSlots, update: int, of_update: list[Statistics]) -> UpdateOutcome:
-        shares = [self._objective.share(one.num_targets, one.num_responses) for one in slots.of_update(update).contents]
+        shares = [
+            self._objective.share(one.num_targets, one.num_responses) for one in slots.select_update(update).facts
+        ]
         denominator = sum_over_replicas(self._session, sum(shares))
         if self._is_divided:
             denominator *= self._compute_deviation(of_update)

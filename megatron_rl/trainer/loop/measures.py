@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
 from megatron_rl.shared.protocol.wire import GroupPart, Mismatch
-from megatron_rl.trainer.data.batch import Contents
+from megatron_rl.trainer.data.batch import BatchFacts
 
 
 class Measures(msgspec.Struct):
@@ -39,14 +39,14 @@ class Measures(msgspec.Struct):
             self.largest[name] = value if value != value else max(known, value)
 
 
-def measure_contents(of_slots: Iterable[Contents]) -> Measures:
-    """Measure the contents of a replica's slots."""
+def measure_batches(batches: Iterable[BatchFacts]) -> Measures:
+    """Measure the batches of a replica."""
     measures = Measures()
-    for contents in of_slots:
-        measures.add("tokens.computed", contents.num_tokens)
+    for batch in batches:
+        measures.add("tokens.computed", batch.num_tokens)
         measures.add("micro_batches", 1)
-        measures.bound("micro_batch", contents.num_tokens)
-        for part in contents.parts:
+        measures.bound("micro_batch", batch.num_tokens)
+        for part in batch.parts:
             _add_part(measures, part)
     return measures
 
@@ -96,8 +96,8 @@ class Learned:
     """Measures of this rank's replica, on the replica's reporting rank; each rank has its part of auxiliary losses."""
     mismatch: Mismatch = NOTHING_SAMPLED
     """Difference from the engines' log-probs over all replicas' tokens; the same on every rank."""
-    contents: Sequence[Contents] = ()
-    """Contents of the replica's slots, in their order."""
+    batches: Sequence[BatchFacts] = ()
+    """Facts of the replica's batches, in the order of their slots."""
     log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     """Log-probs of the targets of the first slots, by slot: the trainer's, under the policy that sampled.
 

@@ -25,7 +25,7 @@ from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.group_maker import build_decoder
-from megatron_rl.trainer.data.batch import Contents
+from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.loop.equal_rewards import EqualRewards
 from megatron_rl.trainer.loop.mismatch import find_warning_bound
 from megatron_rl.trainer.loop.rank import Rank
@@ -57,11 +57,12 @@ class Reporter:
         """Write some of the responses of an evaluation."""
 
     def iteration(
-        self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
+        self, version: int, metrics: dict[str, Any], batches: Sequence[BatchFacts], log_probs: Mapping[int, np.ndarray]
     ) -> None:
         """Report a finished iteration.
 
-        `contents` are those of the slots of this rank's replica; `log_probs` are the trainer's, for some slots.
+        `batches` are those of this rank's replica, in the order of slots. `log_probs` are the trainer's, for some of
+        them.
         """
         self.write(version, metrics)
 
@@ -151,10 +152,10 @@ class SamplesReporter(MetricsReporter):
         self._samples.close()
 
     def iteration(
-        self, version: int, metrics: dict[str, Any], contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]
+        self, version: int, metrics: dict[str, Any], batches: Sequence[BatchFacts], log_probs: Mapping[int, np.ndarray]
     ) -> None:
         self._warn(metrics)
-        self._write_samples(version, contents, log_probs)
+        self._write_samples(version, batches, log_probs)
         self.write(version, metrics)
 
     def evaluation(self, version: int, groups: Sequence[Group]) -> None:
@@ -181,11 +182,11 @@ class SamplesReporter(MetricsReporter):
         if text is not None:
             self._progress.say(text)
 
-    def _write_samples(self, version: int, contents: Sequence[Contents], log_probs: Mapping[int, np.ndarray]) -> None:
+    def _write_samples(self, version: int, batches: Sequence[BatchFacts], log_probs: Mapping[int, np.ndarray]) -> None:
         parts = (
             (part, of_part)
-            for slot, of_slot in enumerate(contents)
-            for part, of_part in _divide_log_probs(of_slot.parts, log_probs.get(slot))
+            for slot, batch in enumerate(batches)
+            for part, of_part in _divide_log_probs(batch.parts, log_probs.get(slot))
         )
         # A group may be split over several slots, one after the other.
         for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):

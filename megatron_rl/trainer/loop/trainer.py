@@ -129,7 +129,7 @@ class Trainer:
                 metrics = {**_name(identity), **self._stage.describe(learned, measures), **evaluation}
                 metrics["time"] = self._take_times(measures) | metrics.get("time", {})
                 kept = {slot: kept_N for _, _, of_rank in handed_in for slot, kept_N in of_rank.items()}
-                log.reporter.iteration(version, metrics, learned.contents, kept)
+                log.reporter.iteration(version, metrics, learned.batches, kept)
             return any(is_over for _, is_over, _ in handed_in)
 
     def _take_times(self, measures: Measures) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import arrival, files
 from megatron_rl.shared.weights.arrival import Counter
 from megatron_rl.shared.weights.device_weights import DeviceWeights
-from megatron_rl.shared.weights.ends import add_ends
+from megatron_rl.shared.weights.end_tokens import add_end_tokens
 from megatron_rl.shared.weights.families import derive_config
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint
@@ -91,7 +91,7 @@ class ModelWeights:
         def put_in_place() -> None:
             with room_checked(staged):
                 self._describe(staged, plan, source, dtype)
-                add_ends(staged, ends)
+                add_end_tokens(staged, ends)
             files.put_in_place(staged, folder)
 
         session.run_or_raise_everywhere(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)

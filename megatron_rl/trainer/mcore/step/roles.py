@@ -98,7 +98,7 @@ class SeparateRoles:
         return RoleAssignment(old=old, reference=reference, known=known)
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
-        later = slots.after(0)
+        later = slots.select_after(0)
         later.wait_for_first()
         self._old = self._log_probs(self._policy, later, "old")
 

@@ -10,7 +10,7 @@ import transformers
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights.ends import add_ends, read_ends
+from megatron_rl.shared.weights.end_tokens import add_end_tokens, read_end_tokens
 from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import load_prompts
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
@@ -128,15 +128,15 @@ def test_an_end_of_a_turn_that_the_models_files_do_not_list_is_noted_once_and_as
 
 def test_ends_are_added_to_what_a_folder_lists(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5, "bos_token_id": 3, "vocab_size": 9}))
-    add_ends(tmp_path, [5])
+    add_end_tokens(tmp_path, [5])
     assert not (tmp_path / "generation_config.json").exists()
-    add_ends(tmp_path, [7])
+    add_end_tokens(tmp_path, [7])
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 3, "eos_token_id": [5, 7]}
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.8, "eos_token_id": 6}))
-    add_ends(tmp_path, [7, 6])
+    add_end_tokens(tmp_path, [7, 6])
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"top_p": 0.8, "eos_token_id": [6, 5, 7]}
-    assert read_ends(tmp_path) == [6, 5, 7]
+    assert read_end_tokens(tmp_path) == [6, 5, 7]
     assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == [6, 5, 7]
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(InputError, match="generation_config.json is not JSON"):
-        read_ends(tmp_path)
+        read_end_tokens(tmp_path)

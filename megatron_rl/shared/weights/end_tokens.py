@@ -11,7 +11,7 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _KEY = "eos_token_id"
 
 
-def read_ends(folder: Path) -> list[int]:
+def read_end_tokens(folder: Path) -> list[int]:
     """Return the tokens that the folder's generation_config.json and config.json list as ends of a response."""
     config = _read(folder / _CONFIG)
     values = (_read(folder / _GENERATION).get(_KEY), config.get(_KEY), config.get("text_config", {}).get(_KEY))
@@ -19,9 +19,9 @@ def read_ends(folder: Path) -> list[int]:
     return list(dict.fromkeys(token for tokens in listed for token in tokens))
 
 
-def add_ends(folder: Path, ends: Iterable[int]) -> None:
+def add_end_tokens(folder: Path, ends: Iterable[int]) -> None:
     """Add these tokens to the ends of a response in the folder's generation_config.json."""
-    known = read_ends(folder)
+    known = read_end_tokens(folder)
     missing = [token for token in ends if token not in known]
     if not missing:
         return
