@@ -12,10 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import LOG_FILES, LocalLauncher, Log, ProcessSpec
 from megatron_rl.sidecar.supervisor import SupervisorConfig
-from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec, run_folder
+from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
+from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec, run_folder
 
 CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
 
@@ -232,6 +234,35 @@ def test_an_engine_on_a_gpu_reads_how_much_memory_remains_if_an_earlier_one_meas
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "0")
     spec = make_process_spec(config, "engine-0", run_folder(), Path("log"))
     assert spec.environment["VLLM_ENABLE_STARTUP_PLAN"] == "0", "the user decides"
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        ("cpu", "", ["--scheduler-cls", SCHEDULER]),
+        ("cuda", "--seed 1", ["--scheduler-cls", SCHEDULER]),
+        # A flag that only begins alike.
+        ("cuda", "--scheduling-policy priority", ["--scheduler-cls", SCHEDULER]),
+        ("cuda", "--scheduler-cls a.B", ["--scheduler-cls", "a.B"]),
+        ("cuda", "--scheduler_cls=a.B", ["--scheduler_cls=a.B"]),
+        ("cpu", "--seed 1 --scheduler-c a.B", ["--scheduler-c", "a.B"]),
+        ("npu", "", []),
+        ("npu", "--scheduler-cls a.B", ["--scheduler-cls", "a.B"]),
+    ],
+)
+def test_the_users_scheduler_takes_the_place_of_ours_and_the_log_says_so_once(device, flags, expected, caplog):
+    caplog.set_level("INFO")
+    rollout = RolloutConfig(vllm_args=flags, dtype="float32")
+    config = configure_server(rollout, Path("/models/qwen"), 128, device, num_threads=1)
+    for name in ("engine-0", "engine-1", "engine-0"):
+        command = make_process_spec(config, name, run_folder(), Path("log")).command
+        start = next((i for i, word in enumerate(command) if word.startswith(("--scheduler-c", "--scheduler_c"))), None)
+        found = [] if start is None else [*command[start : start + len(expected)]]
+        assert found == expected
+        assert sum(word.startswith(("--scheduler-c", "--scheduler_c")) for word in command) == min(1, len(expected))
+    said = [record.message for record in caplog.records if "scheduler" in record.message]
+    is_users = "a.B" in flags
+    assert said == ["engines use the scheduler of --rollout-vllm-args: outputs are sent as it sends them"] * is_users
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):

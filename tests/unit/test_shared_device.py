@@ -128,6 +128,7 @@ def test_the_part_travels_to_the_sidecar(tmp_path: Path, model: Path) -> None:
         ("--gpu_memory_util=0.3", True),
         ("--kv-cache-mem 8G", True),
         ("--num-gpu-blocks-override 100", True),
+        ("--served-model-name gpu -- -", False),
     ],
 )
 def test_a_users_own_division_is_recognised_however_it_is_written(words: str, is_divided: bool) -> None:

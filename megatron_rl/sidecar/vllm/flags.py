@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -61,11 +61,8 @@ def find_problems(text: str) -> Iterator[str]:
     if words and not words[0].startswith("-"):
         yield f"{FLAG} {text!r} must begin with a flag of vLLM"
     for word in words:
-        name = find_name(word)
-        # vLLM accepts a prefix of a flag, if no other flag begins with it.
-        meant = [name] if name in _SET else [known for known in _SET if name[2:] and known.startswith(name)]
-        if meant:
-            yield _describe_taken(name, meant[0])
+        if meant := _find_meant(word, _SET):
+            yield _describe_taken(_find_name(word), meant[0])
 
 
 def _describe_taken(written: str, name: str) -> str:
@@ -77,13 +74,18 @@ def _describe_taken(written: str, name: str) -> str:
     )
 
 
-def names_flag(words: Sequence[str], flag: str) -> bool:
-    """Tell whether a flag of vLLM is among the words, or a prefix of it that only it can have."""
-    names = map(find_name, words)
-    return any(name == flag or (len(name) > len(flag) - 3 and flag.startswith(name)) for name in names)
+def names_flag(words: Sequence[str], *flags: str) -> bool:
+    """Tell whether one of these flags of vLLM is among the words, in full or abbreviated."""
+    return any(_find_meant(word, flags) for word in words)
 
 
-def find_name(word: str) -> str:
+def _find_meant(word: str, flags: Collection[str]) -> list[str]:
+    """Return those of the flags that a word may mean; vLLM's parser refuses an abbreviation of several."""
+    name = _find_name(word)
+    return [name] if name in flags else [flag for flag in flags if name[2:] and flag.startswith(name)]
+
+
+def _find_name(word: str) -> str:
     """Return the flag's name as vLLM's parser spells it: with dashes, and without the text after `=` or a dot."""
     name = word.partition("=")[0].partition(".")[0]
     return name.replace("_", "-") if name.startswith("--") else name

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights.mapping import Mapping
-from megatron_rl.sidecar.vllm.flags import FLAG, find_name, split_flags
+from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
 from megatron_rl.types import Architecture
 
 FLAG_OF_SHARING = "--rollout-colocate"
@@ -98,9 +98,8 @@ class SharedDevice:
 
 
 def is_divided_by_user(vllm_args: str) -> bool:
-    """Check whether a user's flags of vLLM divide the memory; vLLM accepts a flag's beginning, too."""
-    names = [find_name(word) for word in split_flags(vllm_args) if word.startswith("--")]
-    return any(known.startswith(name) for name in names if len(name) > len("--") for known in MEMORY_FLAGS)
+    """Check whether a user's flags of vLLM divide the memory."""
+    return names_flag(split_flags(vllm_args), *MEMORY_FLAGS)
 
 
 def count_needs(

@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
+_SCHEDULER_FLAG = "--scheduler-cls"
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
 # A unix socket's path may have 107 bytes, and vLLM's own sockets in the same folder have names of 36 characters.
 _MAX_FOLDER_BYTES = 70
@@ -100,6 +101,9 @@ def configure_server(
     """Derive the configuration of a sidecar's engines from its settings."""
     length = rollout.max_model_len or seq_length
     assert length is not None
+    flags = tuple(split_flags(rollout.vllm_args))
+    if names_flag(flags, _SCHEDULER_FLAG):
+        _log.info("engines use the scheduler of %s: outputs are sent as it sends them", FLAG)
     return ServerConfig(
         model=str(model),
         max_model_len=length,
@@ -112,7 +116,7 @@ def configure_server(
         memory=memory,
         python=str(rollout.python or sys.executable),
         transport=rollout.transport,
-        flags=tuple(split_flags(rollout.vllm_args)),
+        flags=flags,
     )
 
 
@@ -148,11 +152,9 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         "--middleware", MIDDLEWARE,
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
-    if names_flag(config.flags, "--scheduler-cls"):
-        _log.info("engines use the scheduler of %s: outputs are sent as it sends them", FLAG)
-    elif config.device != "npu":
-        # vllm-ascend chooses among schedulers of its own.
-        command += ["--scheduler-cls", SCHEDULER]
+    # vllm-ascend chooses among schedulers of its own.
+    if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
+        command += [_SCHEDULER_FLAG, SCHEDULER]
     if eager:
         command.append("--enforce-eager")
     if config.device == "cpu" and config.tensor_parallel_size == 1:
