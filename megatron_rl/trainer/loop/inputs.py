@@ -54,6 +54,7 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
     """Read the prompts; raise an InputError if weights, checkpoints or the run's folder do not fit the settings."""
     rows = None if settings.run.stage == "sft" else read_prompts(settings.data)
     _check_weights(settings)
+    check_save_folder(settings)
     check_loaded_stage(settings)
     check_loaded_schedule(settings, settings.num_updates)
     _check_continuation(settings)
@@ -109,14 +110,26 @@ def _check_weights(settings: Settings) -> None:
                 checkpoint.check(Mapping(settings.architecture))
 
 
-def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
-    """Return the version and the folder of the checkpoint that the run resumes; None if it begins at version 0."""
+def check_save_folder(settings: Settings) -> None:
+    """Raise an InputError if --save holds checkpoints that this run may not replace."""
     config = settings.checkpoint
-    if config.load is None or config.finetune:
-        return None
-    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
+    folders.check_own(config.save, config.load)
+    if (loaded := _find_source(settings)) is not None:
+        version, source = loaded
+        folders.find_resumed(config.save, 0 if config.finetune else version, source)
+
+
+def _find_source(settings: Settings) -> tuple[int, Path] | None:
+    """Return the iteration and the folder of the checkpoint that the run loads; None if it loads none."""
+    config = settings.checkpoint
+    if config.load is None or (config.ckpt_step is None and not folders.holds_checkpoint(config.load)):
         return None
     return folders.find(config.load, config.ckpt_step)
+
+
+def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
+    """Return the version and the folder of the checkpoint that the run resumes; None if it begins at version 0."""
+    return None if settings.checkpoint.finetune else _find_source(settings)
 
 
 def check_loaded_stage(settings: Settings) -> None:

@@ -99,7 +99,7 @@ class Checkpointer:
     def load(self) -> Loaded | None:
         """Load the checkpoint of --load. Without one, return None and leave the state as it was built."""
         config = self._config
-        self._session.run_or_raise_everywhere(self._check_folders)
+        self._session.run_or_raise_everywhere(lambda: folders.check_own(config.save, config.load))
         if config.load is None:
             return None
         folder = config.load
@@ -110,7 +110,9 @@ class Checkpointer:
             return None
         found, source = self._session.run_or_raise_everywhere(lambda: serialization.find(folder, config.ckpt_step))
         version = 0 if config.finetune else found
-        self._loaded = self._session.run_or_raise_everywhere(lambda: self._find_resumed(version, source))
+        self._loaded = self._session.run_or_raise_everywhere(
+            lambda: folders.find_resumed(config.save, version, source)
+        )
         return self._load(version, source)
 
     def _load(self, version: int, source: Path) -> Loaded:
@@ -214,31 +216,6 @@ class Checkpointer:
         assert config.save is not None
         if self._session.rank == 0:
             folders.prune(config.save, version, config.keep_last, config.save_retain_interval)
-
-    def _check_folders(self) -> None:
-        save, load = self._config.save, self._config.load
-        if save is None or not (save / folders.TRACKER).exists():
-            return
-        if load is None or load.resolve() != save.resolve():
-            raise InputError(
-                f"--save {save} holds checkpoints already: add --load {save} to resume from them, or choose another "
-                f"folder"
-            )
-
-    def _find_resumed(self, version: int, source: Path) -> int | None:
-        """Return the version if it was loaded from the --save folder, where newer checkpoints may then be replaced."""
-        save = self._config.save
-        if save is None:
-            return None
-        if source.resolve() == folders.iteration_folder(save, version).resolve():
-            return version
-        newest = folders.latest_iteration(save)
-        if newest is not None and newest > version:
-            raise InputError(
-                f"--save {save} holds checkpoints up to iteration {newest}, and this run begins at iteration {version} "
-                f"with {source}: choose another --save"
-            )
-        return None
 
     def _check_optimizer(self, common: Mapping[str, Any], source: Path) -> None:
         if "optimizer" not in common or SAVED not in common:

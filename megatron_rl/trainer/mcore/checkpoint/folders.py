@@ -55,6 +55,35 @@ def latest_iteration(folder: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def check_own(save: Path | None, load: Path | None) -> None:
+    """Raise an InputError if `save` holds checkpoints and is not the folder that the run resumes from."""
+    if save is None or not (save / TRACKER).exists():
+        return
+    if load is None or load.resolve() != save.resolve():
+        raise InputError(
+            f"--save {save} holds checkpoints already: add --load {save} to resume from them, or choose another "
+            f"folder"
+        )
+
+
+def find_resumed(save: Path | None, version: int, source: Path) -> int | None:
+    """Return the version if it is loaded from the folder `save`, where newer checkpoints may then be replaced.
+
+    Raise an InputError if the folder has newer checkpoints and the version comes from elsewhere.
+    """
+    if save is None:
+        return None
+    if source.resolve() == iteration_folder(save, version).resolve():
+        return version
+    newest = latest_iteration(save)
+    if newest is not None and newest > version:
+        raise InputError(
+            f"--save {save} holds checkpoints up to iteration {newest}, and this run begins at iteration {version} "
+            f"with {source}: choose another --save"
+        )
+    return None
+
+
 def stage(folder: Path, iteration: int, loaded: int | None = None) -> Path:
     """Make an empty folder to write to, after removing the remains of killed runs.
 
