@@ -115,8 +115,9 @@ def test_weights_that_take_more_than_is_free_are_refused_by_their_size(tmp_path,
         write_weights(tmp_path / "it")
 
 
-def test_files_in_memory_have_all_their_pages_before_anything_is_written():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+@pytest.mark.parametrize("place", ["/dev/shm", None])
+def test_files_have_all_their_room_before_anything_is_written(place):
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         files.create(Path(folder) / "it", files.FilePlan([TensorSpec("weight", (512, 512), "float32")]))
         status = (Path(folder) / "it" / "model.safetensors").stat()
     assert status.st_blocks * 512 >= status.st_size > 512 * 512 * 4
@@ -136,10 +137,18 @@ FILLED = """
 """
 
 
-def test_weights_for_which_memory_has_no_room_end_in_an_error_and_not_in_a_signal(tmp_path):
-    mounted = "mount -t tmpfs -o size=1m none . && cd $PWD"
+MEMORY = "mount -t tmpfs -o size=1m none . && cd $PWD"
+# Another kind of file system, whose room is that of the one below it.
+DISK = (
+    f"{MEMORY} && mkdir lower upper work disk && mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work "
+    "none disk && cd disk"
+)
+
+
+@pytest.mark.parametrize("mounted", [MEMORY, DISK], ids=["memory", "disk"])
+def test_weights_for_which_there_is_no_room_end_in_an_error_and_not_in_a_signal(mounted, tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], cwd=tmp_path, capture_output=True).returncode:
-        pytest.skip("this user may not mount a folder in memory")
+        pytest.skip("this user may not mount a folder")
     script = f"{mounted} && PYTHONPATH={ROOT} exec {sys.executable} -c '{textwrap.dedent(FILLED)}'"
     ended = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1

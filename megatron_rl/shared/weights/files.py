@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError, NoRoom, find_no_room
-from megatron_rl.shared.weights.arrival import is_in_memory
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 
@@ -83,11 +82,8 @@ def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
     for file, size in plan.sizes.items():
         descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
         try:
-            if is_in_memory(folder):
-                # A page that is missing when it is written through a mapping ends the process, without an error.
-                os.posix_fallocate(descriptor, 0, size)
-            else:
-                os.truncate(descriptor, size)
+            # Room that is missing when a page is written through a mapping ends the process, without an error.
+            os.posix_fallocate(descriptor, 0, size)
             os.pwrite(descriptor, plan.headers[file], 0)
         finally:
             os.close(descriptor)
