@@ -29,21 +29,22 @@ class Shard:
     parameter: torch.Tensor
     map: ShardMap
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Fill the parameter from the checkpoint; rows that pad the vocabulary become zero."""
+    def fill(self, checkpoint: Checkpoint) -> torch.Tensor:
+        """Fill the parameter from the checkpoint; rows that pad the vocabulary become zero.
+
+        Return, as one value on the parameter's device, whether all of its numbers are finite.
+        """
         target = self.parameter.detach()
         for piece in self.map.pieces:
             source = checkpoint.tensor(piece.name).narrow(piece.dim, piece.source, piece.length)
             target.narrow(piece.dim, piece.target, piece.length).copy_(source)
         self.zero_padding()
-        # Checking the copy also finds values that its dtype cannot hold. Its extremes are enough, and cost a fraction
-        # of the copy.
-        if not _is_finite(target):
-            broken = [p.name for p in self.map.pieces if not _is_finite(target.narrow(p.dim, p.target, p.length))]
-            raise InputError(
-                f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in {target.dtype}: "
-                f"use another checkpoint, or train in the dtype in which it is stored"
-            )
+        return _are_finite(target)
+
+    def find_broken(self) -> list[str]:
+        """Return the tensors whose numbers are not all finite here."""
+        target = self.parameter.detach()
+        return [p.name for p in self.map.pieces if not _are_finite(target.narrow(p.dim, p.target, p.length))]
 
     def zero_padding(self) -> None:
         """Set entries that no piece covers to zero: the last rows, if the vocabulary is padded."""
@@ -128,8 +129,27 @@ def find_addresses(shards: Sequence[Shard]) -> list[int]:
     return [shard.parameter.data_ptr() for shard in shards]
 
 
-def _is_finite(values: torch.Tensor) -> bool:
-    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
+def load_shards(shards: Sequence[Shard], checkpoint: Checkpoint) -> None:
+    """Fill the parameters from the checkpoint; raise an InputError if a number is not finite.
+
+    Beside the copies, the host waits for the device once, whatever the number of parameters.
+    """
+    are_finite = [shard.fill(checkpoint) for shard in shards]
+    if not are_finite or torch.stack(are_finite).all():
+        return
+    shard = next(shard for shard, is_finite in zip(shards, are_finite, strict=True) if not is_finite)
+    raise InputError(
+        f"{shard.find_broken()[0]} in {checkpoint.folder} holds numbers that are not finite in "
+        f"{shard.parameter.dtype}: use another checkpoint, or train in the dtype in which it is stored"
+    )
+
+
+def _are_finite(values: torch.Tensor) -> torch.Tensor:
+    """Check what was copied, which also finds values that its dtype cannot hold.
+
+    The extremes are enough, and cost a fraction of the copy.
+    """
+    return torch.stack(torch.aminmax(values)).isfinite().all()
 
 
 class Digests:

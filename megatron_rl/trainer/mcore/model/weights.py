@@ -19,7 +19,17 @@ from megatron_rl.shared.weights.families import derive_config
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
-from megatron_rl.shared.weights.shards import Bucket, Digests, Put, Shard, StageRank, WeightStream, export, map_shards
+from megatron_rl.shared.weights.shards import (
+    Bucket,
+    Digests,
+    Put,
+    Shard,
+    StageRank,
+    WeightStream,
+    export,
+    load_shards,
+    map_shards,
+)
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.trainer.mcore.session import Session
 
@@ -55,11 +65,7 @@ class ModelWeights:
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
-            self._session.run_or_raise_everywhere(lambda: self._load(checkpoint))
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        for shard in self.shards:
-            shard.load(checkpoint)
+            self._session.run_or_raise_everywhere(lambda: load_shards(self.shards, checkpoint))
 
     def zero_padding(self) -> None:
         """Zero the rows that pad the vocabulary, which a checkpoint with other padding does not fill."""
