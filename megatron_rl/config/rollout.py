@@ -75,6 +75,11 @@ class RolloutConfig:
         "Further flags of vLLM's server, for every engine, as one text: `--rollout-vllm-args='--kv-cache-dtype fp8'`.",
         "--rollout-vllm-args",
     )
+    scoring: Literal["ours", "vllm"] = own_flag(
+        "ours",
+        "On GPUs, the kernel that computes the log-probs of sampled tokens: one that reads the logits once, or vLLM's.",
+        "--rollout-scoring",
+    )
     transport: Literal["shm", "nccl", "hccl"] = own_flag(
         "shm",
         "The transport of weights to the engines: files that they share with the trainer, or from device to device.",

@@ -301,9 +301,9 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
         "from megatron_rl.sidecar.vllm import patches\n"
         "from megatron_rl.sidecar.vllm.worker import WorkerExtension as Patched\n"
         "class WorkerExtension(Patched):\n"
-        "    def megatron_rl_prepare(self):\n"
+        "    def megatron_rl_prepare(self, *arguments):\n"
         "        patches.patch_method = lambda method: 'not applied: by this test'\n"
-        "        return super().megatron_rl_prepare()\n"
+        "        return super().megatron_rl_prepare(*arguments)\n"
     )
     models = vllm_models.draw("qwen3_moe", tmp_path, moe_intermediate_size=64)
     config = dataclasses.replace(

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,7 @@ from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
+from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
     END,
@@ -96,10 +97,12 @@ class VllmEngine:
         stream_place: streams.StreamPlace | None = None,
         pace: Pace | None = None,
         note_start: NoteStart = lambda name, seconds: None,
+        scoring: Literal["ours", "vllm"] = "ours",
     ) -> None:
         """Make an engine; `pace` has the measured starts and silences of all engines like this one.
 
-        `note_start` gets the seconds of the parts of its start.
+        `note_start` gets the seconds of the parts of its start. `scoring` says whose kernel computes the log-probs of
+        sampled tokens on GPUs.
         """
         self.name = name
         self.address = address
@@ -118,6 +121,7 @@ class VllmEngine:
         self._progress = CoreProgress()
         self._pace = pace or Pace(LEAST_SECONDS)
         self._note_start = note_start
+        self._scoring = scoring
         self._connection = Connection(name, address, handle, deadlines.health)
 
     async def start(self) -> None:
@@ -288,7 +292,7 @@ class VllmEngine:
 
     async def _prepare(self) -> None:
         try:
-            answers = await self._workers("prepare", "megatron_rl_prepare")
+            answers = await self._workers("prepare", "megatron_rl_prepare", self._scoring)
         except EngineRefused as refusal:
             raise EngineRefused(
                 f"{refusal}\nAn engine needs VLLM_SERVER_DEV_MODE=1, this package on its PYTHONPATH, "
@@ -299,6 +303,8 @@ class VllmEngine:
         if self._handle:
             for answer in answers:
                 self._handle.need(int(answer["pid"]))
+        if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
+            _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
             raise PlatformError(
                 f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer computes log-probs of logits/T: "
@@ -447,11 +453,19 @@ class VllmFactory:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
-        return VllmEngine(name, handle.address, handle, self._deadlines, pace=self._pace, note_start=self._note_start)
+        return VllmEngine(
+            name,
+            handle.address,
+            handle,
+            self._deadlines,
+            pace=self._pace,
+            note_start=self._note_start,
+            scoring=self._config.scoring,
+        )
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return VllmEngine(name, address, None, self._deadlines, pace=self._pace)
+        return VllmEngine(name, address, None, self._deadlines, pace=self._pace, scoring=self._config.scoring)
 
     def release(self, name: str) -> None:
         """Free the devices of an engine that will not return."""

@@ -82,6 +82,8 @@ class ServerConfig:
     python: str = sys.executable
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
+    scoring: Literal["ours", "vllm"] = "ours"
+    """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ def configure_server(
         num_threads=num_threads,
         memory=memory,
         python=str(rollout.python or sys.executable),
+        scoring=rollout.scoring,
         transport=rollout.transport,
         flags=flags,
     )

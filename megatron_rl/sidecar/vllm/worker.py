@@ -98,8 +98,11 @@ class WorkerExtension:
     reload_weights: Callable[..., None]
 
     @answered
-    def megatron_rl_prepare(self) -> RpcAnswer:
-        """Prepare the worker; return the facts about it that the sidecar needs."""
+    def megatron_rl_prepare(self, scoring: str = "ours") -> RpcAnswer:
+        """Prepare the worker; return the facts about it that the sidecar needs.
+
+        `scoring` says whose kernel computes the log-probs of sampled tokens on GPUs, "ours" or "vllm".
+        """
         import vllm
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
@@ -109,8 +112,10 @@ class WorkerExtension:
             patch_experts_updated_in_place,
             patch_seeded_partial_prefill,
         )
+        from megatron_rl.sidecar.vllm.scoring import use_own_scoring
 
-        config = self.vllm_config.model_config
+        config, model = self.vllm_config.model_config, self.model_runner.get_model()
+        has_new_runner, device = getattr(self, "use_v2_model_runner", False), next(model.parameters()).device
         return {
             "vllm": vllm.__version__,
             "pid": os.getpid(),
@@ -121,13 +126,14 @@ class WorkerExtension:
             "vocab_size": config.get_vocab_size(),
             "dtype": str(config.dtype).removeprefix("torch."),
             "is_quantized": bool(config.quantization),
-            "has_experts": has_experts(self.model_runner.get_model()),
+            "has_experts": has_experts(model),
             "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "records_weights": "weight_versions" in CompletionOutput.__annotations__,
             "eos_token_ids": sorted(_eos_token_ids(config)),
             "seed_patch": patch_seeded_partial_prefill(),
-            "moe_patch": patch_experts_updated_in_place(self.model_runner.get_model()),
+            "moe_patch": patch_experts_updated_in_place(model),
+            "scoring_patch": use_own_scoring(scoring, has_new_runner, device, config.dtype),
             "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
             "names_taken_off": take_names_off() if current_platform.is_cpu() else 0,
         }

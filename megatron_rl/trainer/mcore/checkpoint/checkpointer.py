@@ -110,9 +110,7 @@ class Checkpointer:
             return None
         found, source = self._session.run_or_raise_everywhere(lambda: serialization.find(folder, config.ckpt_step))
         version = 0 if config.finetune else found
-        self._loaded = self._session.run_or_raise_everywhere(
-            lambda: folders.find_resumed(config.save, version, source)
-        )
+        self._loaded = self._session.run_or_raise_everywhere(lambda: folders.find_resumed(config.save, version, source))
         return self._load(version, source)
 
     def _load(self, version: int, source: Path) -> Loaded:

@@ -61,8 +61,7 @@ def check_own(save: Path | None, load: Path | None) -> None:
         return
     if load is None or load.resolve() != save.resolve():
         raise InputError(
-            f"--save {save} holds checkpoints already: add --load {save} to resume from them, or choose another "
-            f"folder"
+            f"--save {save} holds checkpoints already: add --load {save} to resume from them, or choose another folder"
         )
 
 

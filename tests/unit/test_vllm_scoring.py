@@ -1,0 +1,111 @@
+"""The kernel that stands in for vLLM's where it scores sampled tokens: when it is used, and what it answers."""
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+from megatron_rl.ops.sampled import naive
+from megatron_rl.sidecar.vllm import scoring
+from megatron_rl.sidecar.vllm.scoring import patch_sampler, use_own_scoring
+
+HOST, BF16 = torch.device("cpu"), torch.bfloat16
+LOGITS = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
+SAMPLED = torch.tensor([3, 36, 0, 7])
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Let the naive twin stand in for the kernel, and note the dtypes that it was tried with."""
+    dtypes: list[torch.dtype] = []
+    monkeypatch.setattr(scoring, "score", naive.score)
+    monkeypatch.setattr(scoring, "try_kernel", lambda device, dtype: dtypes.append(dtype))
+    return dtypes
+
+
+@pytest.fixture
+def sampler(tried: list[torch.dtype]) -> Iterator[Any]:
+    """Make a patched module whose own function, with the form of the installed vLLM's, only notes that it is called."""
+    calls: list[int] = []
+
+    @functools.wraps(compute_topk_scores)
+    def noting(*arguments: Any, **named: Any) -> str:
+        calls.append(1)
+        return "vLLM's"
+
+    module = SimpleNamespace(compute_topk_scores=noting)
+    assert patch_sampler(module, HOST, BF16) == "applied"
+    return module
+
+
+def test_a_sampled_token_alone_is_scored_by_the_kernel_in_vllms_form(sampler: Any, tried: list[torch.dtype]) -> None:
+    assert tried == [BF16, torch.float32]
+    for ends, on_host, on_device in (([0, 2, 4], [0, 2, 4], None), (None, None, None), (SAMPLED, None, SAMPLED)):
+        # As vLLM's sampler calls it.
+        found = sampler.compute_topk_scores(
+            LOGITS, 0, SAMPLED, ends, logprob_token_ids_state=object(), expanded_idx_mapping=None,
+            max_per_req_token_ids=0, logits_mode=False,
+        )  # fmt: skip
+        assert type(found) is LogprobsTensors
+        truth = naive.score(LOGITS.double(), SAMPLED)
+        assert torch.equal(found.logprob_token_ids, SAMPLED[:, None])
+        assert torch.allclose(found.logprobs[:, 0].double(), truth.log_probs_R, rtol=1e-6)
+        assert torch.equal(found.selected_token_ranks, truth.ranks_R)
+        assert found.cu_num_generated_tokens == on_host
+        assert found.cu_num_generated_tokens_tensor is on_device
+
+
+@pytest.mark.parametrize(
+    "asked", [{"num_logprobs": 2}, {"max_per_req_token_ids": 1}, {"logits_mode": True}, {"logits": LOGITS[:, ::2]}]
+)
+def test_vllm_answers_whatever_else_is_asked_for(sampler: Any, asked: dict[str, Any]) -> None:
+    plain = {"logits": LOGITS, "num_logprobs": 0, "sampled_token_ids": SAMPLED}
+    assert sampler.compute_topk_scores(**{**plain, **asked}) == "vLLM's"
+
+
+def test_the_kernel_is_put_in_place_once(sampler: Any) -> None:
+    patched = sampler.compute_topk_scores
+    assert patch_sampler(sampler, HOST, BF16) == "applied before"
+    assert sampler.compute_topk_scores is patched
+
+
+def other_parameters(logits: torch.Tensor, num_logprobs: int) -> LogprobsTensors: ...
+
+
+@functools.wraps(compute_topk_scores)
+def other_results() -> None: ...
+
+
+del other_results.__wrapped__
+
+
+@pytest.mark.parametrize("function", [other_parameters, other_results, None])
+def test_an_unknown_vllm_keeps_its_own_function(function: Any, tried: list[torch.dtype]) -> None:
+    module = SimpleNamespace(compute_topk_scores=function)
+    assert patch_sampler(module, HOST, BF16) == "not applied: this vLLM scores sampled tokens in another way"
+    assert module.compute_topk_scores is function
+    assert tried == []
+
+
+def test_a_kernel_that_fails_its_trial_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "try_kernel", lambda device, dtype: None if dtype == BF16 else "its ranks are [7]")
+    module = SimpleNamespace(compute_topk_scores=compute_topk_scores)
+    assert patch_sampler(module, HOST, BF16) == "not applied: for float32, its ranks are [7]"
+    assert module.compute_topk_scores is compute_topk_scores
+
+
+def test_only_a_gpu_with_vllms_second_runner_is_patched_and_only_if_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert use_own_scoring("ours", True, HOST, BF16) == "not needed: not a GPU"
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    monkeypatch.setattr(scoring, "patch_sampler", lambda module, device, dtype: module.__name__)
+    assert use_own_scoring("vllm", True, HOST, BF16) == "not wanted"
+    assert use_own_scoring("ours", False, HOST, BF16) == "not applied: vLLM uses its first model runner"
+    assert use_own_scoring("ours", True, HOST, BF16) == "vllm.v1.worker.gpu.sample.sampler"
