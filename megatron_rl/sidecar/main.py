@@ -35,7 +35,8 @@ from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_setti
 from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.tracing import SidecarTrace
-from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
+from megatron_rl.sidecar.vllm.engine import Deadlines
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
 from megatron_rl.sidecar.vllm.server import configure_server, find_packages, run_folder
 

@@ -20,7 +20,8 @@ from megatron_rl.shared.protocol.wire import ProbeAnswer, PublishAnswer, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import Steps
-from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from megatron_rl.trainer.mcore.model.gpt import unwrap
 from megatron_rl.trainer.mcore.publish.probe import Probe

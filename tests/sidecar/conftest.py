@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.sidecar import vllm_models
 from tests.sidecar.vllm_models import Models

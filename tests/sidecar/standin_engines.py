@@ -16,7 +16,7 @@ from megatron_rl.shared.protocol.wire import ProbeAnswer, Sampling, encode_log_p
 from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher, ProcessSpec
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
-from megatron_rl.sidecar.vllm.engine import VllmFactory
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
 from tests.sidecar.fake_engines import weights
 from tests.sidecar.naming import NAMED_SECONDS, Named, naming

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.sidecar.engines import WeightReport, WrongWeights
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.sidecar import vllm_models
 from tests.sidecar.conftest import Run, _kernels

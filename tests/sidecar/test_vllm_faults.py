@@ -22,7 +22,8 @@ from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
-from megatron_rl.sidecar.vllm.engine import Deadlines, VllmFactory
+from megatron_rl.sidecar.vllm.engine import Deadlines
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.sidecar import vllm_models
 from tests.sidecar.naming import NAMED_SECONDS, naming
@@ -393,7 +394,7 @@ def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):
         from pathlib import Path
         from megatron_rl.sidecar.launcher import LocalLauncher
         from megatron_rl.sidecar.supervisor import Supervisor
-        from megatron_rl.sidecar.vllm.engine import VllmFactory
+        from megatron_rl.sidecar.vllm.factory import VllmFactory
         from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
 
         async def main():

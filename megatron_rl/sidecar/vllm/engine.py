@@ -8,12 +8,11 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol import probe
 from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Weights, decode_log_probs, encode_tokens
 from megatron_rl.sidecar import streams
@@ -24,12 +23,10 @@ from megatron_rl.sidecar.engines import (
     EngineState,
     GroupRequest,
     ProbeReport,
-    RefusalCode,
     WeightReport,
-    WeightsNotWritten,
     WrongWeights,
 )
-from megatron_rl.sidecar.launcher import Handle, Launcher
+from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
@@ -46,9 +43,10 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupAnswer,
     GroupCall,
 )
-from megatron_rl.sidecar.vllm.server import EXTENSION, ServerConfig, make_process_spec
+from megatron_rl.sidecar.vllm.server import EXTENSION
 from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
 from megatron_rl.sidecar.vllm.updates import RESET, Updates
+from megatron_rl.sidecar.vllm.workers import Workers
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +55,6 @@ NoteStart = Callable[[str, Mapping[str, float]], object]
 
 _LOG_PROBS_MODE = "processed_logprobs"
 _POLL_SECONDS = 0.1
-_REFUSALS: dict[str, type[EngineRefused]] = {
-    RefusalCode.REFUSED: EngineRefused,
-    RefusalCode.NOT_WRITTEN: WeightsNotWritten,
-    RefusalCode.WRONG_WEIGHTS: WrongWeights,
-}
-"""The error to raise for each code of a worker's refusal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +115,7 @@ class VllmEngine:
         self._note_start = note_start
         self._scoring = scoring
         self._connection = Connection(name, address, handle, deadlines.health)
+        self._workers = Workers(name, self._connection)
 
     async def start(self) -> None:
         """Wait until the server answers and its workers are ready; else raise EngineLost with its last lines."""
@@ -209,7 +202,7 @@ class VllmEngine:
         uncompared = {name for answer in answers for name in answer["uncompared"]}
         return WeightReport(
             weights.version,
-            self._common("load", answers, "fingerprint"),
+            self._workers.get_common("load", answers, "fingerprint"),
             num_compared=min(answer["compared"] for answer in answers),
             num_parameters=max(answer["parameters"] for answer in answers) + len(unheld),
             uncompared=tuple(sorted(uncompared | unheld)),
@@ -235,7 +228,7 @@ class VllmEngine:
         )
         tag = msgspec.msgpack.decode(data, type=Commit).tag
         version, _, fingerprint = tag.partition(":")
-        held = self._common("verify", answers, "fingerprint")
+        held = self._workers.get_common("verify", answers, "fingerprint")
         if held != fingerprint or not version.isdecimal():
             raise EngineRefused(
                 f"engine {self.name} is tagged {tag!r}, but its workers hold the weights of fingerprint {held!r}"
@@ -368,24 +361,6 @@ class VllmEngine:
             raise
         self._waits_for = ""
 
-    async def _workers(self, step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
-        """Call a method of our extension in every worker."""
-        content = {"method": method, "args": list(arguments)}
-        answers = (await self._connection.post(step, "/collective_rpc", content))["results"]
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                code, text = answer.get("code"), f"engine {self.name}, worker {rank}, {step}: {answer['error']}"
-                if code not in _REFUSALS:
-                    raise EngineRefused(f"{text} (code {code!r} is unknown: run the same megatron_rl on both sides)")
-                raise _REFUSALS[code](text)
-        return answers
-
-    def _common(self, step: str, answers: list[dict[str, Any]], key: str) -> str:
-        values = {str(answer[key]) for answer in answers}
-        if len(values) != 1:
-            raise EngineRefused(f"engine {self.name}, {step}: its workers differ in their {key}: {sorted(values)}")
-        return values.pop()
-
     async def _sample(self, call: GroupCall) -> GroupAnswer:
         """Ask the engine to sample; if another process has paused it, send the call until it resumes."""
         while True:
@@ -420,67 +395,3 @@ class VllmEngine:
             return None
         self._pace.note("silence", silence)
         return f"its core has made no progress for {silence:.0f} s with {self._num_in_flight} groups in flight"
-
-
-class VllmFactory:
-    """Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
-
-    def __init__(
-        self,
-        config: ServerConfig,
-        folder: Path,
-        launcher: Launcher,
-        devices: tuple[tuple[int, ...], ...] = (),
-        deadlines: Deadlines | None = None,
-        logs: Path | None = None,
-        note_start: NoteStart = lambda name, seconds: None,
-    ) -> None:
-        """Make a factory.
-
-        `folder` is private and has a short path, for sockets. The engines' output goes to `logs`, or else to `folder`.
-        `note_start` gets the parts of each engine's start.
-        """
-        self._config = config
-        self._folder = folder
-        self._logs = logs or folder
-        self._launcher = launcher
-        self._deadlines = deadlines or Deadlines()
-        self._pace = Pace(LEAST_SECONDS)
-        self._note_start = note_start
-        self._devices: dict[tuple[int, ...], str | None] = dict.fromkeys(devices)
-
-    def create(self, name: str) -> VllmEngine:
-        """Start the processes of an engine; the engine's `start()` waits until they are ready."""
-        config = dataclasses.replace(self._config, devices=self._take_devices(name))
-        handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
-        return VllmEngine(
-            name,
-            handle.address,
-            handle,
-            self._deadlines,
-            pace=self._pace,
-            note_start=self._note_start,
-            scoring=self._config.scoring,
-        )
-
-    def adopt(self, name: str, address: str) -> VllmEngine:
-        """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return VllmEngine(name, address, None, self._deadlines, pace=self._pace, scoring=self._config.scoring)
-
-    def release(self, name: str) -> None:
-        """Free the devices of an engine that will not return."""
-        for devices, holder in self._devices.items():
-            if holder == name:
-                self._devices[devices] = None
-
-    def _take_devices(self, name: str) -> tuple[int, ...]:
-        if not self._devices:
-            return self._config.devices
-        for devices, holder in self._devices.items():
-            if holder in (None, name):
-                self._devices[devices] = name
-                return devices
-        raise UsageError(
-            f"engine {name} has no accelerators left: all {len(self._devices)} sets are in use; name more with "
-            "--rollout-devices, or remove an engine"
-        )

@@ -14,6 +14,7 @@ from megatron_rl.sidecar.engines import EngineRefused, ProbeReport, WrongWeights
 from megatron_rl.sidecar.vllm.connection import Connection
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import PAUSE
+from megatron_rl.sidecar.vllm.workers import Answer
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +25,7 @@ RESET = "/reset_prefix_cache?reset_external=true"
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 
-Answer = dict[str, Any]
-Workers = Callable[..., Awaitable[list[Answer]]]
+CallWorkers = Callable[..., Awaitable[list[Answer]]]
 """A function that calls a method in all workers, given the step, the method and its arguments."""
 Probe = Callable[[Sequence[int]], Awaitable[ProbeReport]]
 
@@ -34,7 +34,7 @@ class Updates:
     """The ways in which the weights of one engine can be replaced."""
 
     def __init__(
-        self, name: str, facts: Mapping[str, Any], connection: Connection, workers: Workers, probe: Probe
+        self, name: str, facts: Mapping[str, Any], connection: Connection, workers: CallWorkers, probe: Probe
     ) -> None:
         self._name = name
         self._facts = facts
