@@ -110,6 +110,7 @@ def test_a_group_sampled_again_is_the_same_alone_or_among_others(run, engine, mo
 
 def test_a_long_prompt_with_a_seed_is_split_and_sampled(run, engine, models):
     assert engine.facts["seed_patch"].startswith("applied")
+    assert engine.facts["scoring_patch"] == "not needed: not a GPU"
     put(run, engine, models.first, 9)
     requests = [request(number, 2, length=400, temperature=1.0) for number in range(4)]
     groups = generate(run, engine, *requests)

@@ -1,7 +1,9 @@
 """The kernel that stands in for vLLM's where it scores sampled tokens: when it is used, and what it answers."""
 
+import asyncio
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,13 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.ops.sampled import naive
 from megatron_rl.sidecar.vllm import scoring
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.scoring import patch_sampler, use_own_scoring
+from megatron_rl.sidecar.vllm.server import configure_server, run_folder
+from tests.sidecar.standin_vllm import FACTS
 
 HOST, BF16 = torch.device("cpu"), torch.bfloat16
 LOGITS = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
@@ -109,3 +115,29 @@ def test_only_a_gpu_with_vllms_second_runner_is_patched_and_only_if_that_is_want
     assert use_own_scoring("vllm", True, HOST, BF16) == "not wanted"
     assert use_own_scoring("ours", False, HOST, BF16) == "not applied: vLLM uses its first model runner"
     assert use_own_scoring("ours", True, HOST, BF16) == "vllm.v1.worker.gpu.sample.sampler"
+
+
+@pytest.mark.parametrize("choice", ["ours", "vllm"])
+def test_the_choice_of_a_run_reaches_every_engine_and_what_keeps_vllms_kernels_is_said(
+    choice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rollout = RolloutConfig(scoring=choice, dtype="float32")
+    config = configure_server(rollout, Path("/models/qwen"), 128, "cuda", num_threads=1)
+    launcher = SimpleNamespace(start=lambda spec: SimpleNamespace(address=spec.address, need=lambda pid: None))
+    factory = VllmFactory(config, run_folder(), launcher)
+    asked: list[tuple[str, ...]] = []
+
+    async def call(step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
+        asked.append((method, *arguments))
+        return [{**FACTS, "scoring_patch": "not applied: the trial failed", "pid": 1}]
+
+    for engine in (factory.create("engine-0"), factory.adopt("engine-1", "/no/socket")):
+        engine._workers = call
+        asyncio.run(engine._prepare())
+    assert asked == [("megatron_rl_prepare", choice)] * 2
+    said = [record.message for record in caplog.records if "log-probs" in record.message]
+    assert said == [
+        f"engine engine-{number}: vLLM computes the log-probs of sampled tokens: not applied: the trial failed"
+        for number in range(2)
+    ]
