@@ -115,6 +115,8 @@ def test_only_a_gpu_with_vllms_second_runner_is_patched_and_only_if_that_is_want
     assert use_own_scoring("vllm", True, HOST, BF16) == "not wanted"
     assert use_own_scoring("ours", False, HOST, BF16) == "not applied: vLLM uses its first model runner"
     assert use_own_scoring("ours", True, HOST, BF16) == "vllm.v1.worker.gpu.sample.sampler"
+    monkeypatch.setattr(scoring, "_SAMPLER", "vllm.moved")
+    assert "scores sampled tokens in another way" in use_own_scoring("ours", True, HOST, BF16)
 
 
 @pytest.mark.parametrize("choice", ["ours", "vllm"])

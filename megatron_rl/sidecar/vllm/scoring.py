@@ -21,6 +21,7 @@ from megatron_rl.ops.sampled import score, try_kernel
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 
 OURS = "ours"
+_UNKNOWN = f"{NOT_APPLIED}: this vLLM scores sampled tokens in another way"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 _FUNCTION = "compute_topk_scores"
 _MARK = "megatron_rl_scoring"
@@ -48,7 +49,11 @@ def use_own_scoring(choice: str, has_new_runner: bool, device: torch.device, dty
         return "not needed: not a GPU"
     if not has_new_runner:
         return f"{NOT_APPLIED}: vLLM uses its first model runner"
-    return patch_sampler(importlib.import_module(_SAMPLER), device, dtype)
+    try:
+        sampler = importlib.import_module(_SAMPLER)
+    except ImportError:
+        return _UNKNOWN
+    return patch_sampler(sampler, device, dtype)
 
 
 def patch_sampler(sampler: ModuleType, device: torch.device, dtype: torch.dtype) -> str:
@@ -57,7 +62,7 @@ def patch_sampler(sampler: ModuleType, device: torch.device, dtype: torch.dtype)
     if getattr(given, _MARK, False):
         return "applied before"
     if not callable(given) or not _is_known(given):
-        return f"{NOT_APPLIED}: this vLLM scores sampled tokens in another way"
+        return _UNKNOWN
     for kind in dict.fromkeys((dtype, torch.float32)):
         if (fault := try_kernel(device, kind)) is not None:
             return f"{NOT_APPLIED}: for {str(kind).removeprefix('torch.')}, {fault}"
