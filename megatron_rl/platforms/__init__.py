@@ -18,6 +18,7 @@ import torch
 
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.platforms.device_sharing import DeviceSharing
 from megatron_rl.platforms.megatron_patches import FIXES, Patch, install_patches
 
 # The platform that this process is set up for; a process can be set up for only one.
@@ -151,6 +152,10 @@ class Platform(abc.ABC):
 
         Memory that is given up is used again only after the copies to and from it.
         """
+
+    def device_sharing(self) -> DeviceSharing | None:
+        """Return how processes share the device's memory; None if they cannot."""
+        return None
 
     @abc.abstractmethod
     def event(self) -> Any:

@@ -12,6 +12,8 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
+from megatron_rl.platforms.cuda_sharing import CudaSharing
+from megatron_rl.platforms.device_sharing import DeviceSharing
 from megatron_rl.platforms.host import bind_to_cores, read_core_list
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -102,6 +104,9 @@ class CudaPlatform(Platform):
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def device_sharing(self) -> DeviceSharing | None:
+        return CudaSharing()
 
     def event(self) -> Any:
         return torch.cuda.Event()

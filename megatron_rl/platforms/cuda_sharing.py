@@ -1,0 +1,73 @@
+"""CUDA IPC: memory of one GPU in several processes of a host, by torch's own handles."""
+
+from typing import Any
+
+import torch
+
+from megatron_rl.platforms.device_sharing import CannotShare, MemoryHandle
+
+
+class CudaSharing:
+    """Satisfies `megatron_rl.platforms.device_sharing.DeviceSharing`.
+
+    A process opens memory on its own device even if the memory lies on another one, which may be hidden from it
+    (CUDA_VISIBLE_DEVICES). Addresses are unique on a host, so the device finds the memory by itself.
+    """
+
+    def find_obstacles(self) -> list[str]:
+        found = []
+        if " MIG " in f"{torch.cuda.get_device_name()} ":
+            found.append("its GPU is divided into instances (MIG)")
+        # These segments have no handle that every process of the host can open.
+        if any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot()):
+            found.append("its memory has expandable segments (PYTORCH_CUDA_ALLOC_CONF)")
+        return found
+
+    def share(self, storage: torch.UntypedStorage) -> MemoryHandle:
+        unnamed: Any = storage
+        try:
+            shared = unnamed._share_cuda_()
+        except RuntimeError as error:
+            raise CannotShare(_first_line(error)) from None
+        _, memory, num_bytes, first_byte, counter, counter_place, event, is_event_awaited = shared
+        return MemoryHandle(
+            device=_identify(storage.device.index),
+            memory=memory,
+            num_bytes=num_bytes,
+            first_byte=first_byte,
+            counter=counter,
+            counter_place=counter_place,
+            event=event,
+            is_event_awaited=is_event_awaited,
+        )
+
+    def open(self, handle: MemoryHandle) -> torch.Tensor:
+        own = torch.cuda.current_device()
+        for device in range(torch.cuda.device_count()):
+            is_owner = _identify(device) == handle.device
+            if is_owner and device != own and not torch.cuda.can_device_access_peer(own, device):
+                raise CannotShare(f"GPU {_identify(own)} has no peer access to {handle.device}")
+        unnamed: Any = torch.UntypedStorage
+        try:
+            storage = unnamed._new_shared_cuda(
+                own,
+                handle.memory,
+                handle.num_bytes,
+                handle.first_byte,
+                handle.counter,
+                handle.counter_place,
+                handle.event,
+                handle.is_event_awaited,
+            )
+        except RuntimeError as error:
+            raise CannotShare(f"memory of GPU {handle.device} cannot be opened: {_first_line(error)}") from None
+        return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", own)).set_(storage)
+
+
+def _identify(device: int) -> str:
+    found: Any = torch.cuda.get_device_properties(device)
+    return str(found.uuid)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
