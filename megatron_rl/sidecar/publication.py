@@ -96,7 +96,14 @@ class Published:
             kind=find_coarsest_kind(self.kinds),
             num_compared=0 if least is None else least.num_compared,
             num_parameters=0 if least is None else least.num_parameters,
+            through=_find_common_way([proof.report.through for proof in self.proofs]),
+            reasons=tuple(dict.fromkeys(reason for proof in self.proofs for reason in proof.report.reasons)),
         )
+
+
+def _find_common_way(ways: Sequence[wire.Way]) -> wire.Way:
+    """Return the way that all engines took; files if they differ."""
+    return ways[0] if len(set(ways)) == 1 else "files"
 
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:

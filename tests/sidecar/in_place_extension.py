@@ -1,6 +1,7 @@
 """A worker extension for a vLLM on a CPU whose layers compute with their parameters as they are loaded, as on a GPU.
 
-So weights are copied in place. By a test's plan a copy leaves a tensor out, or a layer keeps a copy of its parameter.
+So weights are copied in place, also from memory that is offered. By a test's plan a copy leaves a tensor out, or a
+layer keeps a copy of its parameter.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from vllm import _custom_ops
 
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
+from tests.offers import HostSharing
 
 # Without it vLLM packs every linear layer on a CPU.
 _custom_ops._supports_onednn = False
@@ -20,6 +22,9 @@ class Extension(WorkerExtension):
     megatron_rl_in_place_on = ("cpu",)
     megatron_rl_num_reloads = 0
     megatron_rl_left_out = ""
+
+    def megatron_rl_find_sharing(self) -> HostSharing:
+        return HostSharing()
 
     def megatron_rl_copy(self, tensors: Any) -> Any:
         put, left_out = Places.put, self.megatron_rl_left_out

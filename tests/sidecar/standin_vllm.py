@@ -221,7 +221,7 @@ FACTS = {
     "dtype": "float32", "is_quantized": False, "has_experts": False, "device": "cpu",
     "logprobs_mode": "processed_logprobs", "records_weights": True, "eos_token_ids": [], "moe_patch": "",
     "scoring_patch": "", "unknown": [], "obstacles": [], "reloaded": True, "compared": 1, "parameters": 1,
-    "uncompared": [], "unheld": [], "shares": {},
+    "uncompared": [], "unheld": [], "shares": {}, "through": "files", "reasons": [],
 }  # fmt: skip
 
 

@@ -1,19 +1,29 @@
 """A real vLLM whose layers compute with their parameters as they are: weights are copied into them in place."""
 
+import contextlib
 import dataclasses
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file
 
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.files import write_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.offer import Offer, write_offer
 from megatron_rl.sidecar.engines import WeightReport, WrongWeights
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
+from megatron_rl.sidecar.vllm.received import list_specs
 from megatron_rl.sidecar.vllm.server import run_folder
+from tests.offers import Ranks
 from tests.sidecar import vllm_models
 from tests.sidecar.conftest import Run, _kernels
 from tests.sidecar.vllm_models import Models, Reference, in_shared_memory, publish, request
@@ -52,12 +62,31 @@ def put(run: Run, engine: VllmEngine, model: Path, version: int) -> list[float]:
 
 
 def load(run: Run, engine: VllmEngine, model: Path) -> WeightReport:
-    async def attempt(weights) -> WeightReport:
-        await engine.pause()
-        return await engine.load(weights)
-
     with in_shared_memory(model, 17) as weights:
-        return run(attempt(weights))
+        return run(attempt(engine, weights))
+
+
+async def attempt(engine: VllmEngine, weights: Weights) -> WeightReport:
+    await engine.pause()
+    return await engine.load(weights)
+
+
+@contextlib.contextmanager
+def offered(ranks: Ranks, model: Path, version: int, **changes: Any) -> Iterator[Weights]:
+    """Publish a model's weights without a file of tensors: their digests, and an offer of the ranks' memory."""
+    tensors = load_file(model / "model.safetensors")
+    ranks.put(tensors)
+    digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
+    fingerprint = compute_fingerprint(list_specs(tensors), digests)
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        write_digests(folder, digests)
+        offer: Offer = msgspec.structs.replace(ranks.offer(fingerprint), **changes)
+        write_offer(folder, offer)
+        yield Weights(run="test", version=version, fingerprint=fingerprint, transport="shm", dtype="float32",
+                      location=str(folder))  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_after_a_copy_in_place_every_greedy_token_is_that_of_the_new_weights(run, copying, models):
@@ -77,6 +106,46 @@ def test_after_a_copy_in_place_every_greedy_token_is_that_of_the_new_weights(run
     assert report.num_compared == report.num_parameters > 0
     # vLLM itself loaded nothing.
     assert call(run, copying, "count_reloads") == before
+
+
+def test_weights_that_are_offered_are_copied_and_proven_without_any_file_of_tensors(run, copying, models):
+    ranks = Ranks(load_file(models.first / "model.safetensors"))
+    before = call(run, copying, "count_reloads")
+    for version, model in enumerate((models.second, models.first, models.second), start=20):
+        with offered(ranks, model, version) as weights:
+            run(publish(copying, weights))
+            report = run(attempt(copying, weights))
+            assert (report.through, report.reasons) == ("ipc", ())
+            assert report.num_compared == report.num_parameters > 0
+            run(publish(copying, weights))
+        asked = request(version, temperature=0.0, max_tokens=NUM_TOKENS)
+        assert Reference(model).num_greedy(asked, run(copying.generate(asked))[0]) == NUM_TOKENS
+    assert call(run, copying, "count_reloads") == before
+
+
+def test_weights_that_change_while_they_are_copied_are_found_and_the_error_names_the_way(run, copying, models):
+    ranks = Ranks(load_file(models.first / "model.safetensors"))
+    with offered(ranks, models.second, 25) as weights:
+        ranks.memories[1][-4:] += 1
+        with pytest.raises(WrongWeights, match="1 tensors do not hold .* copied from the trainer's devices"):
+            run(attempt(copying, weights))
+    put(run, copying, models.first, 26)
+
+
+def test_an_engine_that_cannot_open_an_offer_takes_the_files_and_says_why_once(run, copying, models, caplog):
+    caplog.set_level(logging.INFO)
+    ranks = Ranks(load_file(models.first / "model.safetensors"))
+    for version in (27, 28):
+        with offered(ranks, models.second, version, host=("elsewhere",)) as weights:
+            for path in models.second.glob("*.safetensors"):
+                shutil.copyfile(path, Path(weights.location) / path.name)
+                (Path(weights.location) / path.name).chmod(0o600)
+            report = run(attempt(copying, weights))
+            run(publish(copying, weights))
+        assert report.through == "files"
+        assert ["another host" in reason for reason in report.reasons] == [True]
+        assert report.num_compared == report.num_parameters
+    assert sum("it reads weights from files" in record.message for record in caplog.records) == 1
 
 
 def test_any_tensor_that_a_copy_leaves_out_is_found_in_the_parameters(run, copying, models):

@@ -32,7 +32,7 @@ from megatron_rl.sidecar.engines import (
 from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.sidecar.vllm.worker import _specs
+from megatron_rl.sidecar.vllm.received import list_specs
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
     VOCAB_SIZE,
@@ -278,7 +278,7 @@ class Writing:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[Counter]:
-        specs = _specs(self._tensors)
+        specs = list_specs(self._tensors)
         with arrival.writing(self.folder, len(specs), 1), Counter(self.folder, specs, 0, 1) as counter:
             yield counter
 

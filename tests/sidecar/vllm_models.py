@@ -17,8 +17,8 @@ from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.received import list_specs
 from megatron_rl.sidecar.vllm.server import ServerConfig
-from megatron_rl.sidecar.vllm.worker import _specs
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in
 
@@ -75,7 +75,7 @@ def described(folder: Path, version: int) -> Weights:
     return Weights(
         run="test",
         version=version,
-        fingerprint=compute_fingerprint(_specs(tensors), digests),
+        fingerprint=compute_fingerprint(list_specs(tensors), digests),
         transport="shm",
         dtype="float32",
         location=str(folder),

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_rl.shared.protocol.wire import EngineKind, Weights
-from megatron_rl.sidecar.publication import Published, StepFailed, _must_agree
+from megatron_rl.sidecar.engines import WeightReport
+from megatron_rl.sidecar.publication import Proof, Published, StepFailed, _must_agree
 
 WEIGHTS = Weights(run="run", version=3, fingerprint="f", transport="shm", dtype="float32", location="")
 MOST = [-2.0, -1.0, -3.0]
@@ -58,3 +59,15 @@ def test_an_engine_that_joins_is_compared_by_the_coarser_of_its_kind_and_the_oth
     assert find_refused({"late": near}, CPU, before) == {}
     refused = find_refused({"late": near}, CPU, Published(WEIGHTS, (), tuple(MOST), None, (CPU,)))
     assert "the other engines with the same weights" in refused["late"]
+
+
+def test_the_answer_says_how_all_engines_got_their_weights_and_why_any_took_files():
+    def answer(*reports: WeightReport) -> tuple[str, tuple[str, ...]]:
+        proofs = tuple(Proof(str(number), report) for number, report in enumerate(reports))
+        found = Published(WEIGHTS, proofs, tuple(MOST), None, (CPU,) * len(proofs)).build_answer()
+        return found.through, found.reasons
+
+    direct = WeightReport(3, "f", 4, 4, through="ipc")
+    files = WeightReport(3, "f", 4, 4, reasons=("the trainer runs on another host",))
+    assert answer(direct, direct) == ("ipc", ())
+    assert answer(direct, files, files) == ("files", ("the trainer runs on another host",))

@@ -41,7 +41,8 @@ COMPARED = {
     "shares": {},
     "unheld": [],
 }
-LOADED = COMPARED | {"obstacles": ["the order of its parameters was not learned at its start"]}
+FROM_FILES = COMPARED | {"through": "files", "reasons": []}
+LOADED = FROM_FILES | {"obstacles": ["the order of its parameters was not learned at its start"]}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
 NOT_COMPARED = COMPARED | {"compared": 0, "uncompared": ("a.bias", "b.weight")}
 WEIGHTS = Weights(
@@ -316,7 +317,7 @@ def test_a_worker_copies_files_in_place_once_it_has_learned_where_tensors_lie(tm
     assert extension.megatron_rl_reload_checkpoint() == {"reloaded": True, "obstacles": []}
     assert torch.equal(model.b.weight, TENSORS["b.weight"])
     model.b.weight.data.zero_()
-    assert load(extension, tmp_path) == COMPARED | {"obstacles": []}
+    assert load(extension, tmp_path) == FROM_FILES | {"obstacles": []}
     assert torch.equal(model.b.weight, TENSORS["b.weight"])
     assert torch.equal(model.a.bias, TENSORS["a.bias"])
     assert loads == []
@@ -412,7 +413,7 @@ def test_a_tensor_that_workers_hold_wrongly_together_is_laid_to_the_engine_only_
     async def post(step, route, content):
         called.append((content["method"], content["args"][1:]))
         if content["method"] == "megatron_rl_load":
-            return {"results": [COMPARED | {"obstacles": [], "shares": shares}]}
+            return {"results": [FROM_FILES | {"obstacles": [], "shares": shares}]}
         return {"results": [{} if are_files_right else refusal]}
 
     engine = VllmEngine("e", "/no/socket")
@@ -433,7 +434,7 @@ def test_a_tensor_that_a_held_one_proves_is_not_digested_again(tmp_path, monkeyp
 
     extension = worker(tmp_path)
     load(extension, tmp_path)
-    monkeypatch.setattr("megatron_rl.sidecar.vllm.worker.digest", counted)
+    monkeypatch.setattr("megatron_rl.sidecar.vllm.received.digest", counted)
     assert load(extension, tmp_path) == LOADED
     assert digested == []
 

@@ -29,6 +29,8 @@ Proof = Literal["digests", "probe"]
 """The proof that engines hold a version, as docs/rollout.md describes it."""
 Tail = Literal["stop", "truncate", "carry"]
 """The treatment of the last groups of an iteration, as docs/rollout.md describes it."""
+Way = Literal["files", "ipc", "stream"]
+"""The way in which weights reach engines: files, the memory of the trainer's devices, or a stream between devices."""
 JSON = dict[str, Any]
 
 
@@ -248,6 +250,10 @@ class PublishAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_compared: int = 0
     """The parameters proved to hold what was published, bit for bit, in the engine with the fewest of them."""
     num_parameters: int = 0
+    through: Way = "files"
+    """The way in which weights reached the engines; "ipc" only if it is that of all engines."""
+    reasons: tuple[str, ...] = ()
+    """The reasons why an engine that was offered the devices' memory took files."""
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Weights
+from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Way, Weights
 
 
 class EngineState(enum.StrEnum):
@@ -86,6 +86,10 @@ class WeightReport:
     num_parameters: int = dataclasses.field(default=0, compare=False)
     uncompared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The parameters that could not be compared, and the tensors that no compared parameter holds."""
+    through: Way = dataclasses.field(default="files", compare=False)
+    """The way in which the weights reached it."""
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """The reasons why it took files, if it was offered the devices' memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,15 @@ import msgspec
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol import probe
-from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Weights, decode_log_probs, encode_tokens
+from megatron_rl.shared.protocol.wire import (
+    EngineKind,
+    Response,
+    Sampling,
+    Way,
+    Weights,
+    decode_log_probs,
+    encode_tokens,
+)
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
     EngineBusy,
@@ -189,8 +197,9 @@ class VllmEngine:
         self._version, self._tag = -1, ""
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
+        way = _find_way(weights, answers)
         if wrong := sorted(set(find_wrongly_shared(answers))):
-            if weights.transport == "shm":
+            if way == "files":
                 # If the files are wrong, the engine is not.
                 await self._workers("load", "megatron_rl_check_files", weights.location, *wrong)
             raise WrongWeights(
@@ -206,6 +215,8 @@ class VllmEngine:
             num_compared=min(answer["compared"] for answer in answers),
             num_parameters=max(answer["parameters"] for answer in answers) + len(unheld),
             uncompared=tuple(sorted(uncompared | unheld)),
+            through=way,
+            reasons=tuple(dict.fromkeys(reason for answer in answers for reason in answer.get("reasons", ()))),
         )
 
     async def commit(self, report: WeightReport) -> None:
@@ -327,6 +338,7 @@ class VllmEngine:
         answers = await self._workers("load", "megatron_rl_load", *arguments)
         if self._updates is not None:
             self._updates.tell(answers)
+            self._updates.tell_files(answers)
         return answers
 
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
@@ -395,3 +407,11 @@ class VllmEngine:
             return None
         self._pace.note("silence", silence)
         return f"its core has made no progress for {silence:.0f} s with {self._num_in_flight} groups in flight"
+
+
+def _find_way(weights: Weights, answers: Sequence[Mapping[str, Any]]) -> Way:
+    """Return the way in which weights reached an engine's workers; files if any worker read some."""
+    if weights.transport != "shm":
+        return "stream"
+    return "ipc" if all(answer["through"] == "ipc" for answer in answers) else "files"
+

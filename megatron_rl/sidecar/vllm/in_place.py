@@ -1,8 +1,8 @@
 """Weights copied to where a learned order says that they lie, in the memory that the model computes with.
 
 vLLM's own reload loads every tensor twice, converts it on the host, and copies the result to where the old one was.
-Here each part of a tensor is copied once, from the trainer's files into its rows of a parameter. The host reads no
-number, and no parameter moves, so CUDA graphs stay valid.
+Here each part of a tensor is copied once, from the trainer's files or its devices' memory into its rows of a parameter.
+The host reads no number, and no parameter moves, so CUDA graphs stay valid.
 
 This is right for a model whose parameters all hold given numbers as they are, if nothing else follows from them.
 `find_obstacles` names the parameters that forbid it. A layer that keeps a changed copy elsewhere is found when the
@@ -100,10 +100,30 @@ class Places:
         for part in self._parts.get(name, ()):
             _copy(part, tensor_RC)
 
+    def put_piece(self, name: str, place: Rectangle, piece_RC: torch.Tensor) -> None:
+        """Queue the copies of a rectangle of a tensor, which lies on the device, to wherever parts of it are held."""
+        for part in self._parts.get(name, ()):
+            common = _intersect(part.rectangle, place)
+            if common is not None:
+                _cut(part.held_RC, part.rectangle, common).copy_(_cut(piece_RC, place, common))
+
     def wait(self) -> None:
         """Wait until all copies are done."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device).current_stream().synchronize()
+
+
+def _intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
+    first_row, first_column = max(one.first_row, other.first_row), max(one.first_column, other.first_column)
+    num_rows = min(one.first_row + one.num_rows, other.first_row + other.num_rows) - first_row
+    num_columns = min(one.first_column + one.num_columns, other.first_column + other.num_columns) - first_column
+    return Rectangle(first_row, first_column, num_rows, num_columns) if min(num_rows, num_columns) > 0 else None
+
+
+def _cut(matrix_RC: torch.Tensor, place: Rectangle, part: Rectangle) -> torch.Tensor:
+    """Return a part of the matrix that lies at a place."""
+    row, column = part.first_row - place.first_row, part.first_column - place.first_column
+    return matrix_RC[row : row + part.num_rows, column : column + part.num_columns]
 
 
 def _copy(part: _Part, tensor_RC: torch.Tensor) -> None:

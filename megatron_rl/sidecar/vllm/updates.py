@@ -42,7 +42,7 @@ class Updates:
         self._workers = workers
         self._probe = probe
         self._told: set[str] = set()
-        """The reasons, already logged, why weights are not copied in place."""
+        """The reasons, already logged, why weights are not copied in place, or not from the trainer's devices."""
 
     async def check(self, is_started_here: bool) -> None:
         """Refuse a vLLM that loads this model in place differently than at its start: its weights would be wrong.
@@ -118,13 +118,20 @@ class Updates:
         self._tell_once(obstacles)
         return obstacles
 
-    def _tell_once(self, obstacles: Sequence[str]) -> None:
-        for obstacle in obstacles:
-            if obstacle not in self._told:
-                self._told.add(obstacle)
-                _log.info(
-                    "engine %s: vLLM loads weights, since they cannot be copied in place: %s", self._name, obstacle
-                )
+    def tell_files(self, answers: Sequence[Answer]) -> None:
+        """Log once each reason why the workers read files though they were offered the trainer's devices."""
+        reasons = dict.fromkeys(reason for answer in answers for reason in answer["reasons"])
+        self._tell_once(
+            list(reasons), "it reads weights from files, since it cannot copy them from the trainer's devices"
+        )
+
+    def _tell_once(
+        self, reasons: Sequence[str], what: str = "vLLM loads weights, since they cannot be copied in place"
+    ) -> None:
+        for reason in reasons:
+            if reason not in self._told:
+                self._told.add(reason)
+                _log.info("engine %s: %s: %s", self._name, what, reason)
 
     async def _learn_order(self) -> None:
         """Have the workers learn the places of tensors in their parameters; they hold no real weights afterwards."""

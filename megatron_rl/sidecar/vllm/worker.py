@@ -11,14 +11,15 @@ parts is proved by all of them together (`find_wrongly_shared`). Any other tenso
 came, by one of the workers.
 
 On some devices the worker copies files into the parameters in place (`in_place.py`). Anything else is loaded by vLLM.
+Where it copies in place, it takes weights from the trainer's own devices if these are offered (`offered.py`): then it
+reads no file but that of the digests.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +27,35 @@ import torch
 
 from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
 from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Checkpoint, read_digests
-from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint
 from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
-from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, Readings, compare, digesting
+from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
+from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from megatron_rl.sidecar.vllm.received import (
+    NotWritten,
+    Record,
+    Refusal,
+    list_specs,
+    must_be_announced,
+    must_be_private,
+    must_be_those_of,
+    wait_for_each,
+)
 
 # A tied output layer is one tensor in our exports, and may be stored twice in a checkpoint.
 _TIED = "lm_head.weight"
 
 RpcAnswer = dict[str, Any]
-
-
-class Refusal(MegatronRLError):
-    """A request that cannot be served; it changed nothing."""
-
-
-class NotWritten(Refusal):
-    """The end of the trainer before it had written all weights."""
 
 
 _CODES: tuple[tuple[type[MegatronRLError], RefusalCode], ...] = (
@@ -88,6 +92,8 @@ class WorkerExtension:
     # The places of the tensors in the parameters; None until they are learned.
     megatron_rl_order: Order | None = None
     megatron_rl_digester: InPlaceDigester | None = None
+    # The memory of the trainer's devices; None until it is offered.
+    megatron_rl_memory: OpenedMemory | None = None
     # The types of devices on which files are copied in place, and why vLLM loads them all the same, if it does.
     megatron_rl_in_place_on: tuple[str, ...] = ("cuda",)
     megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
@@ -140,26 +146,38 @@ class WorkerExtension:
 
     @answered
     def megatron_rl_load(self, folder: str, user: str, expected: str) -> RpcAnswer:
-        """Load the weights in a folder, if they have the announced fingerprint and no tensor is missing."""
-        _must_be_private(Path(folder), int(user))
+        """Load the weights in a folder, if they have the announced fingerprint and no tensor is missing.
+
+        They are copied from the trainer's devices if these are offered and can be opened, and else from files.
+        """
+        path = Path(folder)
+        must_be_private(path, int(user))
+        digests = read_digests(path)
+        reasons: Sequence[str] = ()
+        with taken(path) as offer:
+            if offer is not None:
+                opened, reasons = self.megatron_rl_open(offer)
+                if opened is not None:
+                    answer = self.megatron_rl_load_offered(opened, digests, expected)
+                    return {**answer, "through": "ipc", "reasons": []}
+        return {**self.megatron_rl_load_files(path, digests, expected), "through": "files", "reasons": list(reasons)}
+
+    def megatron_rl_load_files(self, folder: Path, digests: Mapping[str, list[int]], expected: str) -> RpcAnswer:
+        """Load the tensors in a folder's files, each once it has arrived."""
         if self.megatron_rl_maps is None:
             device = next(self.model_runner.get_model().parameters()).device
             self.megatron_rl_maps = Maps(platforms.select("cuda") if device.type == "cuda" else None)
-        received, digests = self.megatron_rl_maps.find(Path(folder)), read_digests(Path(folder))
-        specs = _specs(received)
-        if nameless := sorted(received.keys() - digests.keys()):
-            raise Refusal(f"{len(nameless)} tensors came without a digest: {', '.join(nameless[:5])}")
-        found = compute_fingerprint(specs, digests)
-        if found != expected:
-            raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
+        received = self.megatron_rl_maps.find(folder)
+        specs = list_specs(received)
+        must_be_announced(specs, digests, expected)
         self.megatron_rl_check_complete(specs)
         self.megatron_rl_learn(specs)
-        with Arrival(Path(folder), specs) as arrival:
+        with Arrival(folder, specs) as arrival:
             if not arrival.is_coming():
                 raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
             missing: list[str] = []
             obstacles = self.megatron_rl_find_obstacles(specs)
-            record = self.megatron_rl_replace_weights(_arriving(received, arrival, missing), not obstacles)
+            record = self.megatron_rl_replace_weights(wait_for_each(received, arrival, missing), not obstacles)
         if missing:
             raise NotWritten(
                 f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}"
@@ -167,19 +185,64 @@ class WorkerExtension:
         try:
             proof = self.megatron_rl_compared(record, digests)
         except NotHeld as error:
-            _must_be_those_of(received, digests, error.tensors)
+            must_be_those_of(received, digests, error.tensors)
             raise
         share = self.megatron_rl_pick_share(received)
         left = [name for name in share if name not in proof.proved and name not in proof.shares]
-        _must_be_those_of(received, digests, left)
-        self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, "obstacles": list(obstacles), **_describe(proof, digests)}
+        must_be_those_of(received, digests, left)
+        self.megatron_rl_fingerprint = expected
+        return {"fingerprint": expected, "obstacles": list(obstacles), **_describe(proof, digests)}
+
+    def megatron_rl_open(self, offer: Offer) -> tuple[OpenedOffer | None, Sequence[str]]:
+        """Open the memory that is offered; if this worker must read files instead, return the reasons."""
+        sharing = self.megatron_rl_find_sharing()
+        if sharing is None:
+            return None, ["the engine's device type has no memory that processes share"]
+        if self.megatron_rl_obstacles or self.megatron_rl_order is None:
+            return None, ["the engine does not copy weights in place"]
+        if self.megatron_rl_memory is None:
+            self.megatron_rl_memory = OpenedMemory(sharing)
+        try:
+            opened = self.megatron_rl_memory.open(offer)
+        except CannotShare as refusal:
+            return None, [str(refusal)]
+        specs = list(opened.specs)
+        reasons = [*self.megatron_rl_find_obstacles(specs), *find_unheld(self.megatron_rl_order, specs, _TIED)]
+        return None if reasons else opened, reasons
+
+    def megatron_rl_find_sharing(self) -> DeviceSharing | None:
+        """Return how this worker opens the memory of other processes' devices; None if it cannot."""
+        device = next(self.model_runner.get_model().parameters()).device
+        return platforms.select("cuda").device_sharing() if device.type == "cuda" else None
+
+    def megatron_rl_load_offered(
+        self, opened: OpenedOffer, digests: Mapping[str, list[int]], expected: str
+    ) -> RpcAnswer:
+        """Copy weights from the trainer's devices, and compare the parameters with the digests that came."""
+        specs = list(opened.specs)
+        must_be_announced(specs, digests, expected)
+        self.megatron_rl_check_complete(specs)
+        self.megatron_rl_fingerprint = ""
+        with self.megatron_rl_loading(), torch.no_grad():
+            record, places = self.megatron_rl_begin_copy()
+            for spec in specs:
+                record.note(spec)
+                for piece in opened.pieces[spec.name]:
+                    places.put_piece(spec.name, piece.place, piece.values_RC)
+            self.megatron_rl_end_copy(record, places)
+        try:
+            proof = self.megatron_rl_compared(record, digests)
+        except NotHeld as error:
+            text = f"{error} (they were copied from the trainer's devices; --publish-through files takes files)"
+            raise NotHeld(text, error.tensors) from None
+        self.megatron_rl_fingerprint = expected
+        return {"fingerprint": expected, "obstacles": [], **_describe(proof, digests)}
 
     @answered
     def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
         """Refuse files of which these tensors do not match the digests that came with them."""
         received, digests = map_file_tensors(Path(folder)), read_digests(Path(folder))
-        _must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
+        must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
         return {}
 
     @answered
@@ -188,7 +251,7 @@ class WorkerExtension:
 
         The engine holds no real weights afterwards.
         """
-        specs = _specs(_started_from(Path(self.vllm_config.model_config.model)))
+        specs = list_specs(_started_from(Path(self.vllm_config.model_config.model)))
         if specs:
             self.megatron_rl_learn(specs)
             self.megatron_rl_obstacles = self.megatron_rl_list_obstacles(specs)
@@ -252,7 +315,7 @@ class WorkerExtension:
         """Answer with the fingerprint of the weights that this worker holds; empty if an update failed half-way."""
         return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
 
-    def megatron_rl_replace_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], is_in_place: bool) -> "Record":
+    def megatron_rl_replace_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], is_in_place: bool) -> Record:
         """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
         with self.megatron_rl_loading(), torch.no_grad():
@@ -263,23 +326,32 @@ class WorkerExtension:
                 recorded.check_all_loaded()
             return recorded
 
-    def megatron_rl_copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> "Record":
+    def megatron_rl_copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Record:
         """Copy tensors into the parameters in place.
 
         Unlike vLLM's reload this clears no cache of encoders or adapters, since an engine of ours has none.
         """
-        model, order = self.model_runner.get_model(), self.megatron_rl_order
-        assert order is not None
-        record, places = Record(set(order.rows)), Places(model, order)
+        record, places = self.megatron_rl_begin_copy()
         for name, tensor in record.noted(tensors, with_digests=False):
             places.put(name, tensor)
+        self.megatron_rl_end_copy(record, places)
+        return record
+
+    def megatron_rl_begin_copy(self) -> tuple[Record, Places]:
+        order = self.megatron_rl_order
+        assert order is not None
+        return Record(set(order.rows)), Places(self.model_runner.get_model(), order)
+
+    def megatron_rl_end_copy(self, record: Record, places: Places) -> None:
+        """Wait for the copies, and digest the parameters."""
+        model, order = self.model_runner.get_model(), self.megatron_rl_order
+        assert order is not None
         places.wait()
         digester = self.megatron_rl_digester
         if digester is None or not digester.is_for(model, order, record.dtypes):
             digester = self.megatron_rl_digester = InPlaceDigester(model, order, record.dtypes)
         record.readings = digester.digest()
         record.is_in_place = True
-        return record
 
     def megatron_rl_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.reload_weights(weights_iterator=iter(tensors))
@@ -319,7 +391,7 @@ class WorkerExtension:
         self.megatron_rl_is_torn = False
 
     @contextlib.contextmanager
-    def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator["Record"]:
+    def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator[Record]:
         """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
         model = self.model_runner.get_model()
         record = Record({name for name, _ in model.named_parameters()})
@@ -370,7 +442,7 @@ class WorkerExtension:
             "world_size": self.vllm_config.parallel_config.world_size,
         }
 
-    def megatron_rl_compared(self, record: "Record", digests: Mapping[str, list[int]]) -> LoadProof:
+    def megatron_rl_compared(self, record: Record, digests: Mapping[str, list[int]]) -> LoadProof:
         """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.readings is None:
             return LoadProof(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
@@ -401,45 +473,6 @@ class WorkerExtension:
                 raise Refusal(f"{len(names)} tensors are {what}: {', '.join(names[:5])}")
 
 
-class Record:
-    """A record of the tensors that were loaded into a model in one update."""
-
-    def __init__(self, parameters: set[str]) -> None:
-        self.parameters = parameters
-        self.loaded: set[str] = set()
-        self.specs: list[TensorSpec] = []
-        self.dtypes: dict[str, str] = {}
-        self._digests: dict[str, torch.Tensor] = {}
-        self.readings: Readings[torch.Tensor | None] | None = None
-        self.is_in_place = False
-
-    def noted(
-        self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            spec = _spec(name, tensor)
-            self.specs.append(spec)
-            self.dtypes[name] = spec.dtype
-            if with_digests:
-                self._digests[name] = digest(tensor)
-            yield name, tensor
-
-    def read_digests(self) -> dict[str, list[int]]:
-        """Read the digests of all tensors that came, in one copy from the device."""
-        if not self._digests:
-            return {}
-        lines = list(self._digests.values())
-        if lines[0].device.type != "cpu":
-            # vLLM's transfer engine takes turns between streams of its own.
-            torch.get_device_module(lines[0].device).synchronize()
-        return dict(zip(self._digests, torch.stack(lines).tolist(), strict=True))
-
-    def check_all_loaded(self) -> None:
-        # vLLM only logs this.
-        if missing := sorted(self.parameters - self.loaded):
-            raise Refusal(f"{len(missing)} parameters were not loaded: {', '.join(missing[:5])}")
-
-
 def _describe(proof: LoadProof, digests: Mapping[str, list[int]]) -> RpcAnswer:
     return {
         "compared": proof.num_compared,
@@ -448,45 +481,6 @@ def _describe(proof: LoadProof, digests: Mapping[str, list[int]]) -> RpcAnswer:
         "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in proof.shares.items()},
         "unheld": [name for name in proof.unheld if name != _TIED],
     }
-
-
-def _must_be_those_of(
-    received: Mapping[str, torch.Tensor], digests: Mapping[str, list[int]], names: Iterable[str]
-) -> None:
-    """Raise a Refusal unless these tensors, as they came, match the digests that came with them."""
-    if wrong := [name for name in names if digest(received[name]).tolist() != digests[name]]:
-        raise Refusal(f"{len(wrong)} tensors do not match the digests sent with them: {', '.join(wrong[:5])}")
-
-
-def _must_be_private(folder: Path, user: int) -> None:
-    for path in (folder, *folder.iterdir()) if folder.is_dir() else ():
-        found = path.lstat()
-        if found.st_uid != user or found.st_mode & 0o077 or stat.S_ISLNK(found.st_mode):
-            raise Refusal(
-                f"{path} must be private to user {user} (owner {found.st_uid}, mode {stat.filemode(found.st_mode)})"
-            )
-
-
-def _arriving(
-    tensors: Mapping[str, torch.Tensor], arrival: Arrival, missing: list[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor once it is written.
-
-    A tensor that will never be written is yielded too, and named in `missing`: vLLM cannot resume a load that failed
-    half-way.
-    """
-    for name, tensor in tensors.items():
-        if missing or not arrival.wait_for(name):
-            missing.append(name)
-        yield name, tensor
-
-
-def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
-    return [_spec(name, tensor) for name, tensor in tensors.items()]
-
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), _NAMES[tensor.dtype])
 
 
 def _started_from(folder: Path) -> dict[str, torch.Tensor]:
