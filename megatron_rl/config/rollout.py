@@ -264,6 +264,12 @@ class PublishConfig:
         "be compared, the log-probs of the `probe`, which show only coarse differences.",
         "--publish-proof",
     )
+    through: Literal["auto", "files", "ipc"] = own_flag(
+        "auto",
+        "The way in which engines take weights with --rollout-transport shm: `files`, or `ipc`, from the memory of the "
+        "trainer's GPUs on the same host; `auto` takes files where that is not possible.",
+        "--publish-through",
+    )
     deadline_minutes: float = own_flag(
         10.0, "Minutes that a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"
     )

@@ -85,3 +85,15 @@ def test_engines_that_would_round_what_is_published_are_refused_unless_the_weake
     (problem,) = run_problems(*words)
     assert "cannot be compared bit for bit" in problem
     assert "--publish-proof probe" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rollout-transport nccl", "is for --rollout-transport shm, not nccl: drop one of them"),
+        ("", "needs --platform cuda, not cpu: write auto or files"),
+    ],
+)
+def test_weights_that_must_come_from_devices_are_refused_where_they_cannot(tmp_path, words, message):
+    found = run_problems(*words_of(tmp_path, "float32", "--publish-through", "ipc", *words.split()))
+    assert f"--publish-through ipc {message}" in found

@@ -36,6 +36,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_curriculum(settings)
         yield from _check_endpoint(settings)
         yield from _check_proof(settings)
+        yield from _check_way(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
     yield from _check_schedule(settings)
@@ -227,6 +228,19 @@ def _check_proof(settings: DraftSettings) -> Iterator[str]:
         "cannot be compared bit for bit: write one precision (--rollout-dtype, --publish-dtype), or accept the weaker "
         "proof with --publish-proof probe"
     )
+
+
+def _check_way(settings: DraftSettings) -> Iterator[str]:
+    """Check that engines may copy weights from the trainer's devices, if they must; devices are asked at the start."""
+    transport, platform = settings.rollout.transport, settings.platform
+    if settings.publish.through != "ipc":
+        return
+    if transport != "shm":
+        yield f"--publish-through ipc is for --rollout-transport shm, not {transport}: drop one of them"
+    elif platform != "cuda":
+        yield f"--publish-through ipc needs --platform cuda, not {platform}: write auto or files"
+    elif settings.rollout.engine == "scripted":
+        yield "--publish-through ipc needs engines that hold weights, not --rollout-engine scripted: drop one of them"
 
 
 def _is_address(text: str) -> bool:

@@ -100,10 +100,16 @@ class GrpoStage:
 
 
 def _describe_publish(answer: PublishAnswer) -> dict[str, Any]:
-    """Return the number of an engine's parameters that were compared bit for bit; nothing without a model."""
+    """Return how an engine got its weights, and how many were compared bit for bit; nothing without a model."""
     if not answer.num_parameters:
         return {}
-    return {"publish": {"compared": answer.num_compared, "parameters": answer.num_parameters}}
+    return {
+        "publish": {
+            "compared": answer.num_compared,
+            "parameters": answer.num_parameters,
+            "through": answer.through,
+        }
+    }
 
 
 def build_grpo(
@@ -170,7 +176,7 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     if transport == "shm":
         folder = find_shared_folder(settings)
         return SharedMemoryPublisher(
-            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof
+            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof, publish.through
         )
     if transport not in session.platform.weight_transports:
         raise UsageError(

@@ -3,6 +3,8 @@
 From files in memory, engines load the first tensors while the last ones are written. This is possible because the
 fingerprint, which is announced to them, is computed before. Once all engines hold version v, the files of v-1 are
 reused for v+1: the system need not find and clear new memory at every publish.
+
+Engines that can copy from the ranks' devices (`offers.py`) wait for no file.
 """
 
 import datetime
@@ -20,6 +22,7 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
 from megatron_rl.shared.weights.arrival import is_in_memory
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.publish.offers import Offers, Through
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.session import Session
 
@@ -67,8 +70,12 @@ class SharedMemoryPublisher:
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
         probe: Probe | None = None,
         proof: Proof = "digests",
+        through: Through = "auto",
     ):
-        """Compare the engines' log-probs with `probe`; without it, only with each other."""
+        """Compare the engines' log-probs with `probe`; without it, only with each other.
+
+        `through` says whether engines copy from the ranks' devices: if they can, never, or always.
+        """
         self.answer = PublishAnswer()
         self._probe = probe
         self._proof: Proof = proof
@@ -83,6 +90,7 @@ class SharedMemoryPublisher:
         self._current: Path | None = None
         self._spare: Path | None = None
         self._begin()
+        self._offers = Offers(weights, session, through, dtype, self._is_read_early)
 
     def publish(self, version: int) -> str:
         """Publish the weights to all engines, and return their fingerprint."""
@@ -93,6 +101,7 @@ class SharedMemoryPublisher:
         spare, self._spare = self._spare, None
         begun = self._weights.begin_files(folder, self._dtype, spare, self._is_read_early)
         fingerprint = begun.fingerprint
+        is_offered = self._offers.put(folder, fingerprint)
         message = Weights(
             run=self._run,
             version=version,
@@ -107,13 +116,18 @@ class SharedMemoryPublisher:
         with begun:
             if self._is_read_early:
                 told = in_background(lambda: self._send(message))
+            if is_offered:
+                # Engines wait for the probe, and for no file.
+                self._send_probe(version, fingerprint)
             begun.write()
         if not self._is_read_early:
             told = in_background(lambda: self._send(message))
         # Engines load while this rank computes the probe.
-        if self._probe is not None:
-            self._probe.send(version, fingerprint, self._receiver)
+        if not is_offered:
+            self._send_probe(version, fingerprint)
         self.answer = self._session.gather_or_raise_everywhere(told.result)[0]
+        self._offers.withdraw(folder, self._deadline.total_seconds())
+        self._offers.check(self.answer)
         # A restarted engine loads the current version, so no engine reads the previous one again.
         if self._current != folder:
             self._spare = self._current
@@ -138,6 +152,10 @@ class SharedMemoryPublisher:
         self._is_read_early = session.broadcast(session.rank == 0 and is_in_memory(folder))
         if session.rank == 0:
             mark.unlink()
+
+    def _send_probe(self, version: int, fingerprint: str) -> None:
+        if self._probe is not None:
+            self._probe.send(version, fingerprint, self._receiver)
 
     def _send(self, message: Weights) -> PublishAnswer:
         if self._session.rank != 0:
