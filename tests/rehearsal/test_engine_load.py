@@ -16,12 +16,15 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron_rl.platforms.device_sharing import MemoryHandle
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.offer import write_offer
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
+from tests.offers import HostSharing, Ranks
 from tests.rehearsal import device
 from tests.rehearsal.device import DEVICE, is_there
 from tests.rehearsal.kernels import kernels_run
@@ -216,6 +219,37 @@ def take(num_layers: int, dtype: torch.dtype, share: tuple[int, int], given: tor
     for name, parameter in reference.named_parameters():
         assert torch.equal(parameter.cpu(), model.get_parameter(name).cpu()), name
     return counts, answer
+
+
+class OnTheDevice(HostSharing):
+    """Memory of the trainer's device: to open it moves nothing, which is not counted here."""
+
+    def open(self, handle: MemoryHandle) -> torch.Tensor:
+        return super().open(handle).to(DEVICE)
+
+
+@rehearsed
+def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_waits_twice_at_most() -> None:
+    for num_layers in (2, 12):
+        model = Model(num_layers, torch.bfloat16, 0, 1)
+        Runtime.install()
+        tensors = draw(num_layers, torch.bfloat16, 1)
+        with published(draw(num_layers, torch.bfloat16, 0)) as (start, *_), published(tensors) as (folder, name, _):
+            worker = make_worker(model, start)
+            worker.megatron_rl_find_sharing = OnTheDevice
+            worker.megatron_rl_learn_order()
+            (folder / "model.safetensors").unlink()
+            ranks = Ranks(tensors, frozenset(f"{layer}.down" for layer in range(num_layers)))
+            write_offer(folder, ranks.offer(name))
+            load(worker, folder, name)
+            with counted() as counts:
+                answer = load(worker, folder, name)
+        assert (answer["through"], answer["compared"]) == ("ipc", answer["parameters"]), answer
+        assert (counts.sent, counts.host_passes) == (0, [])
+        assert len(counts.syncs) <= 2, describe(counts.syncs)
+        for parameter, given in ((model.embed, tensors["embed"]), (model.get_parameter("down-1"), tensors["1.down"])):
+            assert torch.equal(parameter.cpu(), given)
+    assert not state.faults
 
 
 def num_bytes(num_layers: int, dtype: torch.dtype) -> int:
