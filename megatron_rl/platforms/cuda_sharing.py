@@ -16,11 +16,11 @@ class CudaSharing:
 
     def find_obstacles(self) -> list[str]:
         found = []
-        if " MIG " in f"{torch.cuda.get_device_name()} ":
-            found.append("its GPU is divided into instances (MIG)")
+        if _is_instance():
+            found.append("GPU is divided into instances (MIG)")
         # These segments have no handle that every process of the host can open.
         if any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot()):
-            found.append("its memory has expandable segments (PYTORCH_CUDA_ALLOC_CONF)")
+            found.append("memory has expandable segments (PYTORCH_CUDA_ALLOC_CONF)")
         return found
 
     def share(self, storage: torch.UntypedStorage) -> MemoryHandle:
@@ -42,6 +42,8 @@ class CudaSharing:
         )
 
     def open(self, handle: MemoryHandle) -> torch.Tensor:
+        if _is_instance():
+            raise CannotShare("the engine's GPU is divided into instances (MIG)")
         own = torch.cuda.current_device()
         for device in range(torch.cuda.device_count()):
             is_owner = _identify(device) == handle.device
@@ -62,6 +64,11 @@ class CudaSharing:
         except RuntimeError as error:
             raise CannotShare(f"memory of GPU {handle.device} cannot be opened: {_first_line(error)}") from None
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", own)).set_(storage)
+
+
+def _is_instance() -> bool:
+    """Check whether this process's device is a part of a GPU."""
+    return " MIG " in f"{torch.cuda.get_device_name()} "
 
 
 def _identify(device: int) -> str:

@@ -35,7 +35,7 @@ class DeviceSharing(Protocol):
     """Shares memory of this process's device, and opens what others share."""
 
     def find_obstacles(self) -> list[str]:
-        """Return why this process's device shares no memory, neither its own nor another's; nothing if it does."""
+        """Return why memory of this process cannot be shared; nothing if it can."""
         ...
 
     def share(self, storage: torch.UntypedStorage) -> MemoryHandle:

@@ -262,7 +262,7 @@ class Refusing(HostSharing):
 def refuse(model: Path, folder: Path, case: str, through: str, dtype: str | None, plant: str) -> tuple[str, list[Any]]:
     """Return the error of a publish, and whether each version was offered."""
     sharing: Any = {
-        "no sharing": None, "an obstacle": HostSharing("its memory has expandable segments"), "a refusal": Refusing(),
+        "no sharing": None, "an obstacle": HostSharing("memory has expandable segments"), "a refusal": Refusing(),
     }.get(plant, HostSharing())  # fmt: skip
     answer = PublishAnswer(through="files", reasons=("an engine's reason",))
     found: list[Any] = []
@@ -289,10 +289,10 @@ def refuse(model: Path, folder: Path, case: str, through: str, dtype: str | None
     [
         ("no sharing", "TP1", None, "the trainer's platform is cpu"),
         ("not in memory", "TP1", None, "the folder for published files is not in memory"),
-        ("an obstacle", "TP1", None, "its memory has expandable segments, on the trainer's side"),
+        ("an obstacle", "TP1", None, "the trainer's memory has expandable segments"),
         ("a refusal", "TP1", None, "memory of rank 0 cannot be shared: invalid argument"),
         ("another dtype", "TP1", "bfloat16", "parameters are trained in float32 and published in bfloat16: decoder."),
-        ("another host", "TP2", None, "its ranks are in other namespaces, or on other hosts"),
+        ("another host", "TP2", None, "the trainer's ranks are in several namespaces, or on several hosts"),
     ],
 )
 def test_a_run_that_cannot_offer_its_memory_publishes_files_or_is_refused_by_name(
@@ -307,11 +307,11 @@ def test_a_run_that_cannot_offer_its_memory_publishes_files_or_is_refused_by_nam
         assert reason in message
 
 
-def test_a_run_offers_nothing_if_it_is_told_so_and_ends_if_an_engine_must_take_the_offer_and_does_not(
+def test_a_run_offers_nothing_if_it_is_told_so_and_nothing_more_once_an_engine_does_not_take_it(
     tmp_path: Path, memory: Path
 ) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
     assert run_ranks(refuse, 1, model, memory, "TP1", "files", None, "") == [("", [False, False])]
-    assert run_ranks(refuse, 1, model, memory, "TP1", "auto", None, "") == [("", [True, True])]
+    assert run_ranks(refuse, 1, model, memory, "TP1", "auto", None, "") == [("", [True, False])]
     ((message, _),) = run_ranks(refuse, 1, model, memory, "TP1", "ipc", None, "")
     assert message == "--publish-through ipc cannot be: an engine's reason. Write auto or files"

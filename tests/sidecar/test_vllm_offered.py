@@ -147,8 +147,6 @@ def test_a_worker_names_why_it_cannot_take_an_offer():
     elsewhere = msgspec.structs.replace(ranks.offer(), host=("another boot", "pid", "ipc"))
     with pytest.raises(CannotShare, match="the trainer runs on another host, or in another namespace"):
         OpenedMemory(HostSharing()).open(elsewhere)
-    with pytest.raises(CannotShare, match=r"divided into instances \(MIG\), on the engine's side"):
-        OpenedMemory(HostSharing("its GPU is divided into instances (MIG)")).open(ranks.offer())
     handle = msgspec.structs.replace(ranks.ranks[0].handles[0], memory=b"/no-such-memory")
     unknown = msgspec.structs.replace(ranks.ranks[0], handles=[handle])
     with pytest.raises(CannotShare, match="cannot be opened"):

@@ -76,8 +76,10 @@ def test_a_gpu_that_cannot_share_is_named_with_the_reason(gpus):
     assert CudaSharing().find_obstacles() == []
     gpus.name, gpus.segments = "NVIDIA A100-SXM4-40GB MIG 1g.5gb", [{}, {"is_expandable": True}]
     assert CudaSharing().find_obstacles() == [
-        "its GPU is divided into instances (MIG)",
-        "its memory has expandable segments (PYTORCH_CUDA_ALLOC_CONF)",
+        "GPU is divided into instances (MIG)",
+        "memory has expandable segments (PYTORCH_CUDA_ALLOC_CONF)",
     ]
+    with pytest.raises(CannotShare, match=r"the engine's GPU is divided into instances \(MIG\)"):
+        CudaSharing().open(CudaSharing().share(storage()))
     with pytest.raises(CannotShare, match="^not supported$"):
         CudaSharing().share(storage(RuntimeError("not supported\nsee the manual")))

@@ -47,8 +47,6 @@ class OpenedMemory:
         """Open what an offer names; raise CannotShare if this process cannot, InputError if its pieces are wrong."""
         if offer.host != identify_host():
             raise CannotShare("the trainer runs on another host, or in another namespace of processes or of memory")
-        if obstacles := self._sharing.find_obstacles():
-            raise CannotShare(f"{'; '.join(obstacles)}, on the engine's side")
         keys = [(offer.run, number, rank.generation) for number, rank in enumerate(offer.ranks)]
         memories = [
             [self._open((*key, handle)) for handle in rank.handles] for key, rank in zip(keys, offer.ranks, strict=True)

@@ -41,15 +41,15 @@ class Offers:
         if through == "files":
             return
         sharing = session.platform.device_sharing()
-        hosts = session.gather(identify_host())
         if sharing is None:
             reasons = [f"the trainer's platform is {session.platform.name}"]
         elif not is_in_memory:
             reasons = ["the folder for published files is not in memory"]
         else:
-            own = [] if hosts[session.rank] == hosts[0] else ["its ranks are in other namespaces, or on other hosts"]
+            is_one_host = len(set(session.gather(identify_host()))) == 1
+            own = [] if is_one_host else ["the trainer's ranks are in several namespaces, or on several hosts"]
+            own += [f"the trainer's {obstacle}" for obstacle in sharing.find_obstacles()]
             own += find_other_dtypes(weights.shards, self._dtype)
-            own += [f"{obstacle}, on the trainer's side" for obstacle in sharing.find_obstacles()]
             reasons = list(dict.fromkeys(reason for of_rank in session.gather(own) for reason in of_rank))
         if sharing is None or reasons:
             self._give_up(reasons)
@@ -77,10 +77,13 @@ class Offers:
             session = self._session
             session.run_or_raise_everywhere(lambda: withdraw_offer(folder, seconds) if session.rank == 0 else None)
 
-    def check(self, answer: PublishAnswer) -> None:
-        """Raise UsageError if engines did not take the offer, and they must."""
-        if self._through == "ipc" and answer.through != "ipc":
-            raise UsageError(_refuse(answer.reasons or ("the engines have no model",)))
+    def end(self, answer: PublishAnswer) -> None:
+        """Offer nothing more if any engine did not take the offer, since a publish waits for the slowest engine.
+
+        Raise UsageError if engines must take it.
+        """
+        if self._shards is not None and answer.through != "ipc":
+            self._give_up(answer.reasons or ("engines hold no weights",))
 
     def _describe(self) -> tuple[RankOffer | None, str]:
         """Return this rank's part if it has changed, and why there is none if it cannot be shared."""

@@ -127,7 +127,7 @@ class SharedMemoryPublisher:
             self._send_probe(version, fingerprint)
         self.answer = self._session.gather_or_raise_everywhere(told.result)[0]
         self._offers.withdraw(folder, self._deadline.total_seconds())
-        self._offers.check(self.answer)
+        self._offers.end(self.answer)
         # A restarted engine loads the current version, so no engine reads the previous one again.
         if self._current != folder:
             self._spare = self._current
