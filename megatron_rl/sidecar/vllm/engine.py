@@ -414,4 +414,3 @@ def _find_way(weights: Weights, answers: Sequence[Mapping[str, Any]]) -> Way:
     if weights.transport != "shm":
         return "stream"
     return "ipc" if all(answer["through"] == "ipc" for answer in answers) else "files"
-
