@@ -264,8 +264,9 @@ class PublishConfig:
         "be compared, the log-probs of the `probe`, which show only coarse differences.",
         "--publish-proof",
     )
+    # No GPU has run the other way.
     through: Literal["auto", "files", "ipc"] = own_flag(
-        "auto",
+        "files",
         "The way in which engines take weights with --rollout-transport shm: `files`, or `ipc`, from the memory of the "
         "trainer's GPUs on the same host; `auto` takes files where that is not possible.",
         "--publish-through",
