@@ -33,6 +33,11 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = megatron_flag(
         128, "The vocabulary is padded to a multiple of this number times the tensor-parallel size.", bound="at least 1"
     )
+    output_layer_backend: Literal["auto", "triton", "torch"] = own_flag(
+        "auto",
+        "The implementation of the output layer with its log-probs; `auto` takes the fastest that can run.",
+        "--output-layer-backend",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ def provide(settings: Settings, kind: type = GPTModel, layer: type | None = None
 
 
 def build(settings: Settings, **changes: Any) -> list[PackedGPTModel]:
-    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend)]
+    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend, "torch")]
 
 
 def results(trained: Training) -> dict[str, torch.Tensor]:

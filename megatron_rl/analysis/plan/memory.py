@@ -10,9 +10,9 @@ from megatron_rl.types import Architecture
 
 _GIB = 1 << 30
 _WEIGHT, _GRADIENT, _STATE = 2, 4, 12
-# A tensor in transfer to engines, twice; logits of a block of the vocabulary, with their gradient.
+# A tensor in transfer to engines, twice; the logits of a block of the vocabulary, which their gradient replaces.
 _PUBLISH = 2 << 28
-_LOGITS = 2 << 26
+_LOGITS = 1 << 29
 # The share of a device's memory that vLLM takes by default, and its bytes besides weights and the cache.
 _ENGINE_SHARE, _ENGINE_OTHER = 0.9, 4 * _GIB
 # The share of a trainer's memory that is left by the device itself, collectives and gaps between blocks.

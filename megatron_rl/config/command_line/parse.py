@@ -5,7 +5,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,7 +19,8 @@ from megatron_rl.config.command_line.stage import list_others
 from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.ops.shared_prompt import Conditions, choose_backend
+from megatron_rl.ops import log_probs, shared_prompt
+from megatron_rl.ops.choice import Choice
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 
@@ -277,7 +278,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     )
     reading.consider((*fields.problems, *checks.check_settings(settings)))
     if architecture is not None:
-        settings = _choose_backend(settings, architecture, reading)
+        settings = _choose_backends(settings, architecture, reading)
     if not reading.problems:
         reading.problems += refusals
     if architecture is not None and not reading.problems:
@@ -356,23 +357,35 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
     return architecture
 
 
-def _choose_backend(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
-    """Return the settings with the backend of shared-prompt attention that will run."""
-    device = platforms.select(settings.platform).device_type
-    conditions = Conditions(
-        device, settings.transformer.params_dtype, architecture.sliding_window, architecture.kv_channels
+def _choose_backends(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
+    """Return the settings with the backends that will run, of shared-prompt attention and of the output layer."""
+    device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
+    conditions = shared_prompt.Conditions(device, dtype, architecture.sliding_window, architecture.kv_channels)
+    settings = _choose_backend(
+        settings, "attention.backend", reading, lambda name: shared_prompt.choose_backend(name, conditions)
     )
+    return _choose_backend(
+        settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
+    )
+
+
+def _choose_backend(
+    settings: DraftSettings, target: str, reading: _Reading, choose: Callable[[str], Choice]
+) -> DraftSettings:
+    """Return the settings with a field's backend chosen; if the named one cannot run, add that to the problems."""
+    subject, field = target.split(".")
+    config: Any = getattr(settings, subject)
     try:
-        choice = choose_backend(settings.attention.backend, conditions)
+        choice = choose(getattr(config, field))
     except UsageError as error:
         reading.consider(error.problems)
         return settings
-    attention = dataclasses.replace(settings.attention, backend=choice.name)  # type: ignore[arg-type] # one of them
+    changed = {subject: dataclasses.replace(config, **{field: choice.name})}
     sources = dict(settings.sources)
     if choice.notes:
-        sources["attention.backend"] = "; ".join(choice.notes)
+        sources[target] = "; ".join(choice.notes)
     notes = (*settings.notes, *(choice.notes if settings.observe.verbose else ()))
-    return dataclasses.replace(settings, attention=attention, sources=sources, notes=notes)
+    return dataclasses.replace(settings, **changed, sources=sources, notes=notes)
 
 
 def _find_world_size() -> int | None:

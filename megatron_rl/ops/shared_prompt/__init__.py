@@ -1,10 +1,9 @@
 """Attention in which the responses of a group share one copy of their prompt."""
 
-import dataclasses
-
 import torch
 
 from megatron_rl.errors import UsageError
+from megatron_rl.ops.choice import Choice, choose_by_flag
 from megatron_rl.ops.shared_prompt.backends import (
     Backend,
     Conditions,
@@ -39,14 +38,6 @@ BACKENDS: dict[str, Backend] = {
 _ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A backend that can run, by its name, and notes on the choice of `auto`."""
-
-    name: str
-    notes: tuple[str, ...] = ()
-
-
 def find_backend(name: str) -> Backend:
     """Return the backend with this name."""
     if name not in BACKENDS:
@@ -56,13 +47,8 @@ def find_backend(name: str) -> Backend:
 
 def choose_backend(name: str, conditions: Conditions) -> Choice:
     """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run."""
-    if name == "auto":
-        return _find_fastest(conditions)
-    refusal = find_backend(name).refusal(conditions)
-    if refusal is not None:
-        instead = _find_fastest(conditions).name
-        raise UsageError(f"--shared-prompt-backend {name} cannot run here ({refusal}): write {instead}, or auto")
-    return Choice(name)
+    order = _ORDERS.get(conditions.device, tuple(BACKENDS))
+    return choose_by_flag("--shared-prompt-backend", name, order, lambda one: find_backend(one).refusal(conditions))
 
 
 def shared_prompt_attention(
@@ -78,15 +64,3 @@ def shared_prompt_attention(
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {q_THD.shape[0]}")
     return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
-
-
-def _find_fastest(conditions: Conditions) -> Choice:
-    """Return the first backend that can run, with the reasons against the earlier ones."""
-    refusals: list[str] = []
-    for name in _ORDERS.get(conditions.device, tuple(BACKENDS)):
-        refusal = BACKENDS[name].refusal(conditions)
-        if refusal is None:
-            reason = "".join(f"; not {refused}" for refused in refusals)
-            return Choice(name, (f"--shared-prompt-backend auto takes {name}{reason}",))
-        refusals.append(f"{name}: {refusal}")
-    raise AssertionError("the naive backend runs everywhere")

@@ -18,7 +18,8 @@ from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
-from megatron_rl.ops.shared_prompt.trial import check_backend
+from megatron_rl.ops.log_probs import trial as output_layer_trial
+from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
@@ -109,28 +110,30 @@ def _list_written(settings: RunSettings) -> list[Path]:
 
 
 def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> None:
-    """Place this rank on its cores, and try the attention; raise on every rank if that fails on any."""
+    """Place this rank on its cores, and try its kernels; raise on every rank if that fails on any."""
     session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
     startup.say(describe_model(settings, session.platform.name, session.world_size))
     if settings.platform == "cpu":
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
-    session.run_or_raise_everywhere(lambda: _try_attention(settings, session.device))
+    session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
 
 
-def _try_attention(settings: Settings, device: torch.device) -> None:
-    """Raise unless an accelerator computes attention: tests on a CPU have not run its kernels."""
+def _try_kernels(settings: Settings, device: torch.device) -> None:
+    """Raise unless an accelerator computes attention and log-probs: tests on a CPU have not run its kernels."""
     if device.type == "cpu":
         return
     one = settings.architecture
-    check_backend(
+    dtype = settings.transformer.params_dtype
+    attention_trial.check_backend(
         settings.attention.backend,
         device,
-        settings.transformer.params_dtype,
+        dtype,
         one.num_attention_heads,
         one.num_query_groups,
         one.kv_channels,
         one.sliding_window,
     )
+    output_layer_trial.check_backend(settings.model.output_layer_backend, device, dtype)
 
 
 def _find_waiting(settings: Settings) -> datetime.timedelta:

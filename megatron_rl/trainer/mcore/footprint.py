@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.ops.log_probs import triton_fused
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.trainer.data.packing import Pack, pack_groups
 from megatron_rl.trainer.mcore.model import context
@@ -34,8 +35,8 @@ from megatron_rl.types import ParallelSizes
 _STREAM_BYTES = 2 << 28
 # The versions in shared memory: the one that engines sample with, and the one before or after it.
 _VERSIONS_SHARED = 2
-# The logits of a block of the vocabulary, and their gradient, in float32 (`ops/log_probs.py`).
-_LOGITS_BYTES = 2 << 26
+# A block of logits, which its gradient replaces: the largest of any backend.
+_LOGITS_BYTES = triton_fused.MOST_BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

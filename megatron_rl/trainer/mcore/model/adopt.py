@@ -28,7 +28,9 @@ from megatron_rl.types import Architecture, RopeKind
 _ROUNDING = 1e-5
 
 
-def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend: str) -> PackedGPTModel:
+def adopt(
+    chunk: torch.nn.Module, architecture: Architecture, attention_backend: str, output_layer_backend: str
+) -> PackedGPTModel:
     """Make this model one that takes packs and answers with log-probs; keep its parameters and layers."""
     if problems := list(_check(chunk, architecture)):
         raise UsageError(*problems)
@@ -47,7 +49,7 @@ def adopt(chunk: torch.nn.Module, architecture: Architecture, attention_backend:
     # Our class comes before the recipe's, so that the recipe's changes apply between our class and Megatron's.
     packed: Any = chunk
     packed.__class__ = type(f"Packed{kind.__name__}", (PackedGPTModel, kind), {"__module__": kind.__module__})
-    packed.take_packs(architecture)
+    packed.take_packs(architecture, output_layer_backend)
     mark_tensor_parallel(packed)
     return packed
 

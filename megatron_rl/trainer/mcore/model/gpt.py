@@ -29,13 +29,16 @@ from megatron_rl.types import Architecture
 class PackedGPTModel(GPTModel):
     """One stage of the model. The last stage returns the log-probs of the pack's targets, the others hidden states."""
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, **options: Any):
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, output_layer_backend: str, **options: Any
+    ):
         super().__init__(config, **options)
-        self.take_packs(architecture)
+        self.take_packs(architecture, output_layer_backend)
 
-    def take_packs(self, architecture: Architecture) -> None:
+    def take_packs(self, architecture: Architecture, output_layer_backend: str) -> None:
         """Set the attributes that `forward` needs besides a GPTModel's own."""
         self.architecture = architecture
+        self.output_layer_backend = output_layer_backend
         # Not a buffer: mixed precision would round it.
         frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
         self._rope_frequencies_F = frequencies_F.to(next(self.parameters()).device)
@@ -100,7 +103,13 @@ class PackedGPTModel(GPTModel):
         weight_VE, group = self.output_weight(), self.pg_collection.tp
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
         return output_log_probs(
-            hidden_ME, weight_VE, tokens_M, shard, params.temperature, with_entropies=params.with_entropies
+            hidden_ME,
+            weight_VE,
+            tokens_M,
+            shard,
+            params.temperature,
+            with_entropies=params.with_entropies,
+            backend=self.output_layer_backend,
         )
 
     def output_weight(self) -> torch.Tensor:
@@ -121,16 +130,21 @@ def build_chunks(
     architecture: Architecture,
     vocab_divisible_by: int = 128,
     attention_backend: str = "naive",
+    output_layer_backend: str = "auto",
     device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
     # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
     with device or contextlib.nullcontext():
-        return _build_stages(config, architecture, vocab_divisible_by, attention_backend)
+        return _build_stages(config, architecture, vocab_divisible_by, attention_backend, output_layer_backend)
 
 
 def _build_stages(
-    config: TransformerConfig, architecture: Architecture, vocab_divisible_by: int, attention_backend: str
+    config: TransformerConfig,
+    architecture: Architecture,
+    vocab_divisible_by: int,
+    attention_backend: str,
+    output_layer_backend: str,
 ) -> list[PackedGPTModel]:
     num_virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -139,6 +153,7 @@ def _build_stages(
         chunk = PackedGPTModel(
             config,
             architecture,
+            output_layer_backend,
             transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend),
             vocab_size=padded_vocab_size(
                 architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
@@ -238,5 +253,6 @@ def build_model(settings: Settings) -> list[PackedGPTModel]:
         settings.architecture,
         settings.model.make_vocab_size_divisible_by,
         attention_backend=settings.attention.backend,
+        output_layer_backend=settings.model.output_layer_backend,
         device=select(settings.platform).device(),
     )

@@ -1,0 +1,77 @@
+"""Blocks of logits in torch's own operations, each of which reads and writes the block."""
+
+import torch
+
+from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics, find_statistics_dtype
+
+# A block's logits: 64 MiB in float32.
+_BLOCK_ELEMENTS = 1 << 24
+# With narrower blocks, most of the time is spent on adding to the hidden states' gradient.
+_LEAST_BLOCK_COLUMNS = 1024
+
+
+def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
+    """Choose a multiple of 128, which suits matrix units."""
+    return max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, num_rows) // 128 * 128)
+
+
+def add_block(
+    statistics: RowStatistics,
+    hidden_NE: torch.Tensor,
+    weight_CE: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float,
+) -> None:
+    """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
+    scaled_NC = _scale_logits(hidden_NE, weight_CE, temperature)
+    columns_N1, is_here_N1 = _find_targets(targets_N, len(weight_CE))
+    statistics.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
+    statistics.num_holders_N += is_here_N1[:, 0]
+    statistics.raise_max(torch.maximum(statistics.max_N, scaled_NC.amax(dim=1)))
+    scaled_NC.sub_(statistics.max_N[:, None])
+    if statistics.moment_N is None:
+        statistics.sum_N += scaled_NC.exp_().sum(dim=1)
+        return
+    parts_NC = scaled_NC.exp()
+    statistics.sum_N += parts_NC.sum(dim=1)
+    statistics.moment_N += parts_NC.mul_(scaled_NC).sum(dim=1)
+
+
+def differentiate_block(
+    factors: GradientFactors,
+    hidden_NE: torch.Tensor,
+    weight_CE: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Compute the gradient of a block's logits, in the weight's dtype."""
+    grad_NC = _scale_logits(hidden_NE, weight_CE, temperature)
+    grad_NC.sub_(factors.max_N[:, None])
+    if factors.slope_N is None:
+        grad_NC.exp_().mul_(factors.miss_N[:, None])
+    else:
+        grad_NC = (grad_NC * factors.slope_N[:, None]).add_(factors.miss_N[:, None]).mul_(grad_NC.exp_())
+    columns_N1, is_here_N1 = _find_targets(targets_N, len(weight_CE))
+    grad_NC.scatter_add_(1, columns_N1, factors.hit_N[:, None].where(is_here_N1, 0.0))
+    return grad_NC.to(weight_CE.dtype)
+
+
+def add_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
+    """Add grad @ weight to the sum. The product is rounded to the weight's dtype first."""
+    sum_NE += grad_NC @ weight_CE
+
+
+def _scale_logits(hidden_NE: torch.Tensor, weight_CE: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Compute logits, divided by the temperature, in at least 32 bits. The caller may overwrite them."""
+    logits_NC = torch.nn.functional.linear(hidden_NE, weight_CE)
+    return logits_NC.to(find_statistics_dtype(hidden_NE)).div_(temperature)
+
+
+def _find_targets(targets_N: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's target as a column of the block, [N, 1], and whether the block has it; 0 if not."""
+    is_here_N1 = ((targets_N >= 0) & (targets_N < num_columns))[:, None]
+    return targets_N[:, None].where(is_here_N1, 0), is_here_N1
+
+
+BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, lambda device, dtype: None)

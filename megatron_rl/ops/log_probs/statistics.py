@@ -1,0 +1,86 @@
+"""The numbers that the softmax of a row is made of, and those that its gradient is made of."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.ops.log_probs.columns import VocabularyShard
+
+
+class RowStatistics:
+    """RowStatistics of the columns that were added so far, each with one number for each row."""
+
+    def __init__(self, like_NE: torch.Tensor, with_entropies: bool) -> None:
+        dtype = find_statistics_dtype(like_NE)
+        # Finite, so that a rank without columns of tokens contributes zeros and not NaN.
+        self.max_N = like_NE.new_full((len(like_NE),), torch.finfo(dtype).min, dtype=dtype)
+        # The sum over columns of exp(logit - max).
+        self.sum_N = torch.zeros_like(self.max_N)
+        self.chosen_N = torch.zeros_like(self.max_N)
+        self.num_holders_N = torch.zeros_like(self.max_N)
+        # The sum over columns of (logit - max) exp(logit - max); None without entropies.
+        self.moment_N = torch.zeros_like(self.max_N) if with_entropies else None
+
+    def raise_max(self, max_N: torch.Tensor) -> None:
+        """Count the sums from another maximum, which must be at least the present one."""
+        change_N = self.max_N - max_N
+        factor_N = change_N.exp()
+        if self.moment_N is not None:
+            self.moment_N = (self.moment_N + change_N * self.sum_N) * factor_N
+        self.sum_N = self.sum_N * factor_N
+        self.max_N = max_N
+
+    def reduce(self, shard: VocabularyShard) -> None:
+        """Add the columns of all ranks, with two reductions for any number of blocks."""
+        self.raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
+        # A target that no rank holds would look like the most likely token. So the ranks that hold it are counted.
+        moments = [] if self.moment_N is None else [self.moment_N]
+        sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N, *moments))
+        self.sum_N, self.chosen_N, self.num_holders_N, *moments = shard.all_reduce(sums).unbind()
+        self.moment_N = moments[0] if moments else None
+
+    def compute_log_probs(self) -> torch.Tensor:
+        log_probs_N = (self.chosen_N - self.max_N) - self.sum_N.log()
+        return log_probs_N.masked_fill(self.num_holders_N == 0, float("nan"))
+
+    def compute_entropies(self) -> torch.Tensor | None:
+        return None if self.moment_N is None else self.sum_N.log() - self.moment_N / self.sum_N
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientFactors:
+    """The numbers of each row that give the gradient of its logits, before their division by the temperature:
+
+    exp(logit - max) (miss + slope (logit - max)), and at the target that plus hit.
+    """
+
+    max_N: torch.Tensor
+    hit_N: torch.Tensor
+    miss_N: torch.Tensor
+    slope_N: torch.Tensor | None
+    """None without entropies."""
+
+    @classmethod
+    def of(
+        cls,
+        grad: torch.Tensor,
+        temperature: float,
+        max_N: torch.Tensor,
+        sum_N: torch.Tensor,
+        entropies_N: torch.Tensor | None,
+    ) -> "GradientFactors":
+        """Compute the factors from the gradient of log-probs [N], or of log-probs and entropies [N, 2]."""
+        grad = grad / temperature
+        if entropies_N is None:
+            return cls(max_N, grad, -grad / sum_N, None)
+        hit_N = grad[:, 0]
+        # The gradient of an entropy is, for each logit, minus its probability times its log-prob and the entropy.
+        slope_N = -grad[:, 1] / sum_N
+        miss_N = -hit_N / sum_N + slope_N * (entropies_N - sum_N.log())
+        return cls(max_N, hit_N, miss_N, slope_N)
+
+
+def find_statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of statistics: that of the tensor, but at least 32 bits."""
+    return torch.promote_types(tensor.dtype, torch.float32)

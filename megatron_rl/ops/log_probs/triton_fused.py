@@ -1,0 +1,156 @@
+"""Blocks of logits in Triton kernels: one reads a block once for its statistics, one replaces it by its gradient.
+
+Logits stay in the dtype of hidden states and weight, and nothing else has a block's size. So blocks are wide, and there
+are few of them.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
+
+_log = logging.getLogger(__name__)
+
+MOST_BLOCK_BYTES = 1 << 29
+# With narrower blocks, most of the time is spent on adding to the hidden states' gradient.
+LEAST_BLOCK_COLUMNS = 1024
+# The columns of a row that a program reads at once, and its warps: 16 columns a thread.
+COLUMNS, NUM_WARPS = 4096, 8
+# The rows of a program that joins parts.
+JOINED_ROWS = 128
+# With fewer rows a row is divided over programs. The number is the same on every device, and so are the sums.
+_FEW_PROGRAMS = 1024
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def refusal(device: str, dtype: torch.dtype) -> str | None:
+    """Refuse other dtypes and devices other than CUDA; on the CPU only Triton's interpreter runs the kernels."""
+    if device not in ("cuda", "cpu"):
+        return f"it is not known to work on {device}"
+    if dtype not in (torch.float32, *_HALVES):
+        return "it supports fp32, fp16 and bf16 only"
+    if not _has_triton():
+        return "the package triton is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
+    """Choose a multiple of 128, which suits matrix units."""
+    return max(LEAST_BLOCK_COLUMNS, MOST_BLOCK_BYTES // dtype.itemsize // max(1, num_rows) // 128 * 128)
+
+
+def divide_row(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Return the number of parts of a row, none of them empty, and the columns of a part, a multiple of COLUMNS."""
+    num_steps = -(-num_columns // COLUMNS)
+    steps = -(-num_steps // -(-_FEW_PROGRAMS // num_rows))
+    return -(-num_steps // steps), steps * COLUMNS
+
+
+def add_block(
+    statistics: RowStatistics,
+    hidden_NE: torch.Tensor,
+    weight_CE: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float,
+) -> None:
+    """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
+    from megatron_rl.ops.log_probs.triton_kernels import join_kernel, statistics_kernel
+
+    logits_NC = torch.nn.functional.linear(hidden_NE, weight_CE)
+    num_rows, num_columns = logits_NC.shape
+    if num_rows == 0:
+        return
+    num_parts, part_columns = divide_row(num_rows, num_columns)
+    with_moments = statistics.moment_N is not None
+    # A kernel without moments neither reads nor writes their place.
+    moment_N = statistics.sum_N if statistics.moment_N is None else statistics.moment_N
+    parts_3PN = statistics.max_N.new_empty((3 if with_moments else 2, num_parts, num_rows))
+    parts = [parts_3PN[0], parts_3PN[1], parts_3PN[-1]]
+    constants = {"IS_SCALED": temperature != 1.0, "WITH_MOMENTS": with_moments}
+    statistics_kernel[(num_rows, num_parts)](
+        logits_NC, *parts, num_columns, part_columns, temperature,
+        **constants, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    join_kernel[(-(-num_rows // JOINED_ROWS),)](
+        logits_NC, targets_N, *parts,
+        statistics.max_N, statistics.sum_N, moment_N, statistics.chosen_N, statistics.num_holders_N,
+        num_rows, num_columns, num_parts, temperature, **constants, ROWS=JOINED_ROWS,
+    )  # fmt: skip
+
+
+def differentiate_block(
+    factors: GradientFactors,
+    hidden_NE: torch.Tensor,
+    weight_CE: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Compute the gradient of a block's logits, in the weight's dtype."""
+    from megatron_rl.ops.log_probs.triton_kernels import gradient_kernel
+
+    logits_NC = torch.nn.functional.linear(hidden_NE, weight_CE)
+    num_rows, num_columns = logits_NC.shape
+    if num_rows == 0:
+        return logits_NC
+    num_parts, part_columns = divide_row(num_rows, num_columns)
+    hit_N, miss_N, slope_N = (
+        None if factor_N is None else factor_N.contiguous()
+        for factor_N in (factors.hit_N, factors.miss_N, factors.slope_N)
+    )
+    gradient_kernel[(num_rows, num_parts)](
+        logits_NC, targets_N, factors.max_N, hit_N, miss_N, miss_N if slope_N is None else slope_N,
+        num_columns, part_columns, temperature,
+        IS_SCALED=temperature != 1.0, WITH_MOMENTS=slope_N is not None, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return logits_NC
+
+
+def add_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
+    """Add grad @ weight to the sum, without rounding the product if torch has an operation for that here."""
+    _find_addition(sum_NE.device, grad_NC.dtype)(sum_NE, grad_NC, weight_CE)
+
+
+def _add_at_once(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
+    wider: dict[str, Any] = {} if grad_NC.dtype == sum_NE.dtype else {"out_dtype": sum_NE.dtype}
+    torch.addmm(sum_NE, grad_NC, weight_CE, out=sum_NE, **wider)
+
+
+def _add_wide_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
+    sum_NE += torch.mm(grad_NC, weight_CE, out_dtype=sum_NE.dtype)
+
+
+def _add_rounded_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
+    sum_NE += grad_NC @ weight_CE
+
+
+@functools.cache
+def _find_addition(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    """Return the fastest of these operations that this torch has for the device, tried on a small product."""
+    a_88, b_88 = (torch.ones(8, 8, device=device, dtype=dtype) for _ in range(2))
+    for add, what in ((_add_at_once, "torch.addmm"), (_add_wide_product, "torch.mm")):
+        try:
+            add(torch.ones(8, 8, device=device), a_88, b_88)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            reason = str(error).split("\n")[0]
+            _log.info("%s does not sum products of %s in float32 on %s: %s", what, dtype, device.type, reason)
+        else:
+            return add
+    return _add_rounded_product
+
+
+BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refusal)
