@@ -1,4 +1,4 @@
-"""The naive twin of ops/log_probs.py: every logit at once, and torch's own softmax and gradient.
+"""The naive twin of ops/log_probs: every logit at once, and torch's own softmax and gradient.
 
 Letters: N targets, E hidden size, V columns of the vocabulary.
 """

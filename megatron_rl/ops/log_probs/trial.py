@@ -34,8 +34,8 @@ def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
             others = ", ".join(other for other in BACKENDS if other != name)
             raise PlatformError(
                 f"--output-layer-backend {name} does not compute log-probs on {device.type}: {what} is off by "
-                f"{distance:g} of the largest, and rounding explains {bound:g} ({dtype}). Write {others} instead, and please report "
-                "this with the output of megatron-rl doctor"
+                f"{distance:g} of the largest, and rounding explains {bound:g} ({dtype}). Write {others} instead, and "
+                "please report this with the output of megatron-rl doctor"
             )
 
 
