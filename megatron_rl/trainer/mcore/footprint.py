@@ -78,8 +78,9 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         own = _Bytes.of(settings, parameters)
         kept = [_count_kept(chunk, pack) for chunk in chunks]
-        of_layer = _count_kept_of_a_layer(chunks[-1], pack)
+        # Read before a layer is counted, for which the chunk loses its output layer.
         is_last = chunks[-1].post_process
+        of_layer = _count_kept_of_a_layer(chunks[-1], pack)
     num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
     frozen = num_frozen * own.weights
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
