@@ -127,6 +127,14 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "step_vs_peak_10m": "operations a second of a training step / of one large product, 10 M parameters",
         "step_vs_peak_40m": "the same / the same, 40 M parameters",
     },
+    "step_ledger": {
+        "error_worst": "error of the predicted time of a step, at worst, of the code that was measured on an H200",
+        "launches_layer": "launches of a layer, forward and backward",
+        "bytes_vs_before": "bytes that a layer moves for a row / those of the code that was measured",
+        "predicted_vs_before_small": "predicted tokens a second / those of that code, 0.6 B, 16/512/8",
+        "predicted_vs_before_0_6b": "the same / the same, 0.6 B, 512/1024/8",
+        "predicted_vs_before_4b": "the same / the same, 4 B, 2048/1024/8",
+    },
     "trimodel": {
         "fused_vs_separate_pp2": "three roles in one pass of two stages / in passes of their own, groups at hand",
         "streamed_vs_separate_pp2": "the same while groups arrive",
