@@ -46,7 +46,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What was counted of the code that was measured."""
+    """Counts of the code that was measured."""
 
     commit: str
     costs: Mapping[str, object]
@@ -135,7 +135,7 @@ def _show_steps(counts: Mapping[Step, Sequence[Entry]], before: Before) -> list[
 
 
 def _show_parts(step: Step, entries: Sequence[Entry]) -> None:
-    """Print where a step's time goes on the device, by part and kind of work, and on the host."""
+    """Print a step's time on the device and on the host, by part and kind of work."""
     rows: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0] * 5)
     for entry in entries:
         own = (1.0, entry.num_launches, entry.num_bytes / 1e9, COSTS.on_device(entry), COSTS.on_host(entry))

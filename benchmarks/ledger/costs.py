@@ -57,7 +57,7 @@ class Costs:
             return self.triton if entry.call is Call.TRITON else self.compiled
         if entry.kind in (Kind.VIEW, Kind.ALLOCATION):
             return self.view
-        # An entry of needed work is no call.
+        # An entry of needed work makes no call.
         return self.operator if entry.num_launches else 0.0
 
     def on_device(self, entry: Entry) -> float:

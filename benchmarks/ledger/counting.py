@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Kind(StrEnum):
-    """What decides the time of an entry, on the host and on the device."""
+    """Kinds of work, each with a time of its own on the host or the device."""
 
     PRODUCT = "products"
     ELEMENTWISE = "element-wise and copies"
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 
 class Call(StrEnum):
-    """How the host makes a call."""
+    """Ways in which the host makes a call."""
 
     OPERATOR = "operator"
     TRITON = "triton"
@@ -193,7 +193,7 @@ def describe(function: Any, args: Any, kwargs: Any, found: Any) -> Entry | None:
     if not written and _is_view(tensors, results):
         return Entry(short, Kind.VIEW, "")
     num_launches = int(any(tensor.numel() for tensor in (*results, *written)))
-    num_bytes = _count_moved(name, tensors, results, written) if num_launches else 0
+    num_bytes = _count_moved(function, tensors, results, written) if num_launches else 0
     if name in _ZEROS_AROUND:
         return Entry(short, Kind.ELEMENTWISE, "", 2 * num_launches, num_bytes + count_bytes(tensors[0]))
     if name in _PRODUCTS:
@@ -237,18 +237,19 @@ def _list_written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _count_moved(
-    name: str, tensors: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
+    function: Any, tensors: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
 ) -> int:
     """Count the bytes that an operator reads and writes."""
+    name = function._schema.name
     own = {id(tensor) for tensor in written}
     read = [tensor for tensor in tensors if id(tensor) not in own]
     made = [tensor for tensor in results if id(tensor) not in own]
     if name in _READ_BY_INDEX:
-        # The rows or elements that are read are as many as those that are made.
+        # It reads the rows or elements that it makes.
         return sum(map(count_bytes, (*tensors[1:], *made, *made)))
     if name in _WRITE_BY_INDEX:
         source = tensors[-1]
         times = 1 if name in ("aten::index_copy_", "aten::scatter_") else 2
         return sum(map(count_bytes, read)) + times * source.numel() * written[0].itemsize
-    is_replaced = name in _WRITE_ONLY or name.endswith("out")
+    is_replaced = name in _WRITE_ONLY or function._overloadname == "out"
     return sum(map(count_bytes, (*read, *made))) + (1 if is_replaced else 2) * sum(map(count_bytes, written))

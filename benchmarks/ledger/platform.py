@@ -175,7 +175,7 @@ def _parts_of_a_step() -> list[tuple[Any, str, Any]]:
         (attention, "shared_prompt_attention", as_part(attention.shared_prompt_attention, ATTENTION, _needed_work)),
         (gpt, "output_log_probs", as_part(gpt.output_log_probs, "output layer")),
         (policy, "apply_update", counted_update),
-        # There are no values to load.
+        # Its tensors have no values to load.
         (weights.ModelWeights, "load_hf", lambda *_: None),
     ]
 
