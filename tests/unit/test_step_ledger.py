@@ -79,9 +79,10 @@ def test_views_and_allocations_cost_the_device_nothing():
     def look(x):
         return x.view(16, 8).t()[1:].unsqueeze(0), torch.empty_like(x), x.detach(), x[:0].zero_()
 
-    assert count(look, draw(8, 16)) == []
+    rows = draw(8, 16)
+    assert count(look, rows) == []
     with Counter() as counter:
-        look(draw(8, 16))
+        look(rows)
     kinds = [entry.kind for entry in counter.entries]
     assert (kinds.count(Kind.VIEW), kinds.count(Kind.ALLOCATION)) == (6, 1)
 
