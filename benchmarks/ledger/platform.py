@@ -33,7 +33,7 @@ from megatron_rl.platforms.megatron_patches import Patch, replace_import
 
 DEVICE = torch.device("meta")
 # The registration of a kernel lasts as long as these objects.
-_COLLECTIVES, _OPERATORS = torch.library.Library("c10d", "IMPL"), torch.library.Library("aten", "IMPL")
+_libraries: list[torch.library.Library] = []
 
 
 class CountedPlatform(CpuPlatform):
@@ -52,10 +52,7 @@ class CountedPlatform(CpuPlatform):
         host.share_gloo_device()
         dist.Backend.backend_capability["gloo"].append("meta")
         _replace_methods()
-        _register_collectives()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own kernel, which raises, is replaced
-            _OPERATORS.impl("_local_scalar_dense", _read_number, "Meta")
+        _register_kernels()
         replace_import(cpu_torch.build_import_function((Replacement("torch", device_literals), *_REPLACEMENTS)))
 
     def _megatron_patches(self) -> tuple[Patch, ...]:
@@ -116,10 +113,16 @@ def _replace_methods() -> None:
     answer(torch.Tensor, "type", name_type)
 
 
-def _register_collectives() -> None:
-    """Let one rank reduce with itself, which moves nothing."""
-    _COLLECTIVES.impl("allreduce_", lambda tensors, *_: (tensors, FakeWork().boxed()), "Meta")
-    _COLLECTIVES.impl("allreduce_coalesced_", lambda tensors, *_: FakeWork().boxed(), "Meta")
+def _register_kernels() -> None:
+    """Let one rank reduce with itself, which moves nothing, and let the host read numbers."""
+    collectives, operators = torch.library.Library("c10d", "IMPL"), torch.library.Library("aten", "IMPL")
+    collectives.impl("allreduce_", lambda tensors, *_: (tensors, FakeWork().boxed()), "Meta")
+    collectives.impl("allreduce_coalesced_", lambda tensors, *_: FakeWork().boxed(), "Meta")
+    with warnings.catch_warnings():
+        # It replaces torch's own kernel, which raises.
+        warnings.simplefilter("ignore")
+        operators.impl("_local_scalar_dense", _read_number, "Meta")
+    _libraries.extend((collectives, operators))
 
 
 def _read_number(source: torch.Tensor) -> Any:
@@ -144,7 +147,7 @@ def counted_device() -> Iterator[None]:
         # torch's Adam takes one call for all parameters on CUDA.
         optimizers = importlib.import_module("torch.optim.optimizer")
         enter(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", return_value=["meta"]))
-        enter(mock.patch.object(importlib.import_module("triton.runtime.jit").JITFunction, "run", _count_kernel))
+        enter(mock.patch.object(importlib.import_module("triton.runtime.jit").JITFunction, "run", count_kernel))
         for owner, name, replacement in _parts_of_a_step():
             enter(mock.patch.object(owner, name, replacement))
         on_a_gpu = dataclasses.replace(shared_prompt.BACKENDS["gather"], attention=_gather_in_one_call)
@@ -212,7 +215,7 @@ def _gather_in_one_call(
     return gather._attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
 
 
-def _count_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+def count_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """Count a launch of a Triton kernel, which reads or writes each tensor that it is given once."""
     counter = active()
     if counter is not None:

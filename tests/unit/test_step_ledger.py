@@ -1,10 +1,13 @@
 """The ledger of a step counts what was counted by hand, and its clocks run as a host's and a device's do."""
 
+import types
+
 import pytest
 import torch
 
 from benchmarks.ledger.costs import Costs, find_attention_rate, predict
 from benchmarks.ledger.counting import ATTENTION, Call, Counter, Entry, Kind
+from benchmarks.ledger.platform import count_kernel
 from benchmarks.ledger.regions import as_one_launch, as_part
 from benchmarks.ledger.steps import MEASURED
 from benchmarks.step_ledger import Before
@@ -116,13 +119,19 @@ def test_both_passes_of_a_part_belong_to_it_and_attention_takes_its_needed_work_
     attend = as_part(lambda x, y: (x @ y).exp(), ATTENTION, lambda x, y: work)
     x, y = draw(8, 8, requires_grad=True), draw(8, 8, requires_grad=True)
     with Counter() as counter:
-        (attend(x, y) * 2.0).backward(draw(8, 8))
+        (attend(x.neg(), y) * 2.0).backward(draw(8, 8))
     own = [entry for entry in counter.entries if entry.part == ATTENTION and entry.kind is Kind.ATTENTION]
     assert [entry.flops for entry in own if entry.flops] == [5.0, 9.0]
     # The product, its two gradients, exp and its gradient.
     assert sum(entry.num_launches for entry in own) == 5
     others = [entry.name for entry in counter.entries if entry.part != ATTENTION and entry.num_launches]
-    assert others == ["mul", "mul"]
+    assert others == ["neg", "mul", "mul", "neg"]
+
+
+def test_a_launch_of_a_triton_kernel_moves_each_tensor_that_it_is_given_once():
+    kernel = types.SimpleNamespace(__name__="a_kernel")
+    (entry,) = count(lambda x, out: count_kernel(kernel, x, 3, grid=(1,), warmup=False, out=out), draw(8), draw(4))
+    assert (entry.name, entry.call, entry.num_launches, entry.num_bytes) == ("a_kernel", Call.TRITON, 1, 2 * (8 + 4))
 
 
 def test_a_step_of_more_micro_batches_repeats_the_first():
