@@ -128,7 +128,7 @@ def try_changes(folder: Path) -> dict[str, Any]:
         found["was_called"] = renamed.was_called
         for name, chunk in refusable(settings).items():
             with pytest.raises(UsageError) as caught:
-                adopt(chunk, settings.architecture, "naive")
+                adopt(chunk, settings.architecture, "naive", "torch")
             found[name] = str(caught.value)
     return found
 
