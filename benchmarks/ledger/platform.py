@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import FakeWork
 from benchmarks.ledger.counting import ATTENTION, Call, Entry, Kind, active, answer_read, count_bytes
 from benchmarks.ledger.regions import as_one_launch, as_part
 from megatron_rl import platforms
-from megatron_rl.ops import shared_prompt
+from megatron_rl.ops import log_probs, shared_prompt
+from megatron_rl.ops.log_probs import triton_fused
 from megatron_rl.ops.shared_prompt.backends import gather
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables
@@ -32,6 +33,9 @@ from megatron_rl.platforms.cuda import CudaPlatform
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
 
 DEVICE = torch.device("meta")
+# The passes of kernels over tensors that they neither read once nor write once: of the logits, the one takes a number a
+# row, and the other replaces them.
+_PASSES = {("join_kernel", "logits_NC"): 0, ("gradient_kernel", "logits_NC"): 2}
 # The registration of a kernel lasts as long as these objects.
 _libraries: list[torch.library.Library] = []
 
@@ -152,6 +156,8 @@ def counted_device() -> Iterator[None]:
             enter(mock.patch.object(owner, name, replacement))
         on_a_gpu = dataclasses.replace(shared_prompt.BACKENDS["gather"], attention=_gather_in_one_call)
         enter(mock.patch.dict(shared_prompt.BACKENDS, gather=on_a_gpu))
+        fused = dataclasses.replace(log_probs.BACKENDS["triton"], refusal=_refuse_as_on_a_gpu)
+        enter(mock.patch.dict(log_probs.BACKENDS, triton=fused))
         yield
 
 
@@ -215,10 +221,18 @@ def _gather_in_one_call(
     return gather._attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
 
 
+def _refuse_as_on_a_gpu(device: str, dtype: torch.dtype) -> str | None:
+    return triton_fused.refusal("cuda" if device == DEVICE.type else device, dtype)
+
+
 def count_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Count a launch of a Triton kernel, which reads or writes each tensor that it is given once."""
+    """Count a launch of a Triton kernel, which reads or writes most tensors that it is given once."""
     counter = active()
     if counter is not None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        num_bytes = sum(map(count_bytes, tensors))
+        given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        num_bytes = sum(
+            _PASSES.get((kernel.__name__, name), 1) * count_bytes(value)
+            for name, value in given.items()
+            if isinstance(value, torch.Tensor)
+        )
         counter.add(Entry(kernel.__name__, Kind.ELEMENTWISE, "", 1, num_bytes, call=Call.TRITON))
