@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -49,14 +50,22 @@ def test_a_bias_in_every_linear_layer_includes_the_attentions() -> None:
     assert made.num_moe_experts is None
 
 
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_the_residual_is_added_by_a_compiled_function_only_if_a_bias_is_added_too(has_biases, monkeypatch) -> None:
+    monkeypatch.setattr(config, "has_transformer_engine", lambda: True)
+    dense = dataclasses.replace(MODEL, experts=None, linear_bias=has_biases)
+    made = build_transformer_config(dense, {"bias_dropout_fusion": True}, EVERYTHING)
+    assert made.bias_dropout_fusion is has_biases
+
+
 def test_flags_override_the_architecture_and_the_platform_overrides_both(monkeypatch) -> None:
-    overrides = {"bf16": True, "layernorm_epsilon": 1e-4, "bias_dropout_fusion": True, "moe_grouped_gemm": True}
+    overrides = {"bf16": True, "layernorm_epsilon": 1e-4, "bias_activation_fusion": True, "moe_grouped_gemm": True}
     monkeypatch.setattr(config, "has_transformer_engine", lambda: True)
     able = build_transformer_config(MODEL, overrides, EVERYTHING)
-    assert (able.layernorm_epsilon, able.bias_dropout_fusion, able.moe_grouped_gemm) == (1e-4, True, True)
+    assert (able.layernorm_epsilon, able.bias_activation_fusion, able.moe_grouped_gemm) == (1e-4, True, True)
     assert able.params_dtype == able.pipeline_dtype == torch.bfloat16
     on_cpu = build_transformer_config(MODEL, overrides, platforms.select("cpu"))
-    assert (on_cpu.bias_dropout_fusion, on_cpu.moe_grouped_gemm, on_cpu.transformer_impl) == (False, False, "local")
+    assert (on_cpu.bias_activation_fusion, on_cpu.moe_grouped_gemm, on_cpu.transformer_impl) == (False, False, "local")
 
 
 def test_a_number_of_buckets_becomes_their_size() -> None:

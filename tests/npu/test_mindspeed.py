@@ -8,7 +8,7 @@ from tests.npu.cann import last_line
 from tests.npu.passes import ON_NPU, describe
 
 # Differences that follow from MindSpeed's kernels.
-OF_THE_PLATFORM = {"bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "transformer_impl"}
+OF_THE_PLATFORM = {"bias_activation_fusion", "gradient_accumulation_fusion", "transformer_impl"}
 LAYOUTS = ("", "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel")
 
 

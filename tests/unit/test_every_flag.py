@@ -46,6 +46,7 @@ NUM_RANKS = 8
 DESCRIBED = {
     "dense": [*DENSE],
     "sparse": [*SPARSE],
+    "biased": without(DENSE, "--disable-bias-linear"),
     "yarn": [
         *without(DENSE, "--position-embedding-type"),
         *[
@@ -229,7 +230,9 @@ ROWS: dict[str, Row] = {
         "--no-gradient-accumulation-fusion", "transformer.gradient_accumulation_fusion", elsewhere=True
     ),
     "--no-bias-swiglu-fusion": Row("--no-bias-swiglu-fusion", "transformer.bias_activation_fusion", elsewhere=True),
-    "--no-bias-dropout-fusion": Row("--no-bias-dropout-fusion", "transformer.bias_dropout_fusion", elsewhere=True),
+    "--no-bias-dropout-fusion": Row(
+        "--no-bias-dropout-fusion", "transformer.bias_dropout_fusion", on="biased", elsewhere=True
+    ),
     "--no-rope-fusion": Row("--no-rope-fusion", "transformer.apply_rope_fusion", elsewhere=True),
     "--use-distributed-optimizer": Row("--use-distributed-optimizer", "ddp.use_distributed_optimizer"),
     "--overlap-param-gather": Row(

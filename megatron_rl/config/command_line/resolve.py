@@ -35,13 +35,14 @@ class HasFusions(Protocol):
 
 def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
     """Build the TransformerConfig of a model of this architecture, with the other values in `asked`."""
-    settled = {field: value for field, (value, _) in settle_fields(asked, platform).items()}
-    return import_configs()["transformer"](**{**list_architecture_fields(architecture), **asked, **settled})
+    fields = {**list_architecture_fields(architecture), **asked}
+    settled = {field: value for field, (value, _) in settle_fields(fields, platform).items()}
+    return import_configs()["transformer"](**{**fields, **settled})
 
 
 def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     """Settle the fields that follow from packs of any length, from loaded weights, and from the platform's kernels."""
-    return _settle_precision(asked) | _settle_packing(asked) | _settle_limits(asked, platform)
+    return _settle_precision(asked) | _settle_packing(asked) | _settle_addition(asked) | _settle_limits(asked, platform)
 
 
 def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
@@ -103,6 +104,13 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
         "batch_p2p_comm": (not is_interleaved, interleaving),
         "deallocate_pipeline_outputs": (not is_interleaved, interleaving),
     }
+
+
+def _settle_addition(asked: Mapping[str, Any]) -> Reasons:
+    # Megatron compiles this function, and the host takes three times as long to call it as to add.
+    if asked.get("add_bias_linear") is not False:
+        return {}
+    return {"bias_dropout_fusion": (False, "without biases and dropout there is one addition, and nothing to fuse")}
 
 
 def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
