@@ -239,7 +239,7 @@ def _two_stages(problem: Problem, rounds: int) -> tuple[Times, Counter]:
 def _one_stage(problem: Problem, rounds: int) -> Times:
     times: Times = defaultdict(list)
     with _bench(problem, "") as bench, bench.slots() as slots:
-        micro_batches = slots.of_update(UPDATE)
+        micro_batches = slots.select_update(UPDATE)
         policy = bench.policy.wrapped
 
         # Each role is the policy's.

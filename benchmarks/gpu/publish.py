@@ -49,8 +49,7 @@ def measure(work: Work) -> None:
         with sidecar(run, *words, "--reward", "length:8"), publishing(model, run, work.device) as trainer:
             moments = publish_rounds(trainer, work)
         # The sidecar writes its trace as it ends.
-        note = f"{count_bytes(trainer) / 1e9:.2f} GB, by {trainer.publisher.answer.through}"
-        add_row(work, name, run, moments, count_bytes(trainer), note)
+        add_row(work, name, run, moments, trainer)
 
 
 def find_lack(work: Work) -> str:
@@ -84,14 +83,16 @@ def count_bytes(trainer: Publishing) -> int:
     return sum(shard.parameter.nbytes for shard in trainer.weights.shards)
 
 
-def add_row(work: Work, name: str, run: Path, moments: Sequence[Moment], num_bytes: int, note: str) -> None:
+def add_row(work: Work, name: str, run: Path, moments: Sequence[Moment], trainer: Publishing) -> None:
     """Add the medians of the parts of publishes that the sidecar has recorded."""
     process = read_trace(run).sidecar
     assert process is not None
     spans = [span for window in process.windows for span in window.spans]
     parts = [divide(moment, spans) for moment in moments]
     figures = {part: statistics.median(one[part] for one in parts) for part in parts[0]}
-    work.add("publish", name, note, **figures, gbps=num_bytes / 1e9 / figures["seconds"])
+    gigabytes = count_bytes(trainer) / 1e9
+    note = f"{gigabytes:.2f} GB, by {trainer.publisher.answer.through}"
+    work.add("publish", name, note, **figures, gbps=gigabytes / figures["seconds"])
 
 
 def divide(moment: Moment, spans: Iterable[Span]) -> dict[str, float]:

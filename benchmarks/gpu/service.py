@@ -80,7 +80,7 @@ def measure(work: Work) -> None:
             moments = publish.publish_rounds(trainer, work)
             _measure_generation(work, trainer, run, alone, moments[-1].version + 1)
             # The sidecar's trace has a line for each iteration, with the publishes before it.
-            publish.add_row(work, name, run, moments, publish.count_bytes(trainer))
+            publish.add_row(work, name, run, moments, trainer)
         of_alone.close()
         turns.release(platform)
         _measure_schedules(work, run)

@@ -4,9 +4,9 @@ A handle is plain data, so it can be written to a file. A process that opens it 
 shared it: nothing orders their reads and writes, which both must agree on.
 """
 
+import dataclasses
 from typing import Protocol
 
-import msgspec
 import torch
 
 from megatron_rl.errors import MegatronRLError
@@ -16,7 +16,8 @@ class CannotShare(MegatronRLError):
     """Memory of a device cannot be shared, or shared memory cannot be opened."""
 
 
-class MemoryHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclasses.dataclass(frozen=True)
+class MemoryHandle:
     """Memory that another process can open; every field but the device is as the device's driver and torch give it."""
 
     device: str

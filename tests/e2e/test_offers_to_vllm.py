@@ -17,7 +17,8 @@ import torch
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.vllm.engine import VllmEngine, VllmFactory
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
 from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
 from tests.distributed.layouts import CASES, build, start_session

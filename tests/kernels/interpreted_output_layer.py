@@ -118,7 +118,7 @@ class Problem:
         assert (found[2][self.vocab_size :] == 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     num_rows=st.integers(1, 20),
     vocab_size=st.integers(1, 70),
