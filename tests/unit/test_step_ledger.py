@@ -128,10 +128,15 @@ def test_both_passes_of_a_part_belong_to_it_and_attention_takes_its_needed_work_
     assert others == ["neg", "mul", "mul", "neg"]
 
 
-def test_a_launch_of_a_triton_kernel_moves_each_tensor_that_it_is_given_once():
-    kernel = types.SimpleNamespace(__name__="a_kernel")
+@pytest.mark.parametrize(
+    ("name", "passes"), [("a_kernel", 1), ("statistics_kernel", 1), ("join_kernel", 0), ("gradient_kernel", 2)]
+)
+def test_a_launch_of_a_triton_kernel_moves_most_tensors_that_it_is_given_once(name, passes):
+    """Take kernels that read one number a row of the logits, and that replace the logits."""
+    kernel = types.SimpleNamespace(__name__=name, arg_names=["logits_NC", "num_columns", "out"])
     (entry,) = count(lambda x, out: count_kernel(kernel, x, 3, grid=(1,), warmup=False, out=out), draw(8), draw(4))
-    assert (entry.name, entry.call, entry.num_launches, entry.num_bytes) == ("a_kernel", Call.TRITON, 1, 2 * (8 + 4))
+    moved = 2 * (passes * 8 + 4)
+    assert (entry.name, entry.call, entry.num_launches, entry.num_bytes) == (name, Call.TRITON, 1, moved)
 
 
 def test_a_step_of_more_micro_batches_repeats_the_first():

@@ -93,7 +93,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "optimizer": own.optimizer,
         "frozen": layers if is_offloaded else frozen,
         "activations": _count_in_flight(settings, work, stage) * sum(kept) // len(kept),
-        "workspace": of_layer + (_LOGITS_BYTES if is_last else 0),
+        "workspace": of_layer + (_count_logits(settings, pack) if is_last else 0),
         "publish": _STREAM_BYTES if is_published and not is_shared else 0,
     }
     host = {
@@ -149,6 +149,12 @@ class _Bytes:
             optimizer=round(state * (1 - share)),
             offloaded=round(state * share),
         )
+
+
+def _count_logits(settings: Settings, pack: Pack) -> int:
+    """Count the bytes of the largest block of logits."""
+    columns = -(-settings.architecture.vocab_size // settings.parallel_sizes.tensor)
+    return min(_LOGITS_BYTES, pack.num_targets * columns * settings.transformer.params_dtype.itemsize)
 
 
 def _count_state(settings: Settings) -> int:
