@@ -53,7 +53,7 @@ def test_a_device_that_engines_share_is_divided(flags: list[str]) -> None:
     result = fit("--device-gib", "24", "--fit", "1", *flags, "--rollout-colocate")
     assert result.returncode == ExitCode.OK, result.stderr
     # A block of logits is nearly all that a model this small takes.
-    assert result.stdout.splitlines()[-1].startswith("device memory: 24.0 GiB, of it 1.6 for a rank (0.5 counted) and ")
+    assert result.stdout.splitlines()[-1].startswith("device memory: 24.0 GiB, of it 1.0 for a rank (0.0 counted) and ")
     small = fit("--device-gib", "2", "--fit", "1", *flags, "--rollout-colocate")
     assert small.returncode == ExitCode.USAGE
     assert "--rollout-colocate does not fit a device of 2.0 GiB" in small.stderr
