@@ -252,6 +252,10 @@ def test_a_user_who_divides_the_device_is_asked_nothing(run) -> None:
     assert line == "device memory: --rollout-vllm-args divides it between ranks and engines"
 
 
-def test_the_program_that_counts_reports_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_that_counts_reports_mistakes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The program sets this variable, and ends.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert rank_memory.main(["1", "--platform", "cpu", "--no-such-flag"]) == ExitCode.USAGE
     assert "unknown flag --no-such-flag" in capsys.readouterr().err
