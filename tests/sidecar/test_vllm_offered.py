@@ -1,5 +1,7 @@
 """Weights are copied from the memory that a trainer's ranks offer, and faults of an offer or a copy are found."""
 
+import dataclasses
+
 import msgspec
 import pytest
 import torch
@@ -147,7 +149,7 @@ def test_a_worker_names_why_it_cannot_take_an_offer():
     elsewhere = msgspec.structs.replace(ranks.offer(), host=("another boot", "pid", "ipc"))
     with pytest.raises(CannotShare, match="the trainer runs on another host, or in another namespace"):
         OpenedMemory(HostSharing()).open(elsewhere)
-    handle = msgspec.structs.replace(ranks.ranks[0].handles[0], memory=b"/no-such-memory")
+    handle = dataclasses.replace(ranks.ranks[0].handles[0], memory=b"/no-such-memory")
     unknown = msgspec.structs.replace(ranks.ranks[0], handles=[handle])
     with pytest.raises(CannotShare, match="cannot be opened"):
         OpenedMemory(HostSharing()).open(msgspec.structs.replace(ranks.offer(), ranks=[unknown, ranks.ranks[1]]))
