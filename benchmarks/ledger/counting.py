@@ -53,7 +53,7 @@ class Entry:
     width: int = 0
     """The last dimension of what a norm reads."""
     is_strided: bool = False
-    """True for an element-wise operator with an operand that has gaps or another shape: a thread moves single elements."""
+    """True for an element-wise operator whose operand has gaps or another shape: threads move single elements."""
     call: Call = Call.OPERATOR
     num_keys: float = 0.0
     """The mean number of keys that a row of attention sees."""
