@@ -33,6 +33,8 @@ _MAGIC = b"mrlj"
 # Precedes each payload: the magic, the payload's length and checksum, and the checksum of these three.
 _HEAD = struct.Struct("<4sIII")
 _READ_BYTES = 1 << 20
+# Version 1 has the same groups under the same keys. Its submissions differ, so its claims are not recovered.
+_READABLE_WIRE_VERSIONS = (1, WIRE_VERSION)
 _REMEDY = "move the file away and resume from the checkpoint, and its groups are sampled again"
 
 
@@ -279,7 +281,7 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
         record: _Record = msgspec.msgpack.decode(payload, type=_Record)
     except msgspec.DecodeError as error:
         raise _damaged(path, offset, f"{error}") from None
-    if isinstance(record, _SubmissionBegun) and record.wire != WIRE_VERSION:
+    if isinstance(record, _SubmissionBegun) and record.wire not in _READABLE_WIRE_VERSIONS:
         raise JournalDamaged(
             f"{path} has wire version {record.wire}, and this megatron_rl has {WIRE_VERSION}: {_REMEDY}; or resume "
             "with the megatron_rl that wrote it"
