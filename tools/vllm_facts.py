@@ -62,12 +62,14 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.engine.output_processor.OutputProcessor": ("external_req_ids",),
     "vllm.v1.outputs.LogprobsLists": (),
+    "vllm.v1.outputs.LogprobsTensors": (),
     "vllm.v1.request.RequestStatus": ("FINISHED_ABORTED",),
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": (),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("get_model", "reload_weights"),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
         "_bookkeeping_sync", "_sample", "get_model", "reload_weights",
     ),
+    "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores": (),
     "vllm.v1.worker.gpu_worker.Worker": ("reload_weights",),
     "vllm.config.model.ModelConfig": (
         "dtype", "get_vocab_size", "hf_text_config", "logprobs_mode", "max_model_len", "model", "quantization",

@@ -17,7 +17,7 @@ import pytest
 from megatron_rl import versions
 from megatron_rl.shared.protocol.wire import Sampling, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.vllm import flags, patches, scheduler
+from megatron_rl.sidecar.vllm import flags, patches, scheduler, scoring
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
 from megatron_rl.sidecar.vllm.connection import METRICS_PREFIX
 from megatron_rl.sidecar.vllm.memory import EngineMemory
@@ -183,6 +183,10 @@ def test_every_patched_function_takes_the_parameters_that_patches_know(version):
     (experts,) = (name for name in FACTS[version]["symbols"] if name.endswith("UnquantizedFusedMoEMethod"))
     loaded = member(version, experts, "process_weights_after_loading")
     assert tuple(signature(loaded).parameters) == ("self", "layer")
+    scores = describe(version, f"{scoring._SAMPLER}.{scoring._FUNCTION}")["call"]
+    assert tuple(signature(scores).parameters) == scoring._PARAMETERS
+    results = describe(version, "vllm.v1.outputs.LogprobsTensors")["call"]
+    assert tuple(signature(results).parameters) == ("self", *scoring._RESULTS)
 
 
 @pytest.mark.parametrize("config", SERVERS, ids=lambda config: config.device)

@@ -25,7 +25,7 @@ _UNKNOWN = f"{NOT_APPLIED}: this vLLM scores sampled tokens in another way"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 _FUNCTION = "compute_topk_scores"
 _MARK = "megatron_rl_scoring"
-# As in vLLM 0.32.
+# As in vLLM 0.32 and 0.33.
 _PARAMETERS = (
     "logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state", "expanded_idx_mapping",
     "max_per_req_token_ids", "logits_mode",
