@@ -25,7 +25,7 @@ def main() -> None:
     for target in sys.argv[1:]:
         for source, exported in CONVERSIONS:
             for is_narrow in (False, True):
-                for name in ("digest_kernel", "pack_kernel"):
+                for name in ("digest_kernel", "pack_kernel", "move_kernel"):
                     print(
                         json.dumps(compile_kernel(target, name, SliceKind(source, exported, 1, is_narrow))), flush=True
                     )

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.slices import Placed, Slice, list_reasons_against_kernels, naive, triton_fused
+from megatron_rl.ops.slices import (
+    Move,
+    Placed,
+    Slice,
+    build_slice_mover,
+    list_reasons_against_kernels,
+    naive,
+    triton_fused,
+)
 from megatron_rl.ops.slices.naive import NUM_LANES, digest
 
 # Numbers that fp16 cannot hold become infinite, in numpy with a warning.
@@ -110,6 +118,40 @@ def test_packed_slices_lie_where_they_are_placed_and_nothing_else_is_written(sou
         assert (found[:8] == 0xEE).all()
         assert (found[end:] == 0xEE).all()
         assert torch.equal(found[8:end].view(target), torch.cat([o.values_RC.reshape(-1).to(target) for o in batch]))
+
+
+@pytest.mark.parametrize(("source", "target"), CONVERSIONS)
+def test_moved_slices_lie_in_their_places_and_nothing_else_is_written(source, target) -> None:
+    wide, odd, vector = draw(33, 600, source), draw(11, 37, source), draw(1, 301, source).view(-1, 1)
+    places = [
+        (wide, (40, 640), (4, 8)),
+        (wide[1:19, 8:520], (18, 512), (0, 0)),
+        (odd[:, 3:9], (30, 13), (7, 5)),
+        (wide[2:4, ::3], (3, 201), (1, 1)),
+        (vector, (400, 1), (2, 0)),
+        (odd[:0], (5, 37), (1, 0)),
+    ]
+    found = [torch.full(shape, 7, dtype=target) for _, shape, _ in places]
+    expected = [whole.clone() for whole in found]
+    moves = []
+    for (values, _, (row, column)), whole, wanted in zip(places, found, expected, strict=True):
+        rows, columns = slice(row, row + values.shape[0]), slice(column, column + values.shape[1])
+        moves.append(Move(values, whole[rows, columns]))
+        wanted[rows, columns] = values.to(target)
+    mover = build_slice_mover(moves)
+    assert isinstance(mover, triton_fused.KernelMover)
+    assert len(mover._launches) <= 5
+    mover.move()
+    for one, wanted in zip(found, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_places_that_are_not_of_one_piece_a_row_are_left_to_the_twin() -> None:
+    place = torch.zeros(4, 6)
+    mover = build_slice_mover([Move(torch.ones(4, 3), place[:, ::2])])
+    assert isinstance(mover, naive.NaiveMover)
+    mover.move()
+    assert place.sum() == 12
 
 
 def test_what_is_not_a_number_stays_so() -> None:

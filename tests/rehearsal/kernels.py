@@ -22,18 +22,19 @@ from tests.rehearsal.streams import locate, state
 
 @contextlib.contextmanager
 def kernels_run() -> Iterator[list[str]]:
-    """Have kernels launched in this context, and list their names; every launch writes its last tensor alone."""
+    """Have kernels launched in this context, and list their names; a launch with tensors writes the last one alone."""
     launched: list[str] = []
 
     def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor]) -> None:
         name = kernel.fn.__name__
-        *read, written = [tensor.block for tensor in (one.slices, one.tasks, *tensors)]  # type: ignore[attr-defined]
-        state.operate(name, locate(), list(dict.fromkeys(read)), [written])
+        read = [tensor.block for tensor in (one.slices, one.tasks, *tensors)]  # type: ignore[attr-defined]
+        written = [read.pop()] if tensors else []
+        state.operate(name, locate(), list(dict.fromkeys(read)), written)
         launched.append(name)
         # What a kernel computes is the device's work, whatever is counted on the host.
         with _disable_current_modes():
             for line in device.bytes_of(one.slices).tolist():
-                _STAND_INS[name](one.kind, line, device.bytes_of(tensors[-1]))
+                _STAND_INS[name](one.kind, line, device.bytes_of(tensors[-1]) if tensors else None)
 
     with (
         mock.patch.object(triton_fused, "launch", launch),
@@ -61,4 +62,11 @@ def _pack(kind: SliceKind, line: list[int], elements: torch.Tensor) -> None:
     elements[line[Line.FIRST] :][: len(values)] = values.view(elements.dtype)
 
 
-_STAND_INS = {"digest_kernel": _digest, "pack_kernel": _pack}
+def _move(kind: SliceKind, line: list[int], _: None) -> None:
+    values_RC, stride = _read(kind, line), line[Line.SECOND]
+    count = (len(values_RC) - 1) * stride + values_RC.shape[1]
+    memory = (ctypes.c_char * (count * kind.target.itemsize)).from_address(line[Line.FIRST])
+    torch.frombuffer(memory, dtype=kind.target).as_strided(values_RC.shape, (stride, 1)).copy_(values_RC)
+
+
+_STAND_INS = {"digest_kernel": _digest, "pack_kernel": _pack, "move_kernel": _move}

@@ -229,7 +229,8 @@ class OnTheDevice(HostSharing):
 
 
 @rehearsed
-def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_waits_twice_at_most() -> None:
+def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_few_launches_and_waits_twice_at_most() -> None:
+    launched = []
     for num_layers in (2, 12):
         model = Model(num_layers, torch.bfloat16, 0, 1)
         Runtime.install()
@@ -244,9 +245,14 @@ def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_waits_twice_
             load(worker, folder, name)
             with counted() as counts:
                 answer = load(worker, folder, name)
+            with kernels_run() as names:
+                worker.megatron_rl_memory = None
+                load(worker, folder, name)
+            launched.append(names.count("move_kernel"))
         assert (answer["through"], answer["compared"]) == ("ipc", answer["parameters"]), answer
         assert (counts.sent, counts.host_passes) == (0, [])
         assert len(counts.syncs) <= 2, describe(counts.syncs)
+        assert 1 <= launched[0] == launched[-1] <= 2
         for parameter, given in ((model.embed, tensors["embed"]), (model.get_parameter("down-1"), tensors["1.down"])):
             assert torch.equal(parameter.cpu(), given)
     assert not state.faults

@@ -8,9 +8,10 @@ import torch
 
 from megatron_rl.errors import InputError
 from megatron_rl.platforms.device_sharing import CannotShare
+from megatron_rl.shared.weights.offer import Offer
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
 from megatron_rl.sidecar.vllm.in_place import Places
-from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
+from megatron_rl.sidecar.vllm.offered import OpenedMemory, find_unheld
 from tests.offers import HostSharing, Ranks
 from tests.sidecar.test_vllm_held import SHAPES, drawn, specs_of
 from tests.sidecar.test_vllm_in_place import NAMES, Plain, prove
@@ -20,11 +21,9 @@ pytestmark = pytest.mark.each_change
 BY_COLUMNS = frozenset({"down"})
 
 
-def copy(worker: Plain, order: Order, opened: OpenedOffer) -> None:
+def copy(worker: Plain, order: Order, memory: OpenedMemory, offer: Offer) -> None:
     places = Places(worker.model, order)
-    for spec in opened.specs:
-        for piece in opened.pieces[spec.name]:
-            places.put_piece(spec.name, piece.place, piece.values_RC)
+    memory.copy(memory.open(offer), places)
     places.wait()
 
 
@@ -35,7 +34,7 @@ def test_pieces_of_any_layout_give_every_parameter_the_numbers_of_a_load(held, g
     order, tensors = worker.learned(), drawn(given)
     ranks, memory = Ranks(tensors, BY_COLUMNS), OpenedMemory(HostSharing())
     for _ in range(2):
-        copy(worker, order, memory.open(ranks.offer()))
+        copy(worker, order, memory, ranks.offer())
         loaded.load(tensors)
         wanted = loaded.parameters()
         assert all(torch.equal(parameter, wanted[name]) for name, parameter in worker.parameters().items())
@@ -54,10 +53,11 @@ def test_each_byte_of_the_weights_is_copied_once(monkeypatch):
         return true(to, values, *rest)
 
     ranks = Ranks(tensors, BY_COLUMNS)
-    opened = OpenedMemory(HostSharing()).open(ranks.offer())
+    memory = OpenedMemory(HostSharing())
+    opened = memory.open(ranks.offer())
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", counted)
-        copy(worker, order, opened)
+        copy(worker, order, memory, ranks.offer())
     assert sum(copied) == sum(tensor.nbytes for tensor in tensors.values())
     assert len(copied) <= sum(map(len, opened.pieces.values()))
 
@@ -80,18 +80,55 @@ def test_memory_of_the_version_before_is_found(monkeypatch):
     worker = Plain(torch.bfloat16)
     order, old, new = worker.learned(), drawn(torch.bfloat16), drawn(torch.bfloat16)
     ranks, memory = Ranks(old, BY_COLUMNS), OpenedMemory(HostSharing())
-    copy(worker, order, memory.open(ranks.offer()))
+    copy(worker, order, memory, ranks.offer())
     prove(worker, order, old)
     before = list(memory._kept.values())
     ranks.share()
     ranks.put(new)
     with monkeypatch.context() as patch:
         patch.setattr(OpenedMemory, "_open", lambda self, key: before[key[1]])
-        copy(worker, order, memory.open(ranks.offer()))
+        copy(worker, order, memory, ranks.offer())
     with pytest.raises(NotHeld, match=f"^{len(SHAPES)} tensors do not hold the numbers that were given"):
         prove(worker, order, new)
-    copy(worker, order, memory.open(ranks.offer()))
+    copy(worker, order, OpenedMemory(HostSharing()), ranks.offer())
     prove(worker, order, new)
+
+
+def test_a_plan_of_copies_that_is_kept_though_the_memory_lies_elsewhere_is_found():
+    """Plant a memory that never plans its copies again."""
+
+    class Kept(OpenedMemory):
+        def copy(self, opened, places):
+            super().copy(opened if self._copied is None else self._copied, places)
+
+    worker = Plain(torch.bfloat16)
+    order, old, new = worker.learned(), drawn(torch.bfloat16), drawn(torch.bfloat16)
+    ranks, memory = Ranks(old, BY_COLUMNS), Kept(HostSharing())
+    copy(worker, order, memory, ranks.offer())
+    prove(worker, order, old)
+    ranks.share()
+    ranks.put(new)
+    copy(worker, order, memory, ranks.offer())
+    with pytest.raises(NotHeld, match=f"^{len(SHAPES)} tensors do not hold the numbers that were given"):
+        prove(worker, order, new)
+
+
+def test_copies_are_planned_once_and_again_when_memory_or_parameters_lie_elsewhere():
+    worker = Plain(torch.bfloat16)
+    order, tensors = worker.learned(), drawn(torch.bfloat16)
+    ranks, memory, movers = Ranks(tensors, BY_COLUMNS), OpenedMemory(HostSharing()), []
+
+    def move_parameters():
+        for parameter in worker.model.parameters():
+            parameter.data = torch.zeros_like(parameter)
+
+    for change in (None, None, ranks.share, move_parameters, None):
+        if change is not None:
+            change()
+        copy(worker, order, memory, ranks.offer())
+        prove(worker, order, tensors)
+        movers.append(memory._mover)
+    assert [movers.index(mover) for mover in movers] == [0, 0, 2, 3, 3]
 
 
 @pytest.mark.parametrize("name", ["embed", "q", "down", "norm", "up.2"])
@@ -99,32 +136,32 @@ def test_a_rectangle_that_is_stale_torn_or_of_other_rows_is_found(monkeypatch, n
     worker = Plain(torch.bfloat16)
     order, old, new = worker.learned(), drawn(torch.bfloat16), drawn(torch.bfloat16)
     ranks, memory = Ranks(old, BY_COLUMNS), OpenedMemory(HostSharing())
-    true = Places.put_piece
+    true = Places.list_moves
 
     def stale(places, tensor, place, values_RC):
         """Leave out the first piece of the tensor."""
         if tensor != name or place.first_row or place.first_column:
-            true(places, tensor, place, values_RC)
+            yield from true(places, tensor, place, values_RC)
 
     def torn(places, tensor, place, values_RC):
         """Copy the tensor's pieces but for their last row."""
-        true(places, tensor, place, values_RC)
+        yield from true(places, tensor, place, values_RC)
         if tensor == name:
             last = place._replace(first_row=place.first_row + place.num_rows - 1, num_rows=1)
-            true(places, tensor, last, values_RC[-1:].clone().fill_(1.5))
+            yield from true(places, tensor, last, values_RC[-1:].clone().fill_(1.5))
 
     def moved(places, tensor, place, values_RC):
         """Read each piece of the tensor one row too far."""
-        true(places, tensor, place, values_RC.roll(1, 0) if tensor == name else values_RC)
+        yield from true(places, tensor, place, values_RC.roll(1, 0) if tensor == name else values_RC)
 
     for plant in (stale, torn, moved):
         ranks.put(old)
-        copy(worker, order, memory.open(ranks.offer()))
+        copy(worker, order, memory, ranks.offer())
         prove(worker, order, old)
         ranks.put(new)
         with monkeypatch.context() as patch:
-            patch.setattr(Places, "put_piece", plant)
-            copy(worker, order, memory.open(ranks.offer()))
+            patch.setattr(Places, "list_moves", plant)
+            copy(worker, order, OpenedMemory(HostSharing()), ranks.offer())
         with pytest.raises(NotHeld, match=f"1 tensors do not hold the numbers that were given: {name}$"):
             prove(worker, order, new)
 

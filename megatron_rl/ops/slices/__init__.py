@@ -1,7 +1,7 @@
-"""Operations over many slices of tensors in one pass: their digests, and their copies packed into one buffer.
+"""Operations over many slices of tensors in one pass: their digests, and their copies to one buffer or to many places.
 
-A `Digester` or a `SlicePacker` is built once for slices that stay where they are, and then runs as often as their
-numbers change. With Triton each takes one launch for all slices of a kind, however many they are
+A `Digester`, a `SlicePacker` or a `SliceMover` is built once for slices that stay where they are, and then runs as
+often as their numbers change. With Triton each takes one launch for all slices of a kind, however many they are
 (`triton_tables.SliceKind`). Without it the naive twins compute the same bits slice by slice.
 
 Letters: R rows, C columns of a slice seen as a matrix.
@@ -18,10 +18,13 @@ from megatron_rl.ops.slices import naive
 
 __all__ = [
     "Digester",
-    "SlicePacker",
+    "Move",
     "Placed",
     "Slice",
+    "SliceMover",
+    "SlicePacker",
     "build_digester",
+    "build_slice_mover",
     "build_slice_packer",
     "list_reasons_against_kernels",
 ]
@@ -47,6 +50,13 @@ class Placed(NamedTuple):
     first_byte: int
 
 
+class Move(NamedTuple):
+    """A slice, and the slice of the same shape and device that it is copied to."""
+
+    values_RC: torch.Tensor
+    place_RC: torch.Tensor
+
+
 class Digester(Protocol):
     """Digests of fixed slices."""
 
@@ -60,6 +70,14 @@ class SlicePacker(Protocol):
 
     def pack(self, batch: int, buffer: torch.Tensor) -> None:
         """Copy the slices of a batch into a buffer of bytes on their device, in the dtype of their export."""
+        ...
+
+
+class SliceMover(Protocol):
+    """Copies of fixed slices to fixed places."""
+
+    def move(self) -> None:
+        """Copy every slice to its place, in the place's dtype."""
         ...
 
 
@@ -81,8 +99,21 @@ def build_slice_packer(batches: Sequence[Sequence[Placed]], dtype: torch.dtype) 
     return triton_fused.KernelPacker(batches, dtype)
 
 
-def list_reasons_against_kernels(slices: Sequence[Slice | Placed], dtype: torch.dtype) -> list[str]:
-    """Return why kernels cannot process these slices; an empty list if they can."""
+def build_slice_mover(moves: Sequence[Move]) -> SliceMover:
+    """Build the fastest mover that the slices' device has."""
+    by_dtype: dict[torch.dtype, list[Move]] = {}
+    for move in moves:
+        by_dtype.setdefault(move.place_RC.dtype, []).append(move)
+    is_in_pieces = any(move.place_RC.shape[1] > 1 and move.place_RC.stride(1) != 1 for move in moves)
+    if is_in_pieces or any(list_reasons_against_kernels(some, dtype) for dtype, some in by_dtype.items()):
+        return naive.NaiveMover(moves)
+    from megatron_rl.ops.slices import triton_fused
+
+    return triton_fused.KernelMover(moves)
+
+
+def list_reasons_against_kernels(slices: Sequence[Slice | Placed | Move], dtype: torch.dtype) -> list[str]:
+    """Return why kernels cannot convert these slices to the dtype; an empty list if they can."""
     reasons = []
     kinds = {one.values_RC.device.type for one in slices}
     if others := sorted(kinds - {"cuda", "cpu"}):

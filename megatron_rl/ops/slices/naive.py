@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_rl.ops.slices import Placed, Slice
+    from megatron_rl.ops.slices import Move, Placed, Slice
 
 NUM_LANES = 2
 
@@ -69,6 +69,18 @@ class NaivePacker:
             num_bytes = values_RC.numel() * self._dtype.itemsize
             place = buffer[first_byte : first_byte + num_bytes].view(self._dtype)
             place.view(values_RC.shape).copy_(values_RC)
+
+
+class NaiveMover:
+    """Copies slice by slice."""
+
+    def __init__(self, moves: "Sequence[Move]"):
+        self._moves = moves
+
+    def move(self) -> None:
+        """Copy every slice to its place, in the place's dtype."""
+        for values_RC, place_RC in self._moves:
+            place_RC.copy_(values_RC)
 
 
 def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from megatron_rl.ops.slices import naive
 from megatron_rl.ops.slices.triton_tables import Launch, SliceKind, build_launches
 
 if TYPE_CHECKING:
-    from megatron_rl.ops.slices import Placed, Slice
+    from megatron_rl.ops.slices import Move, Placed, Slice
 
 
 class KernelDigester:
@@ -56,6 +56,22 @@ class KernelPacker:
             launch(pack_kernel, one, [elements])
 
 
+class KernelMover:
+    """Moves all slices of a kind in one launch."""
+
+    def __init__(self, moves: "Sequence[Move]"):
+        # The tables hold addresses: the slices and their places must not be freed.
+        self._moves = moves
+        self._launches = build_launches(_to_move(move) for move in moves)
+
+    def move(self) -> None:
+        """Copy every slice to its place, in the place's dtype."""
+        from megatron_rl.ops.slices.triton_kernels import move_kernel
+
+        for one in self._launches:
+            launch(move_kernel, one, [])
+
+
 def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor]) -> None:
     """Launch a program for each task."""
     constants = name_constants(one.kind, one.rows_per_task)
@@ -97,6 +113,13 @@ def _to_pack(placed: "Placed", dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     if values_RC.dtype == dtype and naive.is_of_words(values_RC) and first_byte % naive.WORD_BYTES == 0:
         return values_RC.view(torch.int64), torch.int64, (first_byte // naive.WORD_BYTES,)
     return values_RC, dtype, (first_byte // dtype.itemsize,)
+
+
+def _to_move(move: "Move") -> tuple[torch.Tensor, torch.dtype, Sequence[int]]:
+    values_RC, place_RC = (slice_RC.detach() for slice_RC in move)
+    if values_RC.dtype == place_RC.dtype and naive.is_of_words(values_RC) and naive.is_of_words(place_RC):
+        values_RC, place_RC = values_RC.view(torch.int64), place_RC.view(torch.int64)
+    return values_RC, place_RC.dtype, (place_RC.data_ptr(), place_RC.stride(0))
 
 
 def _count_words(launch: Launch) -> int:

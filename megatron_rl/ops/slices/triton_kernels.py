@@ -88,6 +88,32 @@ def pack_kernel(
 
 
 @triton.jit
+def move_kernel(
+    slices: tl.tensor,
+    tasks: tl.tensor,
+    column_stride: tl.tensor,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    NUM_BITS: tl.constexpr,
+    ROWS_PER_TASK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Copy a task's rows to their place: FIRST is the place's address, SECOND the elements from row to row there."""
+    line, start = _find_task(slices, tasks)
+    num_rows, num_columns = tl.load(line + _NUM_ROWS), tl.load(line + _NUM_COLUMNS)
+    place, place_stride = tl.load(line + _FIRST).to(tl.pointer_type(BITS)), tl.load(line + _SECOND)
+    for first_of_tile in range(start, tl.minimum(start + ROWS_PER_TASK, num_rows), ROWS):
+        rows_R = first_of_tile + tl.arange(0, ROWS)
+        for first in range(0, num_columns, COLUMNS):
+            columns_C = first + tl.arange(0, COLUMNS)
+            mask_RC = (rows_R < num_rows)[:, None] & (columns_C < num_columns)[None, :]
+            bits_RC = _read(line, rows_R, columns_C * column_stride, mask_RC, SOURCE, TARGET, BITS, NUM_BITS)
+            tl.store(place + rows_R[:, None] * place_stride + columns_C[None, :], bits_RC.to(BITS), mask=mask_RC)
+
+
+@triton.jit
 def _find_task(slices: tl.tensor, tasks: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return this program's line in the table of slices, and its first row of that slice."""
     task = tasks + 2 * tl.program_id(0).to(tl.int64)

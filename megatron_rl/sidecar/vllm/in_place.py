@@ -19,10 +19,11 @@ Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
+from megatron_rl.ops.slices import Move
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.held import Order, Rectangle, as_matrix
@@ -100,12 +101,16 @@ class Places:
         for part in self._parts.get(name, ()):
             _copy(part, tensor_RC)
 
-    def put_piece(self, name: str, place: Rectangle, piece_RC: torch.Tensor) -> None:
-        """Queue the copies of a rectangle of a tensor, which lies on the device, to wherever parts of it are held."""
+    def list_moves(self, name: str, place: Rectangle, piece_RC: torch.Tensor) -> Iterator[Move]:
+        """Yield the copies of a rectangle of a tensor, which lies on the device, to wherever parts of it are held."""
         for part in self._parts.get(name, ()):
             common = _intersect(part.rectangle, place)
             if common is not None:
-                _cut(part.held_RC, part.rectangle, common).copy_(_cut(piece_RC, place, common))
+                yield Move(_cut(piece_RC, place, common), _cut(part.held_RC, part.rectangle, common))
+
+    def list_addresses(self) -> list[int]:
+        """List where parts of tensors are held."""
+        return [part.held_RC.data_ptr() for parts in self._parts.values() for part in parts]
 
     def wait(self) -> None:
         """Wait until all copies are done."""

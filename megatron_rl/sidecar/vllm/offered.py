@@ -1,19 +1,23 @@
 """Weights in the memory of the trainer's devices, opened in a worker: the pieces that an offer names.
 
-Opening memory takes longer than copying it. So what is opened is kept for as long as offers name it.
+Opening memory takes longer than copying it, and so does planning the copies. So what is opened is kept for as long as
+offers name it, and copies are planned again only if an offer or a parameter lies elsewhere than before.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
 from megatron_rl.errors import InputError
+from megatron_rl.ops.slices import SliceMover, build_slice_mover
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing, MemoryHandle
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, OfferedPiece, identify_host
 from megatron_rl.sidecar.vllm.held import Order, Rectangle
+from megatron_rl.sidecar.vllm.in_place import Places
 
 _NAMED = 5
 _Key = tuple[str, int, int, MemoryHandle]
@@ -37,16 +41,24 @@ class OpenedOffer:
 
 
 class OpenedMemory:
-    """Opens offers, and keeps the memory that the last one named."""
+    """Opens offers and copies from them; keeps the memory that the last one named, and the plan of its copies."""
 
     def __init__(self, sharing: DeviceSharing) -> None:
         self._sharing = sharing
         self._kept: dict[_Key, torch.Tensor] = {}
+        self._last: tuple[Offer, OpenedOffer] | None = None
+        # The offer and the addresses that the mover was built for.
+        self._copied: OpenedOffer | None = None
+        self._addresses: list[int] = []
+        self._mover: SliceMover | None = None
 
     def open(self, offer: Offer) -> OpenedOffer:
         """Open what an offer names; raise CannotShare if this process cannot, InputError if its pieces are wrong."""
         if offer.host != identify_host():
             raise CannotShare("the trainer runs on another host, or in another namespace of processes or of memory")
+        unnamed = msgspec.structs.replace(offer, fingerprint="")
+        if self._last is not None and self._last[0] == unnamed:
+            return self._last[1]
         keys = [(offer.run, number, rank.generation) for number, rank in enumerate(offer.ranks)]
         memories = [
             [self._open((*key, handle)) for handle in rank.handles] for key, rank in zip(keys, offer.ranks, strict=True)
@@ -61,7 +73,22 @@ class OpenedMemory:
                 values_RC = _view(memory[piece.memory].view(DTYPES[offer.dtype]), piece)
                 pieces[specs[piece.tensor].name].append(OpenedPiece(place, values_RC))
         _must_cover(specs, pieces)
-        return OpenedOffer(specs, pieces)
+        opened = OpenedOffer(specs, pieces)
+        self._last = unnamed, opened
+        return opened
+
+    def copy(self, opened: OpenedOffer, places: Places) -> None:
+        """Queue the copies of all pieces, with one launch for each kind of slice."""
+        addresses = places.list_addresses()
+        if self._mover is None or self._copied is not opened or self._addresses != addresses:
+            moves = [
+                move
+                for name, pieces in opened.pieces.items()
+                for piece in pieces
+                for move in places.list_moves(name, piece.place, piece.values_RC)
+            ]
+            self._copied, self._addresses, self._mover = opened, addresses, build_slice_mover(moves)
+        self._mover.move()
 
     def _open(self, key: _Key) -> torch.Tensor:
         if key not in self._kept:

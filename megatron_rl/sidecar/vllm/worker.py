@@ -219,6 +219,7 @@ class WorkerExtension:
         self, opened: OpenedOffer, digests: Mapping[str, list[int]], expected: str
     ) -> RpcAnswer:
         """Copy weights from the trainer's devices, and compare the parameters with the digests that came."""
+        assert self.megatron_rl_memory is not None
         specs = list(opened.specs)
         must_be_announced(specs, digests, expected)
         self.megatron_rl_check_complete(specs)
@@ -227,8 +228,7 @@ class WorkerExtension:
             record, places = self.megatron_rl_begin_copy()
             for spec in specs:
                 record.note(spec)
-                for piece in opened.pieces[spec.name]:
-                    places.put_piece(spec.name, piece.place, piece.values_RC)
+            self.megatron_rl_memory.copy(opened, places)
             self.megatron_rl_end_copy(record, places)
         try:
             proof = self.megatron_rl_compared(record, digests)
