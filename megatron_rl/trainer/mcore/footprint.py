@@ -80,7 +80,8 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         kept = [_count_kept(chunk, pack) for chunk in chunks]
         # Read before a layer is counted, for which the chunk loses its output layer.
         is_last = chunks[-1].post_process
-        of_layer = _count_kept_of_a_layer(chunks[-1], pack)
+        together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
+        of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
     num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
     frozen = num_frozen * own.weights
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
@@ -217,6 +218,14 @@ def _count_kept_of_a_layer(chunk: PackedGPTModel, pack: Pack) -> int:
     chunk.decoder.pre_process = False
     config.recompute_granularity = None if changed == "full" else changed
     return _count_kept(chunk, pack) // num_layers
+
+
+def _count_recomputed_together(settings: Settings, num_layers: int) -> int:
+    """Count the layers whose activations exist at once in the backward pass; 1 if none is recomputed."""
+    config = settings.transformer
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
+        return 1
+    return max(1, min(config.recompute_num_layers, num_layers))
 
 
 def _make_input(chunk: PackedGPTModel, pack: Pack) -> torch.Tensor:
