@@ -221,6 +221,25 @@ def separate_steps_after_load(module: ModuleType) -> None:
     optimizer.load_state_dict = load_state_dict
 
 
+def recompute_without_engine(module: ModuleType) -> None:
+    """Keep CheckpointWithoutOutput, which recomputes norms, from reading fp8's state: only TransformerEngine has one.
+
+    Its default argument asks for that state.
+    """
+    checkpoint: Any = getattr(module, "CheckpointWithoutOutput", None)
+    if checkpoint is None or not hasattr(module, "HAVE_TE"):
+        raise unknown_megatron(f"{module.__name__} has no HAVE_TE or no CheckpointWithoutOutput")
+    original = expect_parameters(checkpoint, "__init__", "self", "fp8")
+    if module.HAVE_TE:
+        return
+
+    def init(self: Any, fp8: object = None) -> None:
+        original(self, fp8)
+        self.fp8 = False
+
+    checkpoint.__init__ = init
+
+
 class SharedResults:
     """Results that a fork hands to its parent, in memory that both share and that ends with both."""
 
@@ -275,6 +294,7 @@ def _unfused_optimizer(module: ModuleType) -> Any:
 
 FIXES = (
     Patch("te_general_gemm", "megatron.core.transformer.moe.moe_utils", bind_te_general_gemm),
+    Patch("CheckpointWithoutOutput", "megatron.core.tensor_parallel.random", recompute_without_engine),
     Patch("DistributedOptimizer._set_main_param_and_optimizer_states", _OPTIMIZER_MODULE, keep_step_on_load),
     Patch("DistributedOptimizer.sharded_state_dict", _OPTIMIZER_MODULE, allocate_state_before_saving),
     Patch("DistributedOptimizer.load_state_dict", _OPTIMIZER_MODULE, separate_steps_after_load),

@@ -195,9 +195,9 @@ def _check_recompute(settings: DraftSettings, model: Architecture) -> Iterator[s
 def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already removed."""
     config = settings.transformer
-    can = {"core_attn"} | ({"moe"} if model.experts else set())
+    can = {"core_attn", "layernorm"} | ({"moe"} if model.experts else set())
     if config.transformer_impl != "local":
-        can |= {"layernorm"} | ({"moe_act"} if model.experts and config.moe_grouped_gemm else set())
+        can |= {"moe_act"} if model.experts and config.moe_grouped_gemm else set()
         can |= set() if model.experts else {"mlp"}
     for module in sorted(set(config.recompute_modules or ()) - can):
         yield (

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ Reasons = dict[str, tuple[Any, str]]
 """Values of fields, each with the reason for it."""
 
 # Modules that megatron-core recomputes with a class that needs TransformerEngine.
-_ENGINE_MODULES = ("layernorm", "mlp", "moe_act")
+_ENGINE_MODULES = ("mlp", "moe_act")
 # Kernels of TransformerEngine, which only its layers call.
 _ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_te_activation_func")
 
@@ -132,6 +132,18 @@ def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
 def has_transformer_engine() -> bool:
     """Check whether TransformerEngine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def list_cheap_modules(
+    modules: Sequence[str], architecture: Architecture, given: Mapping[str, Given]
+) -> tuple[str, ...]:
+    """List those of a platform's cheap modules whose tensors this model's layers can compute again.
+
+    In TransformerEngine's layers a norm is a part of the linear layer after it, unless experts come after it.
+    """
+    impl = given.get("transformer.transformer_impl")
+    is_local = not has_transformer_engine() or (impl is not None and impl.value == "local")
+    return tuple(modules) if is_local or architecture.experts is not None else ()
 
 
 SUBJECTS = ("transformer", "optimizer", "ddp")
