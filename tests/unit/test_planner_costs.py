@@ -1,9 +1,6 @@
 """The sources of the planner's costs: runs, traces, data sheets. And results of it that must not be believed."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,16 +10,15 @@ from megatron_rl.analysis.plan.chips import CHIPS, find_figures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.analysis.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
 from megatron_rl.analysis.plan.engines import SimulatedGroup
-from megatron_rl.analysis.plan.figures import DeviceSplit, count_parameters, estimate
+from megatron_rl.analysis.plan.figures import DeviceSplit, estimate
 from megatron_rl.analysis.plan.lengths import Uniform
-from megatron_rl.analysis.plan.memory import Micro, count_running, count_trainer_bytes
+from megatron_rl.analysis.plan.memory import count_running
 from megatron_rl.analysis.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.analysis.plan.records import read_record, read_trace_record
 from megatron_rl.analysis.plan.simulate import _Run
+from megatron_rl.config.rank_bytes import count_parameters
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.shared.weights import families
 from megatron_rl.types import Experts
-from tests.processes import ROOT
 from tests.unit.test_examples import QWEN3_4B
 
 TRAINER = TrainerCosts(per_token=4e-4, per_micro_batch=0.03, per_pair=2e-7, update=0.5)
@@ -309,49 +305,3 @@ def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model
     short, long = (count_running(QWEN3_4B, 1, context, 80) for context in (1000, 4000))
     assert short == pytest.approx(4 * long, rel=0.01)
     assert count_running(dataclasses.replace(QWEN3_4B, num_layers=1000), 1, 1000, 80) == 0
-
-
-LAYOUTS = {
-    "": DeviceSplit(replicas=8),
-    "--tensor-model-parallel-size 2 --sequence-parallel": DeviceSplit(tensor=2, replicas=4),
-    "--pipeline-model-parallel-size 4": DeviceSplit(pipeline=4, replicas=2),
-    "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2": DeviceSplit(2, 1, 2, replicas=2),
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": DeviceSplit(replicas=8),
-}
-
-
-@pytest.mark.each_change
-def test_the_formula_of_memory_says_what_doctor_counts(tmp_path):
-    architecture = dataclasses.replace(QWEN3_4B, num_layers=8)
-    (tmp_path / "config.json").write_text(json.dumps(families.derive_config(architecture)))
-    counting = """
-import json, os, sys
-from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.trainer.loop.rank_memory import make_workload
-os.environ["LOCAL_WORLD_SIZE"] = "8"
-for words in json.loads(sys.argv[1]):
-    settings, sizes = command_line.parse_sizes(words.split(), 8)
-    from megatron_rl.trainer.mcore import footprint
-    work = make_workload(sizes, 8)
-    tokens = sum(prompt + sum(responses) for prompt, responses in work.lengths)
-    first = footprint.count(settings, work)[0]
-    print(json.dumps([sum(first.device.values()), tokens, work.num_micro_batches]))
-"""
-    common = (
-        f"--platform cpu --hf-model {tmp_path} --prompts none.jsonl --reward exact --lr 1e-6 --train-iters 4 "
-        f"--seq-length 3072 --rollout-max-tokens 2048 --rollout-folder {tmp_path}/run --rollout-engine scripted "
-        "--bf16 --grpo-prompts-per-step 64 --grpo-group-size 4 --micro-batch-size 4 --use-distributed-optimizer "
-        "--print-config "
-    )
-    words = json.dumps([common + layout for layout in LAYOUTS])
-    ended = subprocess.run(
-        [sys.executable, "-c", counting, words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    for line, (words, split) in zip(ended.stdout.splitlines(), LAYOUTS.items(), strict=True):
-        counted, tokens, num_micro_batches = json.loads(line)
-        estimated = count_trainer_bytes(
-            architecture, split, Micro(tokens, num_micro_batches), recomputes="full" in words
-        )
-        # The formula has the buffers of a stream to engines; on one host weights go through shared memory.
-        assert estimated - (2 << 28) == pytest.approx(counted, rel=0.02), words

@@ -12,8 +12,9 @@ from megatron_rl.analysis.plan.chips import CHIPS
 from megatron_rl.analysis.plan.command_lines import Files, list_notes, write_command
 from megatron_rl.analysis.plan.costs import Setting
 from megatron_rl.analysis.plan.lengths import Lognormal, Uniform
-from megatron_rl.analysis.plan.memory import Micro, fits_trainer
+from megatron_rl.analysis.plan.memory import fits_trainer
 from megatron_rl.analysis.plan.search import Wanted, _list_splits, describe_candidates, search
+from megatron_rl.config.rank_bytes import Micro
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.observe import run_folder
 from megatron_rl.shared.weights import families

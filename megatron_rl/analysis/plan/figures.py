@@ -4,6 +4,7 @@ import dataclasses
 
 from megatron_rl.analysis.plan.chips import ASSUMED, Assumptions, DeviceFigures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, TrainerCosts, publish_seconds
+from megatron_rl.config.rank_bytes import ParameterCounts, count_parameters
 from megatron_rl.types import Architecture
 
 _BYTES = 2
@@ -14,52 +15,6 @@ _ATTENTION_PASSES = 3.5
 # Bytes a parameter that an optimizer's step reads and writes: gradient, two moments, the copy in fp32, the weight.
 _OPTIMIZER_BYTES = 30
 _GRADIENT_BYTES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterCounts:
-    """Counts of a model's parameters."""
-
-    of_layer: int
-    """Parameters of a layer that every token passes, attention included; norms are left out."""
-    of_experts: int
-    """Parameters of all experts of a layer."""
-    of_active: int
-    """Parameters of the experts of a layer that one token passes."""
-    of_vocabulary: int
-    """Parameters of the output layer; the embedding has as many again unless it is tied."""
-    num_layers: int
-    is_tied: bool
-
-    @property
-    def total(self) -> int:
-        copies = 1 if self.is_tied else 2
-        return self.num_layers * (self.of_layer + self.of_experts) + copies * self.of_vocabulary
-
-    @property
-    def active(self) -> int:
-        """Return the parameters that a token is multiplied with: the output layer counts, the embedding does not."""
-        return self.num_layers * (self.of_layer + self.of_active) + self.of_vocabulary
-
-
-def count_parameters(architecture: Architecture) -> ParameterCounts:
-    """Count a model's parameters."""
-    hidden = architecture.hidden_size
-    queries = architecture.num_attention_heads * architecture.kv_channels
-    groups = architecture.num_query_groups * architecture.kv_channels
-    attention = hidden * (2 * queries + 2 * groups)
-    experts = architecture.experts
-    dense = 0 if experts else 3 * hidden * architecture.ffn_hidden_size
-    of_expert = 3 * hidden * experts.ffn_hidden_size if experts else 0
-    router = hidden * experts.num_experts if experts else 0
-    return ParameterCounts(
-        of_layer=attention + dense + router,
-        of_experts=of_expert * experts.num_experts if experts else 0,
-        of_active=of_expert * experts.num_active if experts else 0,
-        of_vocabulary=hidden * architecture.vocab_size,
-        num_layers=architecture.num_layers,
-        is_tied=architecture.tied_embeddings,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

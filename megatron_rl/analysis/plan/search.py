@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_rl.analysis.plan.chips import ASSUMED, DeviceFigures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, Setting
 from megatron_rl.analysis.plan.figures import DeviceSplit, estimate
-from megatron_rl.analysis.plan.memory import Micro, count_running, fits_trainer
+from megatron_rl.analysis.plan.memory import count_running, fits_trainer
 from megatron_rl.analysis.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.analysis.plan.results import Result
 from megatron_rl.analysis.plan.simulate import check_setting, simulate
+from megatron_rl.config.rank_bytes import Micro
 from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture
 
@@ -149,9 +150,10 @@ def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
     responses = min(setting.micro_batch_size, setting.group_size)
     groups = [(wanted.longest_prompt, [wanted.longest_response] * responses)] * setting.groups_per_slot
     tokens, _ = count_slot(groups, setting.is_shared)
-    micro = Micro(tokens, setting.slots, setting.num_virtual)
+    micro = Micro(tokens, setting.slots)
     architecture, chip = wanted.architecture, wanted.chip
-    if not fits_trainer(architecture, split, micro, chip.gib, wanted.num_frozen, wanted.recomputes):
+    fits = fits_trainer(architecture, split, micro, chip.gib, wanted.num_frozen, wanted.recomputes, setting.num_virtual)
+    if not fits:
         return None
     # The mean response is half done; a quarter of the bound covers the longest ones.
     context = setting.prompts.mean + max(setting.responses.mean / 2, wanted.longest_response / 4)
