@@ -8,6 +8,8 @@ missing. With --rollout-colocate the last line divides the device between a rank
 
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.command_line import pack_size
+from megatron_rl.config.command_line.parse import find_platform_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.sidecar.vllm.memory import is_divided_by_user
@@ -25,7 +27,12 @@ def main(words: list[str], device_gib: float) -> int:
     """Print the table; return an exit code that says whether every rank fits."""
     if not words or not words[0].isdigit() or not int(words[0]):
         raise UsageError("--fit needs the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
-    settings, work, footprints = rank_memory.count(words[1:], int(words[0]))
+    # Flags that are planned for devices follow from these, wherever the command runs.
+    device = None if find_platform_name(words[1:]) == "cpu" else round(device_gib * _GIB)
+    settings, work, footprints = rank_memory.count(words[1:], int(words[0]), device)
+    for note in settings.notes:
+        if note.startswith(pack_size.NOTES):
+            print(note)
     for line in describe(settings, work, footprints, device_gib):
         print(line)
     most = max(sum(one.device.values()) for one in footprints)

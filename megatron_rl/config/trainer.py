@@ -58,7 +58,11 @@ class AttentionConfig:
 class TrainingConfig:
     """The amount of training, and its portions."""
 
-    micro_batch_size: int = megatron_flag(1, "Responses in a micro-batch.", bound="at least 1")
+    micro_batch_size: int = megatron_flag(
+        1,
+        "Responses in a micro-batch; on accelerators without `--max-tokens-per-gpu`, the number that fits them.",
+        bound="at least 1",
+    )
     global_batch_size: int | None = megatron_flag(
         None, "Responses in an update, over all replicas.", bound="at least 1"
     )

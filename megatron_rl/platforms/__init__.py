@@ -64,6 +64,8 @@ class Platform(abc.ABC):
     collective_backend: ClassVar[str]
     # The ways in which weights can reach an engine, the simplest first.
     weight_transports: ClassVar[tuple[str, ...]]
+    # Modules of a layer that take little time to compute again, by Megatron's names.
+    cheap_modules: ClassVar[tuple[str, ...]] = ("layernorm",)
 
     def install(self) -> None:
         """Prepare this process for megatron, before its first import; a second call does nothing."""
@@ -187,6 +189,10 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def memory(self) -> MemoryFigures:
         """Measure the memory that this process uses now, its peak since `reset_peak_memory`, and the total."""
+
+    def smallest_device(self, num_devices: int) -> int | None:
+        """Return the bytes of the smallest of the first devices; None if ranks do not have devices of their own."""
+        return None
 
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:

@@ -139,6 +139,10 @@ class CudaPlatform(Platform):
             total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         )
 
+    def smallest_device(self, num_devices: int) -> int | None:
+        numbers = range(min(num_devices, torch.cuda.device_count()))
+        return min(torch.cuda.get_device_properties(number).total_memory for number in numbers)
+
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 

@@ -32,6 +32,8 @@ class NpuPlatform(Platform):
     device_type = "npu"
     collective_backend = "hccl"
     weight_transports = ("shm", "hccl")
+    # MindSpeed replaces the class with which Megatron computes norms again.
+    cheap_modules = ()
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:
@@ -127,6 +129,10 @@ class NpuPlatform(Platform):
             peak=_npu().max_memory_allocated(),
             total=_npu().get_device_properties(_npu().current_device()).total_memory,
         )
+
+    def smallest_device(self, num_devices: int) -> int | None:
+        numbers = range(min(num_devices, _npu().device_count()))
+        return min(_npu().get_device_properties(number).total_memory for number in numbers)
 
     def reset_peak_memory(self) -> None:
         _npu().reset_peak_memory_stats()

@@ -120,6 +120,9 @@ class RehearsedPlatform(Platform):
     def memory(self) -> MemoryFigures:
         return MemoryFigures(state.allocated, state.peak, TOTAL_BYTES)
 
+    def smallest_device(self, num_devices: int) -> int | None:
+        return TOTAL_BYTES
+
     def reset_peak_memory(self) -> None:
         state.reset_peak()
 

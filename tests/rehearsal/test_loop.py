@@ -17,7 +17,8 @@ REHEARSED = """
 FAMILIES = {"EP2": "qwen3_moe"}
 # Each layout touches the device in another way than the others.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "grpo_kl_beta": 0.01, "frozen_offload": True},
+    "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "grpo_kl_beta": 0.01, "frozen_offload": True,
+            "micro_batch_size": None},
     "PP2": {"pipeline_model_parallel_size": 2, "bf16": True, "grpo_kl_beta": 0.01},
     "DP2": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True,
             "async_save": True},
@@ -44,6 +45,10 @@ def run(world: loop.World, layout: str, folder: Path, **changes: Any) -> Path:
     with loop.running(folder, 2, words, {0: REHEARSED, 1: REHEARSED}, platform="rehearsed") as ranks:
         assert ranks.wait() == [0, 0], ranks.text()
     assert all("faults of streams: []" in path.read_text() for path in ranks.outputs), ranks.text()
+    is_chosen = any(
+        "devices of 16 GiB make --micro-batch-size 4: a group" in path.read_text() for path in ranks.outputs
+    )
+    assert is_chosen == ("micro_batch_size" in LAYOUTS[layout])
     assert not verify(folder / "run").breaches
     return folder / "run"
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.errors import ExitCode
 from tests import hf_models
-from tests.command_lines import QWEN3, folder
+from tests.command_lines import QWEN3, folder, without
 from tests.processes import ROOT
 
 
@@ -41,12 +41,6 @@ def test_each_stage_has_a_row_and_what_is_kept_beside_the_policy_is_counted(flag
     (title,) = (place for place, line in enumerate(lines) if line.startswith("GiB of a rank on the host"))
     assert lines[title + 1].split() == ["stage", "publish", "optimizer", "frozen", "save"]
     assert lines[-1] == "fits"
-
-
-def test_flags_that_only_a_run_needs_are_allowed_and_not_checked(flags: list[str]) -> None:
-    of_a_run = "--prompts /nowhere.jsonl --reward exact --lr 1e-6 --train-iters 4 --rollout-folder /dev/null/run"
-    result = fit("--fit", "1", *flags, *of_a_run.split())
-    assert result.returncode == ExitCode.OK, result.stderr
 
 
 def test_a_device_that_engines_share_is_divided(flags: list[str]) -> None:
@@ -80,6 +74,19 @@ def test_demonstrations_take_no_memory_for_a_publish(tmp_path: Path) -> None:
     of_stage = dict(zip(lines[title + 1].split(), lines[title + 2].split(), strict=True))
     assert (of_stage["publish"], of_stage["frozen"]) == ("0.00", "0.00")
     assert float(of_stage["save"]) > 1
+
+
+def test_devices_that_are_not_here_decide_the_size_of_micro_batches_and_what_only_a_run_needs_is_not_checked(
+    flags: list[str],
+) -> None:
+    of_a_run = "--prompts /nowhere.jsonl --reward exact --lr 1e-6 --train-iters 4 --rollout-folder /dev/null/run"
+    words = without(without(flags, "--micro-batch-size"), "--platform")
+    result = fit("--device-gib", "24", "--fit", "8", *words, "--platform", "cuda", *of_a_run.split())
+    assert result.returncode == ExitCode.OK, result.stderr
+    first, second = result.stdout.splitlines()[:2]
+    # Of eight groups each replica has one.
+    assert first.startswith("devices of 24 GiB make --micro-batch-size 4: a group, up to 288 tokens, which ")
+    assert second == "8 ranks: TP 1, PP 1, CP 1, EP 1, DP 8; micro-batches of up to 288 tokens, 1 a schedule"
 
 
 def test_mistakes_are_said_as_a_run_says_them(flags: list[str]) -> None:

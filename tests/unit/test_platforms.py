@@ -306,6 +306,15 @@ def test_the_npu_platform_uses_the_calls_of_torch_npu(monkeypatch):
     assert calls == ["set_device 1", "synchronize"]
     with pytest.raises(PlatformError, match="local rank 2 has no NPU, 2 are visible"):
         platform.set_device(2)
+    assert (platform.smallest_device(1), platform.smallest_device(8)) == (3 << 30, 2 << 30)
+
+
+def test_the_smallest_of_the_ranks_gpus_counts_and_not_those_of_engines(monkeypatch):
+    sizes = [SimpleNamespace(total_memory=size) for size in (3, 2, 1)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
+    assert [cuda.CudaPlatform().smallest_device(count) for count in (1, 2, 8)] == [3, 2, 1]
+    assert select("cpu").smallest_device(1) is None
 
 
 def _raise_import_error(name):
@@ -327,6 +336,7 @@ def _fake_torch_npu(monkeypatch, available):
     namespace = SimpleNamespace(
         is_available=lambda: available,
         device_count=lambda: 2,
+        get_device_properties=lambda index: SimpleNamespace(total_memory=(3 << 30, 2 << 30)[index]),
         set_device=lambda index: calls.append(f"set_device {index}"),
         synchronize=lambda: calls.append("synchronize"),
     )

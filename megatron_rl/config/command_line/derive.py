@@ -3,10 +3,12 @@
 Each function adds values to the given ones, names the flag that they follow from as their source, and notes the change.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.algorithm.library import PRESETS
+from megatron_rl.config.command_line import pack_size
 from megatron_rl.config.command_line.flags import IMPLIED, Given, list_projects
 from megatron_rl.config.command_line.projects import (
     Words,
@@ -16,6 +18,7 @@ from megatron_rl.config.command_line.projects import (
     list_implied_by,
 )
 from megatron_rl.config.hardware import count_cores
+from megatron_rl.config.rank_bytes import RankSplit, Recomputed
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.probe import find_narrower
 from megatron_rl.shared.weights import mapping
@@ -33,6 +36,11 @@ _ABSENT: Mapping[str, int] = {
 _LEAST_PARAMETERS = 16_000_000
 _LEAST_TOKENS = 1_000_000
 _MOST_ENGINES = 4
+# Values that say what is computed again in the backward pass, or that nothing is.
+_RECOMPUTATION = (
+    "transformer.recompute_granularity", "transformer.recompute_modules", "transformer.recompute_method",
+    "transformer.recompute_num_layers", "transformer.moe_layer_recompute",
+)  # fmt: skip
 _TRAINED = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -179,11 +187,10 @@ class Derivation:
         budget = self._given.get("training.max_tokens_per_gpu")
         if budget is None or "training.micro_batch_size" in self._given:
             return
-        whole, response = self._look_up("training.seq_length"), self._look_up("sampling.max_tokens")
+        whole = self._look_up("training.seq_length")
         if whole is None:
             return
-        prompt = self._look_up("data.max_prompt_tokens") or whole - (response or 0)
-        response = response or whole - prompt
+        prompt, response = self._settle_longest(whole)
         ranks = self._look_up("transformer.context_parallel_size")
         fitting = [
             size
@@ -198,6 +205,42 @@ class Derivation:
             self._note(
                 f"{budget.source}: one response and its prompt may have {prompt + response} tokens, which is more"
             )
+
+    def settle_pack(
+        self, world_size: int | None, is_shared: bool, architecture: Architecture, device: int, cheap: tuple[str, ...]
+    ) -> None:
+        """Make micro-batches as large as a device of these bytes allows, unless a flag sets their size.
+
+        `cheap` are the modules that are computed again if memory is short, unless a flag decides what is.
+        """
+        whole = self._look_up("training.seq_length")
+        if whole is None or "training.max_tokens_per_gpu" in self._given:
+            return
+        group, replicas = self._look_up("algorithm.group_size"), self._count_replicas(world_size)
+        given = self._given.get("training.micro_batch_size")
+        rank = pack_size.read_rank_memory(self._look_up, architecture, replicas)
+        sizes = self._list_sizes(world_size, is_shared, rank.split, whole)
+        if given is not None:
+            sizes = [size for size in sizes if size.responses == given.value]
+        elif not any(size.responses % group == 0 for size in sizes):
+            # An update does not divide over the replicas, which a check reports.
+            sizes = []
+        if not sizes:
+            return
+        recomputed = None
+        if cheap and self._given.keys().isdisjoint(_RECOMPUTATION):
+            recomputed = dataclasses.replace(rank, recomputed=Recomputed(modules=frozenset(cheap)))
+        room = pack_size.count_room(device, rank, self._look_up, architecture, "service.endpoint" in self._given)
+        most = pack_size.ENOUGH_TOKENS * self._look_up("transformer.context_parallel_size")
+        pack = pack_size.choose_pack(sizes, group, most, rank.split.pipeline, rank, recomputed, room)
+        source = f"devices of {device >> 30} GiB"
+        if pack.recomputes:
+            for field, value in zip(pack_size.RECOMPUTED, ("selective", cheap), strict=True):
+                self._given[f"transformer.{field}"] = Given(value, source)
+            self._note(pack_size.describe_recomputation())
+        if given is None:
+            self._given["training.micro_batch_size"] = Given(pack.size.responses, source)
+            self._note(pack_size.describe_pack(pack, device, room, group))
 
     def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
         """Start an engine for each core if ranks occupy all cores: each core then has work while the ranks wait.
@@ -230,6 +273,28 @@ class Derivation:
         if architecture is not None and trained != architecture.dtype and chosen:
             self._note(f"training in {trained} and weights stored in {architecture.dtype} make {', '.join(chosen)}")
 
+    def _list_sizes(
+        self, world_size: int | None, is_shared: bool, split: RankSplit, whole: int
+    ) -> list[pack_size.Size]:
+        """List the sizes of micro-batches that divide an update and, with virtual stages, fill the schedule."""
+        prompt, response = self._settle_longest(whole)
+        group = self._look_up("algorithm.group_size")
+        num_responses = group * self._count_groups(self._count_replicas(world_size))
+        sizes = [
+            pack_size.Size(size, _count_tokens(size, group, prompt, response, is_shared), num_responses // size)
+            for size in self._list_micro_batches(world_size)
+        ]
+        if split.num_virtual == 1:
+            return sizes
+        turn = self._look_up("transformer.microbatch_group_size_per_vp_stage") or split.pipeline
+        return [size for size in sizes if size.num_micro_batches % turn == 0]
+
+    def _settle_longest(self, whole: int) -> tuple[int, int]:
+        """Return the most tokens of a prompt and of a response."""
+        response = self._look_up("sampling.max_tokens")
+        prompt = self._look_up("data.max_prompt_tokens") or whole - (response or 0)
+        return prompt, response or whole - prompt
+
     def _has_own_engines(self) -> bool:
         """Check whether this run starts engines, and no flag sets their number."""
         return (
@@ -251,11 +316,15 @@ class Derivation:
 
     def _list_micro_batches(self, world_size: int | None) -> list[int]:
         """List the sizes that divide the groups of an update over the replicas."""
-        group, prompts = self._look_up("algorithm.group_size"), self._look_up("algorithm.prompts_per_step")
-        of_update = self._look_up("training.global_batch_size") or (None if prompts is None else prompts * group)
-        groups = 0 if of_update is None else of_update // group // self._count_replicas(world_size)
+        group, groups = self._look_up("algorithm.group_size"), self._count_groups(self._count_replicas(world_size))
         parts = [size for size in range(1, group) if group % size == 0]
         return [*parts, *(count * group for count in range(1, groups + 1) if groups % count == 0)]
+
+    def _count_groups(self, replicas: int) -> int:
+        """Count the groups of an update in each replica; return 0 if the flags do not say, or if it has none."""
+        group, prompts = self._look_up("algorithm.group_size"), self._look_up("algorithm.prompts_per_step")
+        of_update = self._look_up("training.global_batch_size") or (None if prompts is None else prompts * group)
+        return 0 if of_update is None else of_update // group // replicas
 
     def _count_replicas(self, world_size: int | None) -> int:
         model = 1

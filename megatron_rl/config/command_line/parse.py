@@ -14,6 +14,7 @@ from megatron_rl.config.command_line import checks, describe, flags, model, reso
 from megatron_rl.config.command_line.algorithm_checks import note_filter
 from megatron_rl.config.command_line.derive import Derivation, drop_longest_sequence
 from megatron_rl.config.command_line.flags import MEANT, OWN, SECONDARY, Given
+from megatron_rl.config.command_line.rank_store import find_smallest_device
 from megatron_rl.config.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.config.command_line.stage import list_others
 from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
@@ -56,15 +57,16 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
     reading.consider(problems)
     _raise_problems(reading)
     assert values is not None
-    return RunSettings.accept(draft, words=words, **vars(values))
+    return RunSettings.accept(draft, words=(*words, *_list_derived(draft, reading)), **vars(values))
 
 
-def parse_sizes(argv: Sequence[str], world_size: int) -> tuple[Settings, Sizes]:
+def parse_sizes(argv: Sequence[str], world_size: int, device: int | None = None) -> tuple[Settings, Sizes]:
     """Parse the settings of a model on this many ranks, and the sizes of a run's iteration.
 
-    Flags that only a run needs may be missing: data, a reward, a learning rate, folders to write to.
+    Flags that only a run needs may be missing: data, a reward, a learning rate, folders to write to. `device` has the
+    bytes of each rank's device, if this host need not have it.
     """
-    reading = _read([*argv, "--print-config"])
+    reading = _read([*argv, "--print-config"], device)
     draft = _resolve_settings(reading, world_size, needs_folder=True)
     sizes, problems = resolve_sizes(draft, max(1, world_size // draft.parallel_sizes.model))
     reading.consider(problems)
@@ -86,6 +88,8 @@ class _Reading:
     faulty: set[str] = dataclasses.field(default_factory=set)
     # The error of reading a file; it is raised itself if it is the only problem.
     input_error: InputError | None = None
+    # The bytes of the smallest device of a rank; None if ranks have none of their own, or if it is not known here.
+    device: int | None = None
     # The flags that were written, each with its values.
     written: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     # Flags of other projects that mean one of ours, by project.
@@ -124,6 +128,18 @@ class _Reading:
                 self.faulty.add(named[0])
 
 
+def _list_derived(settings: DraftSettings, reading: _Reading) -> Iterator[str]:
+    """Yield the flags that follow from the device, for a process that does not see it."""
+    if reading.device is None:
+        return
+    yield from ("--micro-batch-size", str(settings.training.micro_batch_size))
+    modules = reading.given.get("transformer.recompute_modules")
+    if modules is not None and not modules.name:
+        config = settings.transformer
+        yield from ("--recompute-granularity", config.recompute_granularity)
+        yield from ("--recompute-modules", *config.recompute_modules)
+
+
 def _raise_problems(reading: _Reading) -> None:
     if reading.input_error is not None and reading.problems == [str(reading.input_error)]:
         raise reading.input_error
@@ -131,8 +147,8 @@ def _raise_problems(reading: _Reading) -> None:
         raise UsageError(*reading.problems)
 
 
-def _read(argv: Sequence[str] | None) -> _Reading:
-    """Read the command line, as far as it can be understood."""
+def _read(argv: Sequence[str] | None, device: int | None = None) -> _Reading:
+    """Read the command line, as far as it can be understood; `device` has the bytes of another host's devices."""
     words = list(sys.argv[1:] if argv is None else argv)
     platform = platforms.select(find_platform_name(words))
     absence = None
@@ -140,7 +156,9 @@ def _read(argv: Sequence[str] | None) -> _Reading:
         absence = platforms.install_for_reading(platform)
     else:
         platform.install()
-    reading = _Reading(flags.list_flags(), platform)
+    if device is None and absence is None:
+        device = find_smallest_device(platform.smallest_device(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    reading = _Reading(flags.list_flags(), platform, device=device)
     if absence is not None:
         reading.notes.append(
             f"the platform {platform.name} is not on this machine ({absence}): values that depend on its packages are "
@@ -332,6 +350,9 @@ def _derive(
         derivation.settle_lengths(architecture)
     is_shared = "attention.is_shared" not in reading.given
     derivation.settle_micro_batch(world_size, is_shared)
+    if architecture is not None and reading.device is not None and not reading.problems:
+        cheap = resolve.list_cheap_modules(reading.platform.cheap_modules, architecture, reading.given)
+        derivation.settle_pack(world_size, is_shared, architecture, reading.device, cheap)
     derivation.settle_precisions(architecture, is_sampled)
     if is_sampled and reading.platform.name == "cpu" and not reading.problems:
         # If the model's flags have mistakes, its size is unknown.

@@ -8,17 +8,15 @@ is lost.
 """
 
 import contextlib
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
+from megatron_rl.config.command_line.rank_store import find_store
 from megatron_rl.errors import MegatronRLError
 
-# How long a rank that found a problem waits for the others, which may still be starting.
-_PATIENCE = datetime.timedelta(seconds=60)
 _REPORTED = "reported"
 
 
@@ -28,7 +26,7 @@ def report_once(say: Callable[[str], None]) -> Iterator[None]:
 
     Without the launcher's store the error is raised to the caller.
     """
-    store, rank = _find_store(), int(os.environ.get("RANK", "0"))
+    store, rank = find_store("command_line"), int(os.environ.get("RANK", "0"))
     if store is None:
         yield
         return
@@ -55,17 +53,6 @@ def _gather_problems(store: dist.Store, rank: int, own: Sequence[str]) -> list[s
         for problem in _get(store, _key(other)) or ():
             found.setdefault(problem, other)
     return [problem if first == 0 else f"on rank {first}: {problem}" for problem, first in found.items()]
-
-
-def _find_store() -> dist.Store | None:
-    """Return torchrun's store; None if torchrun did not start the ranks, or the store cannot be reached."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=_PATIENCE))
-    except (RuntimeError, ValueError):
-        return None
-    return dist.PrefixStore("megatron_rl/command_line", store)
 
 
 def _key(rank: int) -> str:

@@ -61,7 +61,7 @@ class RunSettings(Settings):
     cores: CoreShares
     """The shares of the CPU's cores for ranks and engines."""
     words: tuple[str, ...] = ()
-    """The command line, for a process that counts the memory of a rank."""
+    """The command line and the flags that follow from the device, for a process that counts the memory of a rank."""
 
     @property
     def name(self) -> str:

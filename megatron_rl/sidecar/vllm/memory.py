@@ -12,6 +12,7 @@ The bytes of work are estimates, on the large side. Where they are wrong, the fl
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -102,6 +103,16 @@ def is_divided_by_user(vllm_args: str) -> bool:
     return names_flag(split_flags(vllm_args), *MEMORY_FLAGS)
 
 
+def read_share(vllm_args: str) -> float:
+    """Return the share of a device that a user's flags of vLLM give an engine; half if they say it in another way."""
+    words = " ".join(split_flags(vllm_args)).replace("=", " ").split()
+    given = [value for name, value in itertools.pairwise(words) if name == MEMORY_FLAGS[0]]
+    try:
+        return float(given[-1])
+    except (IndexError, ValueError):
+        return 0.5
+
+
 def count_needs(
     architecture: Architecture, dtype: str, tensor_parallel_size: int, max_num_seqs: int, max_model_len: int
 ) -> EngineNeeds:
@@ -134,6 +145,20 @@ def divide(device: int, counted: int, needs: EngineNeeds) -> SharedDevice:
     if room < needs.response:
         raise UsageError(_describe_lack(device, rank, counted, needs))
     return SharedDevice(device, counted, rank, needs, min(room, (needs.num_responses + 1) * needs.response))
+
+
+def count_room(device: int, fixed: int, needs: EngineNeeds | None = None) -> int:
+    """Return the bytes that a rank of such a device may be counted to need, activations included.
+
+    An engine that shares the device keeps its weights and work. Of what then remains beside the rank's `fixed` bytes,
+    the engine's cache gets half, or less if all responses fit into less.
+    """
+    room = math.floor(device * (1 - _RESERVE)) - _CONTEXT
+    if needs is not None:
+        room -= needs.weights + needs.work
+        half = (room - math.ceil(fixed * (1 + _UNCOUNTED))) // 2
+        room -= max(needs.response, min(half, (needs.num_responses + 1) * needs.response))
+    return math.floor(room / (1 + _UNCOUNTED))
 
 
 def _describe_lack(device: int, rank: int, counted: int, needs: EngineNeeds) -> str:

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.footprint import Footprint, Workload
 
 
-def count(words: Sequence[str], world_size: int) -> "tuple[Settings, Workload, list[Footprint]]":
-    """Count the memory of a rank of each pipeline stage, for a run with these flags; other processes have no part."""
+def count(
+    words: Sequence[str], world_size: int, device: int | None = None
+) -> "tuple[Settings, Workload, list[Footprint]]":
+    """Count the memory of a rank of each pipeline stage, for a run with these flags; other processes have no part.
+
+    If `device` has the bytes of a rank's device, flags that follow from these are derived too.
+    """
     # The flags are read as on the ranks of such a run.
     os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, 8))
-    settings, sizes = command_line.parse_sizes(words, world_size)
+    settings, sizes = command_line.parse_sizes(words, world_size, device)
     # Megatron is imported after the platform is installed, which `parse_sizes` has done.
     from megatron_rl.trainer.mcore import footprint
 

@@ -5,6 +5,7 @@ import datetime
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from megatron_rl.config.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import ExitCode, room_checked
+from megatron_rl.errors import ExitCode, UsageError, room_checked
 from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
@@ -62,6 +63,7 @@ def train(
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
                 session = start_session(settings, _find_waiting(settings), functools.partial(meet, watch))
                 startup.end_part("process groups")
+                check_agreement(session.gather(settings.training.micro_batch_size))
                 if not session.broadcast(inputs.is_finished):
                     _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe, startup, parts)
@@ -107,6 +109,15 @@ def _list_written(settings: RunSettings) -> list[Path]:
     if settings.rollout.transport == "shm" and settings.run.stage == "grpo":
         written.append(find_shared_folder(settings))
     return [folder for folder in written if folder is not None]
+
+
+def check_agreement(sizes: Sequence[int]) -> None:
+    """Raise unless all ranks have micro-batches of the same size, which may follow from each host's devices."""
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"the ranks' devices differ in memory, and make --micro-batch-size {min(sizes)} on some hosts and "
+            f"{max(sizes)} on others: write --micro-batch-size {min(sizes)}"
+        )
 
 
 def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> None:

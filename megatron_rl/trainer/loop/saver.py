@@ -1,11 +1,12 @@
 """Checkpoints of a run: when they are due, the values beside model and optimizer, the checks of a resumed run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.algorithm.plug_ins import describe_plug_ins
+from megatron_rl.config.command_line.pack_size import RECOMPUTE_NORMS, SWITCH
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
@@ -80,6 +81,8 @@ class Saver:
         say(f"the run continues from {loaded.source}, version {loaded.version}")
         for note in loaded.notes:
             say(note)
+        for note in compare_rounding(loaded.extra, describe_rounding(self._settings)):
+            say(note)
         if loaded.extra:
             self._session.run_or_raise_everywhere(lambda: self._take_over(loaded.extra, loaded.source))
         self._num_done = loaded.version
@@ -149,6 +152,7 @@ class Saver:
             "audit_head": state.audit_head,
             "plug_ins": describe_plug_ins(self._settings.algorithm),
             "baseline": state.baseline,
+            **describe_rounding(self._settings),
         }
 
     def _take_over(self, extra: Mapping[str, Any], source: Path) -> None:
@@ -169,6 +173,29 @@ class Saver:
 def _count(number: int, place: str) -> str:
     """Return the words for a number of lost iterations."""
     return f"1 finished iteration{place} is lost" if number == 1 else f"{number} finished iterations{place} are lost"
+
+
+def describe_rounding(settings: Settings) -> dict[str, Any]:
+    """Describe what may follow from devices, and changes the order of sums."""
+    config = settings.transformer
+    modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
+    return {"micro_batch_size": settings.training.micro_batch_size, "recomputes_norms": "layernorm" in modules}
+
+
+def compare_rounding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each value of `describe_rounding` that is not that of the checkpoint."""
+    size, before = own["micro_batch_size"], saved.get("micro_batch_size", own["micro_batch_size"])
+    if size != before:
+        yield (
+            f"micro-batches have {size} responses, and had {before} before: gradients are summed in another order, and "
+            f"--micro-batch-size {before} keeps it"
+        )
+    if saved.get("recomputes_norms", own["recomputes_norms"]) != own["recomputes_norms"]:
+        words, remedy = ("were not", SWITCH) if own["recomputes_norms"] else ("were", RECOMPUTE_NORMS)
+        yield (
+            f"norms {words} computed again in the backward pass before, which rounds gradients in another way: "
+            f"{remedy} keeps that"
+        )
 
 
 def find_missing_hf(settings: Settings, version: int) -> Path | None:
