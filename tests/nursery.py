@@ -23,11 +23,16 @@ from typing import Any, NoReturn
 from megatron_rl import platforms
 
 _PR_SET_PDEATHSIG = 1
-# Modules that take long to import, and that most ranks use.
+# Modules that take long to import, and that most ranks use. A fault that a run's test plants in a function that other
+# modules import by name is planted before they are imported: those modules of `config.command_line` and `trainer.loop`
+# are left out.
 _PRELOADED = (
     "megatron.core.dist_checkpointing", "megatron.core.distributed", "megatron.core.models.gpt",
     "megatron.core.optimizer", "megatron.core.pipeline_parallel",
-    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama", "httpcore", "hypothesis", "pytest", "rich.progress",
+    "megatron_rl.sidecar.child", "megatron_rl.trainer.loop.learner", "megatron_rl.trainer.loop.saver",
+    "megatron_rl.trainer.mcore.checkpoint.checkpointer", "megatron_rl.trainer.mcore.step.roles",
 )  # fmt: skip
 
 
