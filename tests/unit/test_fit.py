@@ -1,6 +1,8 @@
-"""`megatron-rl doctor --fit`, in a process of its own."""
+"""`megatron-rl doctor --fit`, each time in a process of its own."""
 
+import contextlib
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -8,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.errors import ExitCode
 from tests import hf_models
 from tests.command_lines import QWEN3, folder, without
 from tests.processes import ROOT
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +29,26 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return words.split()
 
 
-def fit(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", *words]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def fit(*words: str) -> Result:
+    """Run the command in a process that is forked after the imports, which take most of its time."""
+    return run_ranks(fit_here, 1, words)[0]
+
+
+def fit_here(words: list[str]) -> Result:
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        code = cli.main(["doctor", *words])
+    return Result(code, out.getvalue(), error.getvalue())
 
 
 def test_each_stage_has_a_row_and_what_is_kept_beside_the_policy_is_counted(flags: list[str]) -> None:
@@ -66,7 +86,9 @@ def test_demonstrations_take_no_memory_for_a_publish(tmp_path: Path) -> None:
         f"--stage sft --platform cpu --hf-model {folder(tmp_path, large)} --seq-length 96 "
         "--global-batch-size 8 --micro-batch-size 2 --async-save --save out"
     )
-    result = fit("--fit", "2", *words.split())
+    # Started as a user starts it.
+    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", "--fit", "2", *words.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == ExitCode.OK, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].endswith("DP 2; micro-batches of up to 192 tokens, 2 a schedule")
