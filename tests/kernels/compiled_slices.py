@@ -1,10 +1,13 @@
 """Compile the kernels over slices for GPUs that this machine need not have, and print what each takes.
 
-python -m tests.kernels.compiled_slices 90 gfx942
+python -m tests.kernels.compiled_slices 90 gfx942 --all
+
+Without --all only a conversion to a narrower and one to a wider number are compiled, and none.
 """
 
+import argparse
+import itertools
 import json
-import sys
 from typing import Any
 
 import torch
@@ -18,17 +21,19 @@ from megatron_rl.ops.slices.triton_tables import SliceKind
 from tests.kernels.compiled_triton import read_cuda, read_hip
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-CONVERSIONS = [(torch.int64, torch.int64), (BF16, BF16), (FP32, BF16), (FP32, FP16), (BF16, FP32), (FP16, BF16)]
+CONVERSIONS = [(torch.int64, torch.int64), (FP32, BF16), (BF16, FP32)]
+MORE_CONVERSIONS = [(BF16, BF16), (FP32, FP16), (FP16, BF16)]
 
 
 def main() -> None:
-    for target in sys.argv[1:]:
-        for source, exported in CONVERSIONS:
-            for is_narrow in (False, True):
-                for name in ("digest_kernel", "pack_kernel", "move_kernel"):
-                    print(
-                        json.dumps(compile_kernel(target, name, SliceKind(source, exported, 1, is_narrow))), flush=True
-                    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="+")
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args()
+    conversions = [*CONVERSIONS, *MORE_CONVERSIONS] if given.all else CONVERSIONS
+    kernels = ("digest_kernel", "pack_kernel", "move_kernel")
+    for target, dtypes, is_narrow, name in itertools.product(given.targets, conversions, (False, True), kernels):
+        print(json.dumps(compile_kernel(target, name, SliceKind(*dtypes, 1, is_narrow))), flush=True)
 
 
 def compile_kernel(target: str, name: str, kind: SliceKind) -> dict[str, Any]:

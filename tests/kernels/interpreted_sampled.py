@@ -1,4 +1,4 @@
-"""The kernel that scores sampled tokens; test_sampled.py runs this with TRITON_INTERPRET=1."""
+"""The kernel that scores sampled tokens; test_interpreted.py runs this with TRITON_INTERPRET=1."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels over slices against their naive twins, bit for bit; test_slices.py runs this with TRITON_INTERPRET=1."""
+"""The kernels over slices against their naive twins, bit for bit; test_interpreted.py runs this, interpreted."""
 
 import pytest
 import torch

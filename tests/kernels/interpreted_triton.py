@@ -1,6 +1,6 @@
 """The kernels of the `triton` backend against the dense definition in float64, forward and all gradients.
 
-test_shared_prompt_triton.py runs this with TRITON_INTERPRET=1. Memory that kernels do not write is not a number here.
+test_interpreted.py runs this with TRITON_INTERPRET=1. Memory that kernels do not write is not a number here.
 """
 
 import contextlib

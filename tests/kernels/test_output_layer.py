@@ -1,4 +1,4 @@
-"""The backends of the output layer: their choice, their blocks, and the kernels, interpreted and compiled."""
+"""The backends of the output layer: their choice, their blocks, and the kernels, compiled."""
 
 import dataclasses
 import importlib.util
@@ -27,26 +27,25 @@ numbers_of_rows = st.integers(1, 1 << 20)
 
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
-def test_interpreted_kernels_compute_what_the_naive_form_does() -> None:
-    # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "tests/kernels/interpreted_output_layer.py", TRITON_INTERPRET="1")
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "targets", [("80", "90", "100", "gfx942"), pytest.param(("86", "89", "120"), marks=pytest.mark.slow)]
+    ("words", "number"),
+    [
+        (("80", "90", "100", "gfx942"), 4 * 12),
+        pytest.param(
+            ("80", "86", "89", "90", "100", "120", "gfx942", "--all"), 7 * 36, id="all", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_compiled_kernels_spill_nothing_divide_exactly_and_load_16_bytes_at_once(
-    targets: tuple[str, ...], tmp_path: Path
+    words: tuple[str, ...], number: int, tmp_path: Path
 ) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("the package triton has no ptxas")
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_output_layer", *targets, **environment)
+    output = run_module("tests.kernels.compiled_output_layer", *words, **environment)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert len(found) == 36 * len(targets)
+    assert len(found) == number
     for kernel in found:
         assert kernel["stack"] == 0, kernel
         assert kernel["num_atomics"] == 0, kernel

@@ -1,4 +1,4 @@
-"""The kernel that scores sampled tokens: in Triton's interpreter, and compiled."""
+"""The kernel that scores sampled tokens, compiled; test_interpreted.py has it interpreted."""
 
 import importlib.util
 import json
@@ -9,11 +9,6 @@ import pytest
 from tests.kernels.processes import run_module
 
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(900)]
-
-
-def test_the_interpreted_kernel_scores_as_its_naive_twin() -> None:
-    # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "tests/kernels/interpreted_sampled.py", TRITON_INTERPRET="1")
 
 
 def test_the_compiled_kernel_keeps_its_numbers_in_registers(tmp_path: Path) -> None:

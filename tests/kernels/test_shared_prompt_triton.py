@@ -1,4 +1,4 @@
-"""The fused backend in Triton: the rows that its programs compute, and its kernels in Triton's interpreter."""
+"""The fused backend in Triton: the rows that its programs compute, and its kernels, compiled."""
 
 import importlib.util
 import json
@@ -151,13 +151,6 @@ def test_blocks_of_wide_heads_follow_from_the_memory_of_the_device(
     finally:
         find_chip.cache_clear()
     assert choose_blocks(256, torch.bfloat16, chip).forward.queries == queries
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-def test_interpreted_kernels_compute_what_the_definition_says() -> None:
-    # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "tests/kernels/interpreted_triton.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.each_change

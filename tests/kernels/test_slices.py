@@ -1,4 +1,4 @@
-"""The operations over slices: their kernels in Triton's interpreter and compiled, and what they do without kernels."""
+"""The operations over slices: their kernels, compiled, and what they do without kernels."""
 
 import importlib.util
 import json
@@ -14,26 +14,25 @@ from tests.kernels.processes import run_module
 
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
-def test_interpreted_kernels_compute_the_bits_of_their_naive_twins() -> None:
-    # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "tests/kernels/interpreted_slices.py", TRITON_INTERPRET="1")
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "targets", [("90", "gfx942"), pytest.param(("80", "86", "89", "100", "120"), marks=pytest.mark.slow)]
+    ("words", "number"),
+    [
+        (("90", "gfx942"), 2 * 18),
+        pytest.param(
+            ("80", "86", "89", "90", "100", "120", "gfx942", "--all"), 7 * 36, id="all", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_compiled_kernels_spill_at_most_two_numbers_and_add_each_lane_of_a_task_at_once(
-    targets: tuple[str, ...], tmp_path: Path
+    words: tuple[str, ...], number: int, tmp_path: Path
 ) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("the package triton has no ptxas")
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_slices", *targets, **environment)
+    output = run_module("tests.kernels.compiled_slices", *words, **environment)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert len(found) == 36 * len(targets)
+    assert len(found) == number
     for kernel in found:
         assert kernel["stack"] <= 16, kernel
         assert kernel["num_atomics"] == (2 if kernel["kernel"] == "digest_kernel" else 0), kernel
