@@ -46,6 +46,9 @@ def measure(work: Work) -> None:
         model, run = work.make_model(), Path(temporary) / f"publish-{os.getpid()}"
         # It publishes alone, so that nothing is compiled or captured for generation.
         words = engine.list_words_of_sidecar(work, model, 8, SMALL_CACHE, "--enforce-eager")
+        if work.is_tiny:
+            # On the CPU the part `service` publishes to an engine of vLLM.
+            words += ["--rollout-engine", "scripted"]
         with sidecar(run, *words, "--reward", "length:8"), publishing(model, run, work.device) as trainer:
             moments = publish_rounds(trainer, work)
         # The sidecar writes its trace as it ends.
