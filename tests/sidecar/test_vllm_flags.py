@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -35,12 +36,16 @@ LOSSY = "rejection_sample_method synthetic samples other tokens"
 def test_vllm_itself_is_asked_about_its_flags_before_an_engine_starts(tmp_path: Path) -> None:
     packages = link_package(tmp_path)
     asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--max_num_batched_tokens=128"), packages))
-    with pytest.raises(UsageError, match=r"--rollout-vllm-args: vLLM refuses it: .*--no-such-flag"):
-        asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--no-such-flag"), packages))
+    with pytest.raises(UsageError, match=r"--rollout-vllm-args: --host is not free: drop it"):
+        asyncio.run(check_with_vllm(sys.executable, ("--kv-cache-dtype", "auto", "--hos", "0.0.0.0"), packages))
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"), [("--no-such-flag", "vLLM refuses it: "), ("--hos 0.0.0.0", "--host is not free: drop it")]
+    ("flag", "said"),
+    [
+        ("--no-such-flag", "vLLM refuses it: .*--no-such-flag"),
+        pytest.param("--hos 0.0.0.0", "--host is not free: drop it", marks=pytest.mark.slow),
+    ],
 )
 def test_a_mistake_in_the_flags_is_said_though_an_engine_that_starts_meanwhile_may_die_of_it(
     flag: str, said: str, tmp_path: Path
@@ -59,7 +64,7 @@ def test_a_mistake_in_the_flags_is_said_though_an_engine_that_starts_meanwhile_m
         [sys.executable, "-m", "megatron_rl.sidecar", "--settings", str(tmp_path / "sidecar.json")],
         capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
     )  # fmt: skip
-    assert ended.stderr.splitlines()[-1].startswith(f"megatron_rl.sidecar: --rollout-vllm-args: {said}"), ended.stderr
+    assert re.match(f"megatron_rl.sidecar: --rollout-vllm-args: {said}", ended.stderr.splitlines()[-1]), ended.stderr
     assert ended.returncode == 2
     assert "serving" not in ended.stderr
     assert (run / "logs" / "engine-0.log").exists(), "an engine was started beside the parser"
