@@ -34,7 +34,8 @@ def install(requirements, extra: str, folder: Path) -> Path:
     return extras.make_environment(folder / extra, names)
 
 
-@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+# The smaller of the two stands for both: see the next test.
+@pytest.mark.parametrize("extra", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 def test_an_extra_brings_all_that_a_run_imports(world, requirements, tmp_path, extra):
     python = install(requirements, extra, tmp_path)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -43,6 +44,11 @@ def test_an_extra_brings_all_that_a_run_imports(world, requirements, tmp_path, e
     assert done.returncode == 0, done.stdout + done.stderr
     # The doctor's line for the platform that runs here.
     assert_usable(extras.run(python, "-m", "megatron_rl.cli", "doctor", "--platform", "cpu"))
+
+
+def test_the_extra_cpu_has_all_packages_of_the_extra_cuda_that_this_machine_has(requirements):
+    of_cpu, of_cuda = (extras.find_closure(requirements, [extra])[0] for extra in ("cpu", "cuda"))
+    assert of_cuda.items() <= of_cpu.items()
 
 
 def assert_usable(done) -> None:
