@@ -14,6 +14,8 @@ LAYERS = (
     {"versions"},
     {"config.flag"},
     {"algorithm"},
+    {"ops.products"},
+    {"ops.main_gradients"},
     {"config", "platforms"},
     {"ops"},
     {"shared.protocol", "shared.weights"},

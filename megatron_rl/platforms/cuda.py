@@ -20,7 +20,6 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Fields of TransformerConfig, each with the modules that have a kernel for it; any one of them is enough.
 _KERNELS = {
     "apply_rope_fusion": ("transformer_engine",),
-    "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "transformer_engine"),
     "masked_softmax_fusion": ("scaled_masked_softmax_cuda",),
     "persist_layer_norm": ("apex.contrib.layer_norm.layer_norm",),
 }

@@ -15,13 +15,14 @@ import pickle
 import queue
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
+from megatron_rl.ops.main_gradients import add_weight_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +241,17 @@ def recompute_without_engine(module: ModuleType) -> None:
     checkpoint.__init__ = init
 
 
+def add_weight_gradients_with_torch(module: ModuleType) -> None:
+    """Add weight gradients to main gradients with torch, where megatron wants apex for it and apex is not installed."""
+    if not hasattr(module, "_grad_accum_fusion_available"):
+        raise unknown_megatron(f"{module.__name__} has no _grad_accum_fusion_available")
+    if not module._grad_accum_fusion_available:
+        module.fused_weight_gradient_mlp_cuda = SimpleNamespace(  # type: ignore[attr-defined]
+            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
+        )
+        module._grad_accum_fusion_available = True  # type: ignore[attr-defined]
+
+
 class SharedResults:
     """Results that a fork hands to its parent, in memory that both share and that ends with both."""
 
@@ -293,6 +305,7 @@ def _unfused_optimizer(module: ModuleType) -> Any:
 
 
 FIXES = (
+    Patch("fused_weight_gradient_mlp_cuda", "megatron.core.tensor_parallel.layers", add_weight_gradients_with_torch),
     Patch("te_general_gemm", "megatron.core.transformer.moe.moe_utils", bind_te_general_gemm),
     Patch("CheckpointWithoutOutput", "megatron.core.tensor_parallel.random", recompute_without_engine),
     Patch("DistributedOptimizer._set_main_param_and_optimizer_states", _OPTIMIZER_MODULE, keep_step_on_load),

@@ -37,6 +37,8 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    fuses_accumulation: bool = False
+    """True if weight gradients are added to main gradients in their products, which the CPU's platform switches off."""
 
 
 _SP = (("sequence_parallel", True),)
@@ -201,6 +203,7 @@ def build(
         **changes,
     }
     config = build_transformer_config(architecture, overrides, session.platform)
+    config.gradient_accumulation_fusion = case.fuses_accumulation
     chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend, device=session.device)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import logging
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.ops import products
 from megatron_rl.ops.choice import Choice
 from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, choose_backend, output_log_probs, plain, triton_fused
 from megatron_rl.ops.log_probs.trial import check_backend
@@ -107,6 +108,25 @@ def compute(backend: str) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.sum(), (hidden_NE, weight_VE))]
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_weights_gradient_is_added_to_its_main_gradient_block_by_block(is_tied: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_NE, weight_VE, before_VE = (torch.randn(n, 8, generator=generator) for n in (9, 50, 50))
+    arguments: Any = (torch.arange(9) * 5, VocabularyShard(0, 45), 0.7, 20)
+    exact_VE = weight_VE.double().requires_grad_()
+    output_log_probs(hidden_NE.double(), exact_VE, *arguments).sum().backward()
+    weight = torch.nn.Parameter(weight_VE)
+    weight.main_grad, weight.grad_added_to_main_grad = before_VE.clone(), False
+    if is_tied:
+        weight.zero_out_wgrad = True
+    output_log_probs(hidden_NE, weight, *arguments, adds_to_main_grad=True).sum().backward()
+    assert weight.grad_added_to_main_grad
+    # The hook adds the gradient of a tied weight to its main gradient. Of another it only wants that there is one.
+    assert (weight.grad is None) == is_tied
+    assert torch.allclose(weight.main_grad.double(), before_VE + exact_VE.grad, rtol=0, atol=1e-5)
+    assert torch.equal(weight.main_grad[45:], before_VE[45:])
+
+
 def test_auto_gives_the_bits_of_torch_on_a_cpu_even_where_triton_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", "cpu", BF16) == Choice("triton")
@@ -164,15 +184,16 @@ def test_a_product_is_added_without_rounding_where_torch_can_and_the_log_says_wh
                 patched.setattr(torch, "addmm", add)
             if level > 0:
                 patched.setattr(torch, "mm", multiply)
-            triton_fused._find_addition.cache_clear()
+            products._find_addition.cache_clear()
             found_NE = sum_NE.clone()
             for _ in range(2):
                 found_NE.copy_(sum_NE)
-                triton_fused.add_product(found_NE, a_NC, b_CE)
-        triton_fused._find_addition.cache_clear()
+                products.add_product(found_NE, a_NC, b_CE)
+        products._find_addition.cache_clear()
         return found_NE, [record.getMessage().split(":")[0] for record in caplog.records]
 
-    notes = [f"torch.{what} does not sum products of torch.bfloat16 in float32 on cpu" for what in ("addmm", "mm")]
+    what = "does not sum products of torch.bfloat16 in torch.float32 on cpu"
+    notes = [f"torch.addmm {what}", f"torch.mm {what}"]
     assert torch.equal(find(2)[0], exact_NE)
     assert find(2)[1] == []
     assert torch.equal(find(1)[0], exact_NE)

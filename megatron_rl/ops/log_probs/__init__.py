@@ -41,6 +41,7 @@ def output_log_probs(
     block_columns: int | None = None,
     with_entropies: bool = False,
     backend: str = "auto",
+    adds_to_main_grad: bool = False,
 ) -> torch.Tensor:
     """Compute log softmax(hidden @ weight.T / temperature) at each row's target, in fp32, without padded columns.
 
@@ -49,7 +50,7 @@ def output_log_probs(
 
     The gradient of the hidden states comes from this rank's columns alone, and must be summed over the ranks. A target
     outside the vocabulary gives NaN, since it has no probability. `block_columns` is for tests, and changes results
-    only by rounding.
+    only by rounding. With `adds_to_main_grad`, the gradient of a weight that has a main gradient is added there.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0")
@@ -57,5 +58,7 @@ def output_log_probs(
     if block_columns is None:
         block_columns = chosen.choose_block_columns(len(hidden_NE), hidden_NE.dtype)
     columns = Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns)
-    result: torch.Tensor = LogProbs.apply(hidden_NE, weight_VE, columns, temperature, with_entropies, chosen)
+    result: torch.Tensor = LogProbs.apply(
+        hidden_NE, weight_VE, columns, temperature, with_entropies, chosen, adds_to_main_grad
+    )
     return result

@@ -35,7 +35,7 @@ class DifferentiateBlock(Protocol):
 
 
 class AddProduct(Protocol):
-    def __call__(self, sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
+    def __call__(self, sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor, /) -> None:
         """Add grad @ weight to the sum, which has the dtype of statistics."""
         ...
 

@@ -7,6 +7,8 @@ import torch
 from megatron_rl.ops.log_probs.backend import BlockBackend
 from megatron_rl.ops.log_probs.columns import Columns
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics, find_statistics_dtype
+from megatron_rl.ops.main_gradients import find_main_grad, mark_as_added
+from megatron_rl.ops.products import add_product
 
 
 class LogProbs(torch.autograd.Function):
@@ -21,6 +23,7 @@ class LogProbs(torch.autograd.Function):
         temperature: float,
         with_entropies: bool,
         backend: BlockBackend,
+        adds_to_main_grad: bool,
     ) -> torch.Tensor:
         statistics = RowStatistics(hidden_NE, with_entropies)
         for block, targets_N in columns.blocks():
@@ -29,6 +32,8 @@ class LogProbs(torch.autograd.Function):
         entropies_N = statistics.compute_entropies()
         ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N, entropies_N)
         ctx.columns, ctx.temperature, ctx.backend = columns, temperature, backend
+        # The parameter itself has its main gradient.
+        ctx.parameter = weight_VE if adds_to_main_grad and find_main_grad(weight_VE) is not None else None
         log_probs_N = statistics.compute_log_probs()
         return log_probs_N if entropies_N is None else torch.stack((log_probs_N, entropies_N), dim=1)
 
@@ -37,23 +42,29 @@ class LogProbs(torch.autograd.Function):
         """Compute gradients in blocks of columns. Each block gives the whole gradient of its rows of the weight.
 
         That gradient is written once, in the weight's dtype. Blocks of targets would need a sum of the weight's size in
-        float32. Only the gradient of the hidden states, which is much smaller, is summed over blocks in float32.
+        float32. Only the gradient of the hidden states, which is much smaller, is summed over blocks in float32. If the
+        weight has a main gradient to add to, that is where its gradient is added instead.
         """
         hidden_NE, weight_VE, max_N, sum_N, entropies_N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_NE = torch.zeros_like(hidden_NE, dtype=find_statistics_dtype(hidden_NE)) if needs_hidden else None
-        grad_weight_VE = torch.empty_like(weight_VE) if needs_weight else None
+        main_grad_VE = None if ctx.parameter is None or not needs_weight else find_main_grad(ctx.parameter)
+        grad_weight_VE = torch.empty_like(weight_VE) if needs_weight and main_grad_VE is None else None
         factors = GradientFactors.of(grad, ctx.temperature, max_N, sum_N, entropies_N)
         for block, targets_N in ctx.columns.blocks():
             weight_CE = weight_VE[block]
             grad_NC = ctx.backend.differentiate_block(factors, hidden_NE, weight_CE, targets_N, ctx.temperature)
             if grad_hidden_NE is not None:
                 ctx.backend.add_product(grad_hidden_NE, grad_NC, weight_CE)
-            if grad_weight_VE is not None:
+            if main_grad_VE is not None:
+                add_product(main_grad_VE[block], grad_NC.t(), hidden_NE)
+            elif grad_weight_VE is not None:
                 torch.mm(grad_NC.t(), hidden_NE, out=grad_weight_VE[block])
             # Otherwise the gradient would stay in memory while the next block is computed.
             del grad_NC
-        if grad_weight_VE is not None:
+        if main_grad_VE is not None:
+            grad_weight_VE = mark_as_added(ctx.parameter)
+        elif grad_weight_VE is not None:
             grad_weight_VE[ctx.columns.num_real :] = 0
         grad_hidden_NE = None if grad_hidden_NE is None else grad_hidden_NE.to(hidden_NE.dtype)
-        return grad_hidden_NE, grad_weight_VE, None, None, None, None
+        return grad_hidden_NE, grad_weight_VE, None, None, None, None, None

@@ -6,17 +6,13 @@ are few of them.
 
 import functools
 import importlib.util
-import logging
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from megatron_rl.ops.log_probs.backend import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
-
-_log = logging.getLogger(__name__)
+from megatron_rl.ops.products import add_product
 
 MOST_BLOCK_BYTES = 1 << 29
 # With narrower blocks, most of the time is spent on adding to the hidden states' gradient.
@@ -118,39 +114,6 @@ def differentiate_block(
         IS_SCALED=temperature != 1.0, WITH_MOMENTS=slope_N is not None, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return logits_NC
-
-
-def add_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
-    """Add grad @ weight to the sum, without rounding the product if torch has an operation for that here."""
-    _find_addition(sum_NE.device, grad_NC.dtype)(sum_NE, grad_NC, weight_CE)
-
-
-def _add_at_once(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
-    wider: dict[str, Any] = {} if grad_NC.dtype == sum_NE.dtype else {"out_dtype": sum_NE.dtype}
-    torch.addmm(sum_NE, grad_NC, weight_CE, out=sum_NE, **wider)
-
-
-def _add_wide_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
-    sum_NE += torch.mm(grad_NC, weight_CE, out_dtype=sum_NE.dtype)
-
-
-def _add_rounded_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:
-    sum_NE += grad_NC @ weight_CE
-
-
-@functools.cache
-def _find_addition(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
-    """Return the fastest of these operations that this torch has for the device, tried on a small product."""
-    a_88, b_88 = (torch.ones(8, 8, device=device, dtype=dtype) for _ in range(2))
-    for add, what in ((_add_at_once, "torch.addmm"), (_add_wide_product, "torch.mm")):
-        try:
-            add(torch.ones(8, 8, device=device), a_88, b_88)
-        except (NotImplementedError, RuntimeError, TypeError) as error:
-            reason = str(error).split("\n")[0]
-            _log.info("%s does not sum products of %s in float32 on %s: %s", what, dtype, device.type, reason)
-        else:
-            return add
-    return _add_rounded_product
 
 
 BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refusal)

@@ -110,6 +110,7 @@ class PackedGPTModel(GPTModel):
             params.temperature,
             with_entropies=params.with_entropies,
             backend=self.output_layer_backend,
+            adds_to_main_grad=self.config.gradient_accumulation_fusion,
         )
 
     def output_weight(self) -> torch.Tensor:
