@@ -38,6 +38,11 @@ class ModelConfig:
         "The implementation of the output layer with its log-probs; `auto` takes the fastest that can run.",
         "--output-layer-backend",
     )
+    elementwise_backend: Literal["auto", "triton", "torch"] = own_flag(
+        "auto",
+        "The implementation of SwiGLU and of a residual with its norm; `auto` takes the fastest that can run.",
+        "--elementwise-backend",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

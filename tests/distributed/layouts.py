@@ -39,6 +39,8 @@ class Case:
     overlap_grad_reduce: bool = False
     fuses_accumulation: bool = False
     """True if weight gradients are added to main gradients in their products, which the CPU's platform switches off."""
+    elementwise_backend: str = "torch"
+    overlap_param_gather: bool = False
 
 
 _SP = (("sequence_parallel", True),)
@@ -204,13 +206,20 @@ def build(
     }
     config = build_transformer_config(architecture, overrides, session.platform)
     config.gradient_accumulation_fusion = case.fuses_accumulation
-    chunks = gpt.build_chunks(config, architecture, attention_backend=attention_backend, device=session.device)
+    chunks = gpt.build_chunks(
+        config,
+        architecture,
+        attention_backend=attention_backend,
+        elementwise_backend=case.elementwise_backend,
+        device=session.device,
+    )
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=case.distributed_optimizer,
-        overlap_grad_reduce=case.overlap_grad_reduce,
+        overlap_grad_reduce=case.overlap_grad_reduce or case.overlap_param_gather,
+        overlap_param_gather=case.overlap_param_gather,
         # Several buckets even for a tiny model; megatron allows them for overlapped reductions only.
         bucket_size=5000 if case.overlap_grad_reduce else None,
     )

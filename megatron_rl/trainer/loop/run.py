@@ -20,6 +20,7 @@ from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops import main_gradients
+from megatron_rl.ops.elementwise import trial as elementwise_trial
 from megatron_rl.ops.log_probs import trial as output_layer_trial
 from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
@@ -146,6 +147,7 @@ def _try_kernels(settings: Settings, device: torch.device) -> None:
         one.sliding_window,
     )
     output_layer_trial.check_backend(settings.model.output_layer_backend, device, dtype)
+    elementwise_trial.check_backend(settings.model.elementwise_backend, device, dtype)
     if settings.transformer.gradient_accumulation_fusion:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)
 

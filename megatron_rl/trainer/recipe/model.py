@@ -75,7 +75,8 @@ def build_recipe(
                 if args.rank == 0 and difference not in said:
                     said.add(difference)
                     say(difference)
-        backends = settings.attention.backend, settings.model.output_layer_backend
+        model = settings.model
+        backends = settings.attention.backend, model.output_layer_backend, model.elementwise_backend
         return [adopt(chunk, settings.architecture, *backends) for chunk in chunks]
 
     return Recipe(build_model, {"args": args}, open_writers, timers.finish_iteration)

@@ -6,6 +6,8 @@ Exactly three things are replaced:
 - rotary angles, which would follow rows;
 - the steps after the last layer, which would compute logits of all rows.
 
+Where kernels of ours compute what an MLP of megatron-core does, they take the place of its activation (`fusions`).
+
 A model with its own version of one of the three is refused by name: that version would be lost without an error.
 """
 
@@ -21,6 +23,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron_rl.errors import UsageError
 from megatron_rl.trainer.mcore.model import rope
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
+from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, mark_tensor_parallel
 from megatron_rl.types import Architecture, RopeKind
 
@@ -29,7 +32,11 @@ _ROUNDING = 1e-5
 
 
 def adopt(
-    chunk: torch.nn.Module, architecture: Architecture, attention_backend: str, output_layer_backend: str
+    chunk: torch.nn.Module,
+    architecture: Architecture,
+    attention_backend: str,
+    output_layer_backend: str,
+    elementwise_backend: str = "torch",
 ) -> PackedGPTModel:
     """Make this model one that takes packs and answers with log-probs; keep its parameters and layers."""
     if problems := list(_check(chunk, architecture)):
@@ -50,6 +57,7 @@ def adopt(
     packed: Any = chunk
     packed.__class__ = type(f"Packed{kind.__name__}", (PackedGPTModel, kind), {"__module__": kind.__module__})
     packed.take_packs(architecture, output_layer_backend)
+    fuse_layers(packed, elementwise_backend)
     mark_tensor_parallel(packed)
     return packed
 

@@ -22,6 +22,7 @@ from megatron_rl.platforms import select
 from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
+from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
 
@@ -132,12 +133,16 @@ def build_chunks(
     vocab_divisible_by: int = 128,
     attention_backend: str = "naive",
     output_layer_backend: str = "auto",
+    elementwise_backend: str = "torch",
     device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
     # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
     with device or contextlib.nullcontext():
-        return _build_stages(config, architecture, vocab_divisible_by, attention_backend, output_layer_backend)
+        chunks = _build_stages(config, architecture, vocab_divisible_by, attention_backend, output_layer_backend)
+    for chunk in chunks:
+        fuse_layers(chunk, elementwise_backend)
+    return chunks
 
 
 def _build_stages(
@@ -255,5 +260,6 @@ def build_model(settings: Settings) -> list[PackedGPTModel]:
         settings.model.make_vocab_size_divisible_by,
         attention_backend=settings.attention.backend,
         output_layer_backend=settings.model.output_layer_backend,
+        elementwise_backend=settings.model.elementwise_backend,
         device=select(settings.platform).device(),
     )

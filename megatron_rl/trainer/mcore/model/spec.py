@@ -1,6 +1,5 @@
 """The modules that a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -9,6 +8,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
+from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from megatron_rl.types import Architecture
 
 
@@ -53,21 +53,3 @@ def _engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
         qk_layernorm=config.qk_layernorm,
     )
     return layer, TENorm
-
-
-class RMSNorm(torch.nn.Module):
-    """torch's RMSNorm with the mark that makes Megatron sum its gradient over the ranks that share a sequence.
-
-    Megatron's own wrapper around torch's norm refuses sequence parallelism, and its fused norm needs apex.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
-        super().__init__()
-        assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension."""
-        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)

@@ -1,0 +1,244 @@
+"""The kernels of a layer's element-wise work against their definitions in float64, and in models.
+
+test_elementwise.py runs this with TRITON_INTERPRET=1. Memory that kernels do not write is not a number here.
+
+Letters: N rows, F the width of a gate, E hidden size.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rl.ops.elementwise import plain, triton_fused
+from megatron_rl.ops.elementwise.trial import check_backend
+from megatron_rl.trainer.data.packing import pack_groups
+from megatron_rl.trainer.mcore.model.fusions import RMSNorm
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, divisor, start_session
+from tests.distributed.parity import Computed, Groups, expected, micro_batches, shared_loss
+from tests.ranks import run_ranks
+from tests.truth import distance, error_over_bound
+
+# The exponential of a large number.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def differentiate(
+    operation: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], given: list[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return results and gradients, from a loss with uneven weights of both signs."""
+    operands = [tensor.to(dtype, copy=True).requires_grad_() for tensor in given]
+    results = operation(*operands)
+    results = results if isinstance(results, tuple) else (results,)
+    losses = [
+        (one * torch.sin(torch.arange(one.numel(), dtype=torch.float64) + 1 + place).to(dtype).reshape(one.shape)).sum()
+        for place, one in enumerate(results)
+    ]
+    sum(losses).backward()
+    return [*(one.detach() for one in results), *(operand.grad for operand in operands)]
+
+
+def assert_near(found: list[torch.Tensor], theirs: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
+    """Check that results are as near to the truth as the definition's in the same precision."""
+    for place, (one, other, exact) in enumerate(zip(found, theirs, truth, strict=True)):
+        assert one.dtype == other.dtype
+        if one.dtype is FP32:
+            assert error_over_bound(one, other, exact) <= 1, place
+        else:
+            assert distance(one, exact) <= 2 * distance(other, exact), place
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (5, 97), (3, 1024), (2, 1500)])
+def test_swiglu_and_its_gradient_are_those_of_the_definition(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    given = draw((num_rows, 1, 2 * width), dtype=dtype)
+    given[0][0, 0, 0] = -100.0
+    results = [differentiate(plain.swiglu, given, precision) for precision in (dtype, torch.float64)]
+    assert_near(differentiate(triton_fused.swiglu, given, dtype), *results)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 5), (9, 97), (20, 512), (2, 1500)])
+def test_a_residuals_sum_its_norm_and_all_gradients_are_those_of_the_definition(
+    num_rows: int, width: int, dtype: torch.dtype
+) -> None:
+    given = draw((num_rows, 1, width), (num_rows, 1, width), (width,), dtype=dtype)
+    results = [
+        differentiate(lambda *operands: plain.add_and_normalize(*operands, EPS), given, precision)
+        for precision in (dtype, torch.float64)
+    ]
+    found = differentiate(lambda *operands: triton_fused.add_and_normalize(*operands, EPS), given, dtype)
+    # Triton's interpreter rounds numbers in bf16 towards 0.
+    assert dtype is BF16 or torch.equal(found[0], results[0][0])
+    assert_near(found, *results)
+
+
+def test_tensors_with_gaps_and_rows_of_zeros_give_the_same() -> None:
+    one_NE, other_NE, weight_E = draw((9, 40), (9, 40), (40,))
+    one_NE[3], other_NE[3] = 0, 0
+
+    def on_gaps(operation: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            one, other, weight = operands
+            total, normed = operation(one[:, ::2], other.t()[::2].t(), weight[:20].clone(), EPS)
+            return total.t(), normed.t()
+
+        return run
+
+    given = [one_NE, other_NE, weight_E]
+    results = [differentiate(on_gaps(plain.add_and_normalize), given, dtype) for dtype in (FP32, torch.float64)]
+    assert_near(differentiate(on_gaps(triton_fused.add_and_normalize), given, FP32), *results)
+    gates = [differentiate(lambda x: plain.swiglu(x.t()).t(), [one_NE[:8]], dtype) for dtype in (FP32, torch.float64)]
+    assert_near(differentiate(lambda x: triton_fused.swiglu(x.t()).t(), [one_NE[:8]], FP32), *gates)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_sum_or_a_norm_that_nothing_uses_leaves_the_others_gradient(used: int) -> None:
+    given = draw((11, 30), (11, 30), (30,))
+    operands = [[one.clone().requires_grad_() for one in given] for _ in range(2)]
+    for operation, leaves in zip((plain, triton_fused), operands, strict=True):
+        operation.add_and_normalize(*leaves, EPS)[used].square().sum().backward()
+    for one, other in zip(*operands, strict=True):
+        if one.grad is not None and other.grad is not None:
+            assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+        else:
+            # The weight has no gradient if only the sum is used.
+            assert used == 0
+            assert one is operands[0][2]
+            assert other.grad is None
+
+
+def test_rows_that_programs_divide_give_the_same_bits_again_and_all_rows_count() -> None:
+    given = draw((50, 30), (50, 30), (30,))
+    truth = differentiate(lambda *operands: plain.add_and_normalize(*operands, EPS), given, torch.float64)
+    theirs = differentiate(lambda *operands: plain.add_and_normalize(*operands, EPS), given, FP32)
+    for most, least in ((512, 8), (3, 1), (1, 1), (50, 1)):
+        with mock.patch.multiple(triton_fused, _MOST_PROGRAMS=most, _LEAST_ROWS=least):
+            first, second = (
+                differentiate(lambda *operands: triton_fused.add_and_normalize(*operands, EPS), given, FP32)
+                for _ in range(2)
+            )
+        assert all(map(torch.equal, first, second))
+        assert_near(first, theirs, truth)
+
+
+def test_no_rows_give_nothing_and_a_weights_gradient_of_zero() -> None:
+    total, normed, *grads = differentiate(
+        lambda *operands: triton_fused.add_and_normalize(*operands, EPS), draw((0, 1, 8), (0, 1, 8), (8,)), FP32
+    )
+    assert total.shape == normed.shape == grads[0].shape == (0, 1, 8)
+    assert torch.equal(grads[2], torch.zeros(8))
+    assert triton_fused.swiglu(torch.zeros(0, 1, 8)).shape == (0, 1, 4)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_the_kernels_pass_their_trial(dtype: torch.dtype) -> None:
+    check_backend("triton", torch.device("cpu"), dtype)
+
+
+def test_a_norm_takes_its_own_result_for_the_very_sum_once_and_only_with_the_gradient_it_needs() -> None:
+    config: Any = SimpleNamespace(
+        normalization="RMSNorm", layernorm_zero_centered_gamma=False, params_dtype=FP32, sequence_parallel=False
+    )
+    own, other = RMSNorm(config, 6, EPS), RMSNorm(config, 6, EPS)
+    with torch.no_grad():
+        other.weight.fill_(2.0)
+    one, residual = draw((3, 1, 6), (3, 1, 6))
+    with mock.patch.object(torch.nn.functional, "rms_norm", wraps=torch.nn.functional.rms_norm) as plainly:
+        expected_norm = plain.add_and_normalize(one, residual, own.weight, EPS)[1].detach()
+        plainly.reset_mock()
+        total = own(one, residual)
+        assert torch.allclose(other(total), 2 * expected_norm, atol=1e-6)
+        assert plainly.call_count == 1
+        for num_calls in (1, 2):
+            assert torch.allclose(own(total), expected_norm, atol=1e-6)
+            assert plainly.call_count == num_calls
+        assert torch.allclose(own(own(one, residual).clone()), expected_norm, atol=1e-6)
+        assert plainly.call_count == 3
+        with torch.no_grad():
+            total = own(one, residual)
+        own(total.requires_grad_()).sum().backward()
+        assert plainly.call_count == 4
+    assert total.grad is not None
+    assert own.weight.grad is not None
+
+
+def short_batches() -> list[Groups]:
+    """Return two micro-batches of few tokens, because programs are slow in the interpreter."""
+    return [
+        [(prompt[:5], [response[:4] for response in responses[:2]]) for prompt, responses in groups[:2]]
+        for groups in micro_batches()[:2]
+    ]
+
+
+# Each label has a layout, a model and changes of its configuration. Then it has each rank's number of calls: of SwiGLU,
+# which a layer calls once, and of additions with a norm, which it calls twice.
+_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MODELS: dict[str, dict[str, tuple[str, str, dict[str, Any], list[tuple[int, int]]]]] = {
+    "few": {
+        # The last layer of the first stage has no norm after it.
+        "PP2": ("PP2", "qwen3", {}, [(4, 6), (4, 8)]),
+        # What is between layers has no norm. The rest runs twice.
+        "recomputed": ("DP2+distopt", "qwen3", _RECOMPUTED, [(8, 8)] * 2),
+    },
+    "more": {
+        "TP2+SP": ("TP2+SP", "qwen3", {}, [(8, 16)] * 2),
+        "experts": ("EP2", "qwen3_moe", {}, [(0, 8)] * 2),
+        "biased": ("TP2", "llama_biased", {}, [(0, 0)] * 2),
+    },
+}
+
+
+def run_models(which: str, folders: dict[str, Path]) -> dict[str, tuple[Computed, tuple[int, int]]]:
+    """Compute models with the kernels on two ranks; return results, and how often each kernel ran forward."""
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for label, (layout, name, changes, _) in MODELS[which].items():
+        gathers = label == "recomputed"
+        case = dataclasses.replace(CASES[layout], elementwise_backend="triton", overlap_param_gather=gathers)
+        with start_session(case) as session:
+            model = build(session, case, folders[name], **changes)
+            packs = [pack_groups(groups, divisor(case.sizes)) for groups in short_batches()]
+            with (
+                mock.patch.object(triton_fused, "swiglu", wraps=triton_fused.swiglu) as swiglu,
+                mock.patch.object(triton_fused, "add_and_normalize", wraps=triton_fused.add_and_normalize) as add,
+            ):
+                log_probs = model.forward_backward(packs, shared_loss)
+            results[label] = (Computed(log_probs, model.gradients()), (swiglu.call_count, add.call_count))
+            # Gathers that overlap need an optimizer, which would end them.
+            assert gathers or all(map(torch.equal, model.forward(packs), log_probs))
+    return results
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_models_with_the_kernels_give_the_results_of_transformers(which: str, tmp_path: Path) -> None:
+    names = {name for _, name, _, _ in MODELS[which].values()}
+    folders = {name: hf_models.draw(name, tmp_path / name) for name in names}
+    truths = {name: expected(folder, short_batches()) for name, folder in folders.items()}
+    ranks = run_ranks(run_models, 2, which, folders)
+    for label, (_, name, _, counts) in MODELS[which].items():
+        worst = truths[name].worst(ranks[0][label][0])
+        print(f"{label:>14} error / bound: {worst}")
+        assert all(error <= 1 for error, _ in worst.values()), label
+        assert [rank[label][1] for rank in ranks] == counts, label

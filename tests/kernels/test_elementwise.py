@@ -1,0 +1,117 @@
+"""The backends of a layer's element-wise work: their choice, their trial, and the kernels, interpreted and compiled."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.trainer import ModelConfig
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.ops.choice import Choice
+from megatron_rl.ops.elementwise import BACKENDS, choose_backend, plain, triton_fused
+from megatron_rl.ops.elementwise.trial import check_backend
+from tests.kernels.processes import run_module
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["not more", pytest.param("more", marks=pytest.mark.slow)])
+def test_interpreted_kernels_compute_what_their_definitions_do_alone_and_in_models(which: str) -> None:
+    # In a process of its own: Triton decides whether to interpret when it is first imported.
+    run_module("pytest", "-q", "-k", which, "tests/kernels/interpreted_elementwise.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "targets", [("80", "90", "100", "gfx942"), pytest.param(("86", "89", "120"), marks=pytest.mark.slow)]
+)
+def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(targets: tuple[str, ...], tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("the package triton has no ptxas")
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    output = run_module("tests.kernels.compiled_elementwise", *targets, **environment)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(found) == 33 * len(targets)
+    for kernel in found:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["num_atomics"] == 0, kernel
+        assert kernel["num_wide_loads"] > 0, kernel
+
+
+def test_the_flag_offers_auto_and_every_backend() -> None:
+    assert get_args(get_type_hints(ModelConfig)["elementwise_backend"]) == ("auto", *BACKENDS)
+
+
+def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot() -> None:
+    def choose(device: str, dtype: torch.dtype, hidden_size: int = 4096) -> str:
+        choice = choose_backend("auto", device, dtype, hidden_size)
+        (note,) = choice.notes
+        return note.removeprefix("--elementwise-backend auto takes ")
+
+    assert choose("cuda", BF16) == choose("cuda", torch.float32, 8192) == "triton"
+    assert choose("npu", BF16) == choose("cpu", torch.float32) == "torch"
+    assert choose("cuda", torch.float64) == "torch; not triton: it supports fp32, fp16 and bf16 only"
+    wide = "its rows have at most 8,192 columns, and the hidden size is 16,384"
+    assert choose("cuda", BF16, 16_384) == f"torch; not triton: {wide}"
+
+
+def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert choose_backend("torch", "cuda", BF16, 4096) == Choice("torch")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):
+        choose_backend("triton", "cpu", BF16, 4096)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("triton", "cpu", BF16, 4096) == Choice("triton")
+    assert choose_backend("auto", "cpu", BF16, 4096).name == "torch"
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, triton_fused.MOST_HIDDEN_SIZE))
+def test_programs_have_all_rows_and_whole_rows_and_at_most_16_columns_a_thread(num_rows: int, width: int) -> None:
+    num_programs, rows = triton_fused.divide_rows(num_rows)
+    assert (num_programs - 1) * rows < num_rows <= num_programs * rows
+    assert num_programs <= 512
+    sizes = triton_fused.choose_sizes(width)
+    assert width <= sizes["COLUMNS"] <= 16 * 32 * sizes["num_warps"]
+    assert sizes["num_warps"] <= 16
+
+
+def halve_gradient(out: torch.Tensor) -> torch.Tensor:
+    return out.detach() + 0.5 * (out - out.detach())
+
+
+@pytest.mark.parametrize(
+    ("operation", "spoil", "what"),
+    [
+        ("swiglu", lambda out: out * 1.1, "SwiGLU"),
+        ("swiglu", halve_gradient, "SwiGLU"),
+        ("add_and_normalize", lambda out: (out[0], out[1] * 1.1), "a residual with its norm"),
+        (
+            "add_and_normalize",
+            lambda out: (out[0].detach() + 0.5 * (out[0] - out[0].detach()), out[1]),
+            "a residual with its norm",
+        ),
+        ("add_and_normalize", lambda out: (out[0], out[1] + torch.nan), "a residual with its norm"),
+    ],
+)
+def test_a_backend_that_computes_something_else_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, operation: str, spoil, what: str
+) -> None:
+    for name in ("swiglu", "add_and_normalize"):
+        monkeypatch.setattr(triton_fused, name, getattr(plain, name))
+    check_backend("triton", CPU, BF16)
+    right = getattr(plain, operation)
+    monkeypatch.setattr(triton_fused, operation, lambda *operands: spoil(right(*operands)))
+    with pytest.raises(PlatformError, match=f"--elementwise-backend triton does not compute {what} on cpu"):
+        check_backend("triton", CPU, BF16)
