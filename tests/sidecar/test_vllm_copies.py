@@ -6,6 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.offer import Offer, write_offer
@@ -24,8 +25,10 @@ from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.received import list_specs
 from megatron_rl.sidecar.vllm.server import run_folder
 from tests.offers import Ranks
+from tests.ranks import run_ranks
 from tests.sidecar import vllm_models
 from tests.sidecar.conftest import Run, _kernels
+from tests.sidecar.offering_ranks import NUM_VERSIONS, Mail, offer_versions
 from tests.sidecar.vllm_models import Models, Reference, in_shared_memory, publish, request
 
 pytestmark = pytest.mark.each_change
@@ -146,6 +149,36 @@ def test_an_engine_that_cannot_open_an_offer_takes_the_files_and_says_why_once(r
         assert ["another host" in reason for reason in report.reasons] == [True]
         assert report.num_compared == report.num_parameters
     assert sum("it reads weights from files" in record.message for record in caplog.records) == 1
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.timeout(600)
+def test_vllm_holds_what_two_tensor_parallel_ranks_of_megatron_offer_version_after_version(
+    run, copying, models, tmp_path: Path, memory: Path
+) -> None:
+    mail = Mail(tmp_path)
+    probes = []
+    with ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(run_ranks, offer_versions, 2, "TP2", models.first, memory, tmp_path)
+        for version in range(NUM_VERSIONS):
+            weights = mail.receive(f"weights-{version}", Weights, ranks)
+            try:
+                probes.append(run(publish(copying, weights)))
+                report = run(attempt(copying, weights))
+            except Exception as error:
+                mail.send(f"answer-{version}", PublishAnswer(reasons=(str(error),)))
+                raise
+            assert (report.through, report.reasons) == ("ipc", ())
+            assert report.num_compared == report.num_parameters > 0
+            mail.send(f"answer-{version}", PublishAnswer(through=report.through))
+        assert all(num_shared > 0 for num_shared in ranks.result())
+    assert len({tuple(log_probs) for log_probs in probes}) == NUM_VERSIONS
 
 
 def test_any_tensor_that_a_copy_leaves_out_is_found_in_the_parameters(run, copying, models):
