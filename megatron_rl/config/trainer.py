@@ -43,6 +43,12 @@ class ModelConfig:
         "The implementation of SwiGLU and of a residual with its norm; `auto` takes the fastest that can run.",
         "--elementwise-backend",
     )
+    qkv_backend: Literal["auto", "triton", "torch"] = own_flag(
+        "auto",
+        "The implementation of what queries and keys go through before attention: their norms and rope; `auto` takes "
+        "the fastest that can run.",
+        "--qkv-backend",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

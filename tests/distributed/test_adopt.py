@@ -51,7 +51,7 @@ def provide(settings: Settings, kind: type = GPTModel, layer: type | None = None
 
 
 def build(settings: Settings, **changes: Any) -> list[PackedGPTModel]:
-    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend, "torch")]
+    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend, "torch", "torch")]
 
 
 def results(trained: Training) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ def try_changes(folder: Path) -> dict[str, Any]:
         found["was_called"] = renamed.was_called
         for name, chunk in refusable(settings).items():
             with pytest.raises(UsageError) as caught:
-                adopt(chunk, settings.architecture, "naive", "torch")
+                adopt(chunk, settings.architecture, "naive", "torch", "torch")
             found[name] = str(caught.value)
     return found
 

@@ -20,7 +20,7 @@ from megatron_rl.config.command_line.stage import list_others
 from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.ops import elementwise, log_probs, shared_prompt
+from megatron_rl.ops import elementwise, log_probs, qkv, shared_prompt
 from megatron_rl.ops.choice import Choice
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
@@ -379,7 +379,7 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 
 
 def _choose_backends(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
-    """Return the settings with the backends that will run, of attention, output layer and element-wise work."""
+    """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     conditions = shared_prompt.Conditions(device, dtype, architecture.sliding_window, architecture.kv_channels)
     settings = _choose_backend(
@@ -389,11 +389,17 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
         settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
     )
     width = architecture.hidden_size
-    return _choose_backend(
+    settings = _choose_backend(
         settings,
         "model.elementwise_backend",
         reading,
         lambda name: elementwise.choose_backend(name, device, dtype, width),
+    )
+    return _choose_backend(
+        settings,
+        "model.qkv_backend",
+        reading,
+        lambda name: qkv.choose_backend(name, device, dtype, architecture.kv_channels),
     )
 
 

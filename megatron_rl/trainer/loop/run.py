@@ -31,6 +31,7 @@ from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
+from megatron_rl.trainer.loop.settling import settle_qkv_backend
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
@@ -67,7 +68,7 @@ def train(
                 startup.end_part("process groups")
                 check_agreement(session.gather(settings.training.micro_batch_size))
                 if not session.broadcast(inputs.is_finished):
-                    _prepare_device(settings, session, startup)
+                    settings = _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe, startup, parts)
                     trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
             if trainer is not None:
@@ -122,13 +123,19 @@ def check_agreement(sizes: Sequence[int]) -> None:
         )
 
 
-def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> None:
-    """Place this rank on its cores, and try its kernels; raise on every rank if that fails on any."""
+def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> RunSettings:
+    """Place this rank on its cores, and try its kernels; raise on every rank if that fails on any.
+
+    Return the settings with the backends that passed.
+    """
     session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
     startup.say(describe_model(settings, session.platform.name, session.world_size))
     if settings.platform == "cpu":
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
     session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
+    if session.device.type == "cpu":
+        return settings
+    return settle_qkv_backend(settings, session, startup.say)
 
 
 def _try_kernels(settings: Settings, device: torch.device) -> None:

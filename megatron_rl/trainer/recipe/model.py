@@ -76,7 +76,9 @@ def build_recipe(
                     said.add(difference)
                     say(difference)
         model = settings.model
-        backends = settings.attention.backend, model.output_layer_backend, model.elementwise_backend
+        backends = (
+            settings.attention.backend, model.output_layer_backend, model.elementwise_backend, model.qkv_backend
+        )  # fmt: skip
         return [adopt(chunk, settings.architecture, *backends) for chunk in chunks]
 
     return Recipe(build_model, {"args": args}, open_writers, timers.finish_iteration)

@@ -7,6 +7,7 @@ Exactly three things are replaced:
 - the steps after the last layer, which would compute logits of all rows.
 
 Where kernels of ours compute what an MLP of megatron-core does, they take the place of its activation (`fusions`).
+With `--qkv-backend triton` megatron-core's own self-attention also gets the kernel; a recipe's subclass of it does not.
 
 A model with its own version of one of the three is refused by name: that version would be lost without an error.
 """
@@ -19,12 +20,14 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 
 from megatron_rl.errors import UsageError
 from megatron_rl.trainer.mcore.model import rope
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, mark_tensor_parallel
+from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
 from megatron_rl.types import Architecture, RopeKind
 
 # The relative difference that rounding causes between two ways to compute the same frequencies.
@@ -37,6 +40,7 @@ def adopt(
     attention_backend: str,
     output_layer_backend: str,
     elementwise_backend: str = "torch",
+    qkv_backend: str = "torch",
 ) -> PackedGPTModel:
     """Make this model one that takes packs and answers with log-probs; keep its parameters and layers."""
     if problems := list(_check(chunk, architecture)):
@@ -52,11 +56,13 @@ def adopt(
             pg_collection=chunk.pg_collection,
             softmax_scale=getattr(chunk.config, "softmax_scale", None),
         )
+        if qkv_backend == "triton" and type(attention) is SelfAttention:
+            attention.__class__ = FusedSelfAttention
     kind = type(chunk)
     # Our class comes before the recipe's, so that the recipe's changes apply between our class and Megatron's.
     packed: Any = chunk
     packed.__class__ = type(f"Packed{kind.__name__}", (PackedGPTModel, kind), {"__module__": kind.__module__})
-    packed.take_packs(architecture, output_layer_backend)
+    packed.take_packs(architecture, output_layer_backend, qkv_backend)
     fuse_layers(packed, elementwise_backend)
     mark_tensor_parallel(packed)
     return packed

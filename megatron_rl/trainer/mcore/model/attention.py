@@ -23,9 +23,13 @@ class PackParams(PackedSeqParams):
     pack: Pack | None = None
     temperature: float = 1.0
     with_entropies: bool = False
+    rotation_R2F: torch.Tensor | None = None
+    """The cosines and sines of rope for this rank's rows; None if Megatron's operations turn queries and keys."""
 
     @classmethod
-    def of(cls, pack: Pack, temperature: float, with_entropies: bool) -> "PackParams":
+    def of(
+        cls, pack: Pack, temperature: float, with_entropies: bool, rotation_R2F: torch.Tensor | None = None
+    ) -> "PackParams":
         """Make parameters with which Megatron computes on [tokens, 1, ...], without cumulative lengths."""
         length = pack.num_tokens
         return cls(
@@ -35,6 +39,7 @@ class PackParams(PackedSeqParams):
             pack=pack,
             temperature=temperature,
             with_entropies=with_entropies,
+            rotation_R2F=rotation_R2F,
         )
 
 

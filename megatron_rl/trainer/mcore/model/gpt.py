@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
+from megatron_rl.ops.qkv import make_rotation
 from megatron_rl.platforms import select
 from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.mcore.model import context, rope
@@ -31,15 +33,21 @@ class PackedGPTModel(GPTModel):
     """One stage of the model. The last stage returns the log-probs of the pack's targets, the others hidden states."""
 
     def __init__(
-        self, config: TransformerConfig, architecture: Architecture, output_layer_backend: str, **options: Any
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        output_layer_backend: str,
+        qkv_backend: str,
+        **options: Any,
     ):
         super().__init__(config, **options)
-        self.take_packs(architecture, output_layer_backend)
+        self.take_packs(architecture, output_layer_backend, qkv_backend)
 
-    def take_packs(self, architecture: Architecture, output_layer_backend: str) -> None:
+    def take_packs(self, architecture: Architecture, output_layer_backend: str, qkv_backend: str) -> None:
         """Set the attributes that `forward` needs besides a GPTModel's own."""
         self.architecture = architecture
         self.output_layer_backend = output_layer_backend
+        self.qkv_backend = qkv_backend
         # Not a buffer: mixed precision would round it.
         frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
         self._rope_frequencies_F = frequencies_F.to(next(self.parameters()).device)
@@ -54,12 +62,18 @@ class PackedGPTModel(GPTModel):
         With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
+        rotation_R2F = self._make_rotation(pack.positions_T[rows]) if self.qkv_backend == "triton" else None
         return super().forward(
             input_ids=pack.tokens_T[None, rows],
             position_ids=pack.positions_T[None, rows],
             attention_mask=None,
-            packed_seq_params=PackParams.of(pack, temperature, with_entropies),
+            packed_seq_params=PackParams.of(pack, temperature, with_entropies, rotation_R2F),
         )
+
+    def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
+        """Make the table by which all layers turn queries and keys, with the factor of Megatron's operations."""
+        factor = _yarn_get_concentration_factor_from_config(self.config)
+        return make_rotation(rope.pair_angles(self._rope_frequencies_F, positions_R), factor)
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         """Replace Megatron's rotary angles, which follow rows, by angles that follow the pack's positions."""
@@ -134,12 +148,15 @@ def build_chunks(
     attention_backend: str = "naive",
     output_layer_backend: str = "auto",
     elementwise_backend: str = "torch",
+    qkv_backend: str = "torch",
     device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
     # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
     with device or contextlib.nullcontext():
-        chunks = _build_stages(config, architecture, vocab_divisible_by, attention_backend, output_layer_backend)
+        chunks = _build_stages(
+            config, architecture, vocab_divisible_by, attention_backend, output_layer_backend, qkv_backend
+        )
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
     return chunks
@@ -151,6 +168,7 @@ def _build_stages(
     vocab_divisible_by: int,
     attention_backend: str,
     output_layer_backend: str,
+    qkv_backend: str,
 ) -> list[PackedGPTModel]:
     num_virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -160,7 +178,8 @@ def _build_stages(
             config,
             architecture,
             output_layer_backend,
-            transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend),
+            qkv_backend,
+            transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend, qkv_backend),
             vocab_size=padded_vocab_size(
                 architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
             ),
@@ -261,5 +280,6 @@ def build_model(settings: Settings) -> list[PackedGPTModel]:
         attention_backend=settings.attention.backend,
         output_layer_backend=settings.model.output_layer_backend,
         elementwise_backend=settings.model.elementwise_backend,
+        qkv_backend=settings.model.qkv_backend,
         device=select(settings.platform).device(),
     )

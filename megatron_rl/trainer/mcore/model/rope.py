@@ -36,8 +36,13 @@ def attention_factor(rope: Rope) -> float:
 
 def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
     """Compute the angle of each of a head's dimensions at each position, in Megatron's shape: [T, 1, 1, D]."""
-    angles_TF = torch.outer(positions_T.float(), frequencies_F)
+    angles_TF = pair_angles(frequencies_F, positions_T)
     return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
+
+
+def pair_angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    """Compute the angle of each pair of a head's dimensions at each position."""
+    return torch.outer(positions_T.float(), frequencies_F)
 
 
 def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:

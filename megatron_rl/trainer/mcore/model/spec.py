@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
+from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
 from megatron_rl.types import Architecture
 
 
@@ -17,9 +18,12 @@ def block_spec(
     architecture: Architecture,
     vp_stage: int | None,
     attention_backend: str,
+    qkv_backend: str,
 ) -> TransformerBlockSubmodules:
     """Specify the layers of this pipeline stage and its final norm."""
     layer, norm = _local_layer(config) if config.transformer_impl == "local" else _engine_layer(config)
+    if qkv_backend == "triton":
+        layer.submodules.self_attention.module = FusedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
     )

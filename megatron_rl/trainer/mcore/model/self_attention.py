@@ -1,0 +1,99 @@
+"""Megatron's self-attention whose heads are split, normalized and turned in one kernel.
+
+A layer takes Megatron's own way if it has what the kernel lacks. The log names the reason once.
+
+Letters: R rows of this rank, C columns of the product, E hidden size, H query heads, G key-value heads, D dimensions of
+a head, F pairs that turn.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_rl.ops.qkv import HeadNorms, split_heads
+from megatron_rl.trainer.mcore.model.attention import PackParams
+
+_log = logging.getLogger(__name__)
+
+# Packages whose class RMSNorm is the norm of the kernel, with its weight and its epsilon under these names.
+_NORM_PACKAGES = ("megatron_rl", "torch", "transformer_engine")
+# Fields of Megatron's configuration that change what happens between the product and attention.
+_CHANGES = ("multi_latent_attention", "attention_output_gate", "rotary_interleaved", "no_rope_freq", "test_mode")
+
+
+class FusedSelfAttention(SelfAttention):
+    """Megatron's self-attention with one kernel between the product and attention."""
+
+    # The rotation of the forward pass that is running; None outside of it.
+    _rotation_R2F: torch.Tensor | None = None
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """Compute attention. The kernel turns queries and keys, so Megatron gets no angles."""
+        rotation_R2F = packed_seq_params.rotation_R2F if isinstance(packed_seq_params, PackParams) else None
+        if rotation_R2F is None or self._takes_megatrons_way:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        self._rotation_R2F = rotation_R2F
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **{**kwargs, "rotary_pos_emb": None})
+        finally:
+            self._rotation_R2F = None
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return queries [R, 1, H, D], keys and values [R, 1, G, D]: within `forward`, ready for attention."""
+        if self._rotation_R2F is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed_R1C, _ = self.linear_qkv(hidden_states)
+        num_groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        return split_heads(mixed_R1C, num_groups, head_dim, self._rotation_R2F, self._read_norms())
+
+    def _read_norms(self) -> HeadNorms | None:
+        if not _is_norm(self.q_layernorm):
+            return None
+        for norm in (self.q_layernorm, self.k_layernorm):
+            # Megatron waits in such a hook for parameters that are still being gathered.
+            for hook in norm._forward_pre_hooks.values():
+                hook(norm, ())
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, getattr(q_norm, "zero_centered_gamma", False))
+
+    @functools.cached_property
+    def _takes_megatrons_way(self) -> bool:
+        reason = self._find_reason()
+        if reason is not None:
+            _say_once(reason)
+        return reason is not None
+
+    def _find_reason(self) -> str | None:
+        """Return why the kernel cannot compute this layer; None if it can."""
+        for name in _CHANGES:
+            if getattr(self.config, name, None):
+                return f"it has no {name}"
+        assert self.config.num_query_groups is not None
+        if self.config.num_query_groups < self.world_size:
+            return "ranks share a key head"
+        norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if not isinstance(norm, IdentityOp | None)]
+        if not norms:
+            return None
+        for norm in norms:
+            if not _is_norm(norm):
+                return f"it has no {type(norm).__name__} of {type(norm).__module__}"
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        kinds = {(norm.eps, getattr(norm, "zero_centered_gamma", False)) for norm in norms}
+        if not _is_norm(q_norm) or not _is_norm(k_norm) or len(kinds) > 1:
+            return "queries and keys must have norms of one kind"
+        return None
+
+
+def _is_norm(module: Any) -> bool:
+    kind = type(module)
+    has_values = getattr(module, "weight", None) is not None and getattr(module, "eps", None) is not None
+    return kind.__name__ == "RMSNorm" and kind.__module__.split(".")[0] in _NORM_PACKAGES and has_values
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _log.warning("--qkv-backend triton leaves layers to Megatron's own operations: %s", reason)
