@@ -189,6 +189,7 @@ def build(
     folder: Path,
     architecture: Architecture | None = None,
     attention_backend: str = "naive",
+    qkv_backend: str = "torch",
     **changes: Any,
 ) -> Model:
     """Build the model of a Hugging Face folder with its weights, wrapped for training."""
@@ -211,6 +212,7 @@ def build(
         architecture,
         attention_backend=attention_backend,
         elementwise_backend=case.elementwise_backend,
+        qkv_backend=qkv_backend,
         device=session.device,
     )
     weights = ModelWeights(chunks, session)

@@ -1,8 +1,12 @@
-"""Settings change how a model is computed, not its results: recomputation, uneven stages, overlap, half precision."""
+"""Settings change how a model is computed, not its results: recomputation, uneven stages, overlap, half precision.
+
+The kernel that splits heads runs on GPUs; here its definition takes its place.
+"""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import transformers
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
+from megatron_rl.ops import qkv
 from tests import hf_models
 from tests.distributed.layouts import CASES, Case, ParallelSizes, build, divisor, start_session
 from tests.distributed.parity import Computed, by_transformers, expected, micro_batches, shared_loss, shared_packs
@@ -34,6 +39,8 @@ SETTINGS = {
         Case("embedding and loss counted as layers", 2, PP2, _COUNTED + _FULL),
         Case("fewer query groups than ranks", 4, ParallelSizes(tensor=4), _SP),
         Case("rows over ranks, recomputed", 2, CP2, _FULL),
+        Case("fused heads, recomputed", 2, TP2, _SP + _FULL),
+        Case("fused heads, rows over ranks", 2, CP2, _CORE),
         Case("rows over ranks, attention recomputed", 4, ParallelSizes(tensor=2, context=2), _SP + _CORE),
     )
 }
@@ -50,11 +57,17 @@ def run_settings(names: list[str], folders: dict[str, Path], out: Path) -> dict[
     results = {}
     for name in names:
         case = SETTINGS[name]
-        with start_session(case) as session:
+        definition = mock.Mock(wraps=qkv.naive.split_heads)
+        with start_session(case) as session, mock.patch.dict(qkv._FUNCTIONS, triton=definition):
             for model_name, folder in folders.items():
-                model = build(session, case, folder)
+                is_fused = name.startswith("fused heads")
+                model = build(session, case, folder, qkv_backend="triton" if is_fused else "torch")
                 packs = shared_packs(divisor(case.sizes))
                 log_probs = model.forward_backward(packs, shared_loss)
+                # Ranks that share a key head take Megatron's way.
+                num_groups = model.architecture.num_query_groups
+                assert definition.called is (is_fused and num_groups >= case.sizes.tensor)
+                definition.reset_mock()
                 model.weights.save_hf(out / name / model_name, source=folder)
                 results[name, model_name] = (Computed(log_probs, model.gradients()), model.weights.fingerprint())
     return results

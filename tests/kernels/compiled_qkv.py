@@ -31,10 +31,8 @@ SHAPES = (
     Shape(2, 128, 64),
     Shape(8, 128, 64, is_normalized=False),
     Shape(2, 64, 32, "fp16"),
-    Shape(4, 128, 64, "fp32"),
-    Shape(4, 256, 64),
+    Shape(4, 256, 64, "fp32"),
     Shape(4, 80, 40),
-    Shape(4, 256, 0, "fp32"),
 )
 
 
