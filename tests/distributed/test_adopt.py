@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
+from megatron_rl.ops import qkv
 from megatron_rl.trainer.mcore.model.adopt import adopt
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, padded_vocab_size
-from megatron_rl.trainer.mcore.session import start_session
+from megatron_rl.trainer.mcore.session import Session, start_session
 from tests import hf_models
 from tests.distributed.layouts import divisor
 from tests.distributed.parity import shared_packs
@@ -101,6 +104,10 @@ class RenamedModel(GPTModel):
         return super().forward(*args, **kwargs)
 
 
+class OwnSelfAttention(SelfAttention):
+    """A recipe's own class between the product of queries, keys and values and attention."""
+
+
 class OwnPostprocess(GPTModel):
     """A recipe's own class, which changes what comes out."""
 
@@ -126,11 +133,26 @@ def try_changes(folder: Path) -> dict[str, Any]:
         renamed_training = training_in(session, settings, build_model=lambda _: [renamed])
         found["renamed"] = differences(plain, results(renamed_training))
         found["was_called"] = renamed.was_called
+        found["fused"], log_probs = fuse_heads(session, settings)
+        found["near"] = [torch.allclose(one, plain[f"log-probs {i}"], atol=1e-4) for i, one in enumerate(log_probs)]
         for name, chunk in refusable(settings).items():
             with pytest.raises(UsageError) as caught:
                 adopt(chunk, settings.architecture, "naive", "torch", "torch")
             found[name] = str(caught.value)
     return found
+
+
+def fuse_heads(session: Session, settings: Settings) -> tuple[list[str], list[torch.Tensor]]:
+    """Adopt a model for the kernel that splits heads; return the classes of attention, and the model's log-probs."""
+    chunk = provide(settings)
+    attention: Any = chunk.decoder.layers[1].self_attention
+    attention.__class__ = OwnSelfAttention
+    fused = adopt(chunk, settings.architecture, "naive", "torch", "triton")
+    trained = training_in(session, settings, build_model=lambda _: [fused])
+    # The kernel runs on GPUs; its definition takes its place.
+    with mock.patch.dict(qkv._FUNCTIONS, triton=qkv.naive.split_heads):
+        log_probs = trained.forward(shared_packs(1))
+    return [type(layer.self_attention).__name__ for layer in fused.decoder.layers], log_probs
 
 
 def refusable(settings: Settings) -> dict[str, torch.nn.Module]:
@@ -164,6 +186,8 @@ def test_a_recipes_own_layer_trains_and_what_would_be_lost_is_refused_by_name(fo
     assert found["unmoved"] == []
     assert found["renamed"] == []
     assert found["was_called"]
+    assert found["fused"][:2] == ["FusedSelfAttention", "OwnSelfAttention"]
+    assert all(found["near"])
     for name, text in {
         "parameters": "the core attention of layer 2 must not have parameters (offset)",
         "own attention": "the core attention of layer 1, OwnAttention, is the recipe's own and would not be called",
