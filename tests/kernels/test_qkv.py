@@ -18,7 +18,7 @@ from megatron_rl.ops import qkv
 from megatron_rl.ops.choice import Choice
 from megatron_rl.ops.qkv import BACKENDS, choose_backend, naive
 from megatron_rl.ops.qkv.trial import check_backend
-from megatron_rl.trainer.loop.settling import settle_qkv_backend
+from megatron_rl.trainer.loop.settling import settle_elementwise_backend, settle_qkv_backend
 from megatron_rl.trainer.mcore.model import self_attention
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
 from megatron_rl.trainer.mcore.model.spec import RMSNorm
@@ -172,6 +172,28 @@ def test_auto_takes_megatrons_operations_if_the_trial_fails_on_any_rank_and_a_na
         assert "--qkv-backend triton does not compute heads on cpu: queries is off by" in line
         with pytest.raises(PlatformError, match="does not compute heads"):
             settle(named, None)
+
+
+def test_kernels_of_element_wise_work_that_do_not_compile_are_left_by_auto_and_an_error_by_name() -> None:
+    def settle(source: str) -> tuple[str, list[str]]:
+        session: Any = SimpleNamespace(device=CPU, gather_or_raise_everywhere=lambda find_fault: [find_fault()])
+        settings: Any = StandIn(
+            ModelConfig(elementwise_backend="triton"),
+            {"model.elementwise_backend": source},
+            None,
+            SimpleNamespace(params_dtype=BF16),
+        )
+        said: list[str] = []
+        return settle_elementwise_backend(settings, session, said.append).model.elementwise_backend, said
+
+    check = "megatron_rl.ops.elementwise.trial.check_backend"
+    with mock.patch(check):
+        assert settle("--elementwise-backend auto takes triton") == ("triton", [])
+    with mock.patch(check, side_effect=RuntimeError("no ptxas")):
+        line = "--elementwise-backend auto takes torch after a trial: no ptxas"
+        assert settle("--elementwise-backend auto takes triton") == ("torch", [line])
+        with pytest.raises(RuntimeError, match="no ptxas"):
+            settle("--elementwise-backend triton")
 
 
 def make_layer(q_norm: Any, k_norm: Any, num_ranks: int = 1, **fields: Any) -> FusedSelfAttention:

@@ -20,7 +20,6 @@ from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops import main_gradients
-from megatron_rl.ops.elementwise import trial as elementwise_trial
 from megatron_rl.ops.log_probs import trial as output_layer_trial
 from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
@@ -31,7 +30,7 @@ from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
-from megatron_rl.trainer.loop.settling import settle_qkv_backend
+from megatron_rl.trainer.loop.settling import settle_elementwise_backend, settle_qkv_backend
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
@@ -135,6 +134,7 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
     if session.device.type == "cpu":
         return settings
+    settings = settle_elementwise_backend(settings, session, startup.say)
     return settle_qkv_backend(settings, session, startup.say)
 
 
@@ -154,7 +154,6 @@ def _try_kernels(settings: Settings, device: torch.device) -> None:
         one.sliding_window,
     )
     output_layer_trial.check_backend(settings.model.output_layer_backend, device, dtype)
-    elementwise_trial.check_backend(settings.model.elementwise_backend, device, dtype)
     if settings.transformer.gradient_accumulation_fusion:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)
 
