@@ -100,7 +100,7 @@ def test_all_parameters_are_compared_where_bf16_is_trained_and_float32_stored(wo
     assert "weaker" not in printed
 
 
-@pytest.mark.each_change
+@pytest.mark.slow
 def test_a_run_that_accepts_the_weaker_proof_says_so_in_audit_and_report(world, capsys):
     run = run_in_bf16(world, "weaker", publish_dtype="float32", publish_proof="probe")
     compared = read_compared(run)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import cli
+from megatron_rl.analysis.report import data
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.shared.protocol.wire import Mismatch, Plan, Submission
 from megatron_rl.shared.records.append_file import FileInUse
@@ -309,7 +310,7 @@ def test_the_audit_counts_how_engines_proved_their_weights(path: Path) -> None:
     assert (proofs.num_reports, proofs.num_whole, proofs.num_probed, proofs.furthest) == (3, 2, 2, 2e-5)
 
 
-def test_parameters_that_are_not_compared_are_a_breach_unless_the_weaker_proof_is_accepted(path) -> None:
+def test_parameters_that_are_not_compared_are_a_breach_unless_the_weaker_proof_is_accepted(path, capsys) -> None:
     submission = make_submission(make_plan(num_prompts=2))
     few = EngineReport(engine="engine-1", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
     for proof, found, num_weaker in (("digests", {BreachName.NOT_COMPARED}, 0), ("probe", set(), 1), (None, set(), 0)):
@@ -320,6 +321,10 @@ def test_parameters_that_are_not_compared_are_a_breach_unless_the_weaker_proof_i
         assert names(report) == found
         assert [item.compared for item in report.iterations] == [(3, 9)]
         assert report.proofs.num_weaker == num_weaker
+        assert cli.main(["audit", str(path)]) == (ExitCode.RUN if found else ExitCode.OK)
+        line = "the weaker proof was accepted (--publish-proof probe): in 1 of 2 reports"
+        for said in (capsys.readouterr().out, data._check(path)["weaker"] or ""):
+            assert (line in said) == (num_weaker > 0)
         path.unlink()
 
 
