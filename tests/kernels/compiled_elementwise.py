@@ -1,6 +1,8 @@
 """Compile the kernels of element-wise work for GPUs that this machine need not have, and print what each takes.
 
-python -m tests.kernels.compiled_elementwise 90 gfx942
+python -m tests.kernels.compiled_elementwise few 90 gfx942
+
+`few` compiles a selection, and `all` every dtype, width and use of the sum.
 """
 
 import itertools
@@ -16,19 +18,21 @@ from megatron_rl.ops.elementwise import triton_fused, triton_kernels
 from tests.kernels.compiled_triton import read_cuda, read_hip
 
 # A width of SwiGLU fits into the programs of all; a norm's program has whole rows.
-WIDTHS = (1024, 4096, triton_fused.MOST_HIDDEN_SIZE)
-DTYPES = ("bf16", "fp16", "fp32")
+WIDTHS = {"few": (1024, triton_fused.MOST_HIDDEN_SIZE), "all": (1024, 2048, 4096, triton_fused.MOST_HIDDEN_SIZE)}
+DTYPES = {"few": ("bf16", "fp32"), "all": ("bf16", "fp16", "fp32")}
+USES = {"few": (True,), "all": (False, True)}
 
 
 def main() -> None:
-    for target, dtype in itertools.product(sys.argv[1:], DTYPES):
+    which, *targets = sys.argv[1:]
+    for target, dtype in itertools.product(targets, DTYPES[which]):
         for name in ("swiglu_kernel", "swiglu_gradient_kernel"):
             sizes = {"COLUMNS": triton_fused.SWIGLU_COLUMNS, "num_warps": triton_fused.SWIGLU_WARPS}
             print(json.dumps(compile_kernel(target, dtype, name, sizes)), flush=True)
-        for width in WIDTHS:
+        for width in WIDTHS[which]:
             sizes = triton_fused.choose_sizes(width)
             print(json.dumps(compile_kernel(target, dtype, "add_norm_kernel", sizes)), flush=True)
-            for with_sum in (False, True):
+            for with_sum in USES[which]:
                 found = compile_kernel(target, dtype, "add_norm_gradient_kernel", {**sizes, "WITH_SUM": with_sum})
                 print(json.dumps(found), flush=True)
 
