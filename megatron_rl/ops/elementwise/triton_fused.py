@@ -9,8 +9,8 @@ import torch
 
 from megatron_rl.ops.log_probs import triton_fused as log_probs
 
-# The columns of a program of SwiGLU, and its warps: 8 columns a thread.
-SWIGLU_COLUMNS, SWIGLU_WARPS = 1024, 4
+# The columns of a program of SwiGLU, and its warps: 16 columns a thread.
+SWIGLU_COLUMNS, SWIGLU_WARPS = 1024, 2
 # A program of a norm has whole rows in registers, 16 columns a thread.
 _COLUMNS_OF_WARP = 512
 MOST_HIDDEN_SIZE = 8192
