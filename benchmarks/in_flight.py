@@ -5,14 +5,15 @@ takes slots as ours does. All waits are timers, so one clock jumps from one to t
 
 Where all responses of an iteration fit into an engine at once, groups of one length end together and nothing overlaps.
 Ideal is the longer of training and of sampling everything at once, as in `overlap`. No order of groups reaches it.
-`bound_seconds` is a time that no order can be below, for groups of one length.
+`bound_seconds` is a time that no order can be below, for groups of one length, and `bound_over_ideal_*` compares it.
 """
 
 import argparse
 import dataclasses
-import math
 import statistics
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from benchmarks import report
 from megatron_rl.sidecar.engines.decoding import StepCosts
@@ -64,7 +65,11 @@ def _measure_loads(size: Size) -> dict[str, float]:
             f"training / generation {load:g}, chosen": [settled / ideal],
             f"training / generation {load:g}, bound": [bound / ideal],
         }
-        figures |= {f"over_ideal_{name}": settled / ideal, f"at_once_over_ideal_{name}": chosen[0].seconds / ideal}
+        figures |= {
+            f"over_ideal_{name}": settled / ideal,
+            f"bound_over_ideal_{name}": bound / ideal,
+            f"at_once_over_ideal_{name}": chosen[0].seconds / ideal,
+        }
         over_bound.append(settled / bound)
     report.table("one wave: an iteration / its ideal", rows, "")
     return figures | {"over_bound_worst": max(over_bound)}
@@ -129,42 +134,45 @@ def _median_seconds(iterations: Sequence[PacedIteration]) -> float:
     return statistics.median(one.seconds for one in iterations)
 
 
-def bound_seconds(case: Case) -> float:
-    """Return seconds that an iteration takes at least, in whatever order and at whatever times its groups begin.
+def bound_seconds(case: Case, num_tried: int = 4000) -> float:
+    """Return seconds that an iteration takes at least, in whatever order and at whatever steps its groups begin.
 
-    Groups have one length, one engine holds all of them, and the trainer takes one at a time. Let a be a step's fixed
-    seconds for all steps of a group, b the seconds for the tokens of all N groups, and T those of training. With n(x)
-    the share of all groups that runs at step x, in lengths of a group, the end is at least each of:
+    Groups have one length of L steps, one engine holds all N of them, and the trainer takes one at a time, for T / N
+    seconds. Let B(i) be the groups that have begun by step i. A step takes a seconds, and c for each group in it. So a
+    group that begins with step i ends after
 
-    1. a + b / N + T: the first group, alone, and then training;
-    2. a * S + b + T / N: all S lengths of steps, all tokens, and the last group's training;
-    3. the mean, over groups in the order of their ends, of a group's end and the training of those not before it. If
-       two groups overlap by o lengths, o of the second has been made at the end of the first. So the mean is
-       a / 2 + b / 2 + a * (integral of x * n) + b / 2 * (integral of n^2) + T * (N + 1) / 2N. It is least for
-       n = (l - a * x) / b, where l makes the integral of n 1.
+        t(i) = a (i + L) + c (B(i) + B(i + 1) + ... + B(i + L - 1))
 
-    With S, which is at most N, the second rises and the third falls. So both hold where they meet.
+    seconds, for each group that has begun by then has run for a group's steps, or fewer. At that time the trainer still
+    has this group and all later ones to train on, so the iteration takes M >= t(i) + (N - B(i - 1)) T / N. This holds
+    for each step i up to X, the last with which a group begins: if none begins with i, the right side is larger for the
+    next step with which one does.
+
+    Read backwards, B(i - 1) >= N - (M - t(i)) N / T is a least number of groups, by those for later steps; and B is N
+    from X on. M is possible only if the least B(-1) is at most 0. Counted back from X, these numbers depend on
+    M - a X alone. So each M - a X, of which `num_tried` are tried, has its least X, and the sum is least for one.
     """
-    length, count = case.lengths[1], case.num_prompts
-    fixed = case.costs.step * length
-    tokens = case.costs.per_response * case.group_size * count * length
-    train = case.train_seconds
-    mean_of_turns = train * (count + 1) / (2 * count)
-
-    def least(lengths: float) -> float:
-        last = fixed * lengths + tokens + train / count
-        level = math.sqrt(2 * fixed * tokens)
-        end = level / fixed
-        if end > lengths:
-            level, end = (tokens + fixed * lengths**2 / 2) / lengths, lengths
-        center = (level * end**2 / 2 - fixed * end**3 / 3) / tokens
-        square = (level**2 * end - level * fixed * end**2 + fixed**2 * end**3 / 3) / tokens**2
-        return max(last, fixed / 2 + tokens / 2 + fixed * center + tokens / 2 * square + mean_of_turns)
-
-    # Between two lengths that are tried, the least is at most a step of the fixed part below.
-    tried = [1 + place / 200 for place in range(200 * count)]
-    found = min(least(lengths) for lengths in tried) - fixed / 200
-    return max(fixed + tokens / count + train, found)
+    length, count, train = case.lengths[1], case.num_prompts, case.train_seconds
+    step, of_group = case.costs.step, case.costs.per_response * case.group_size
+    alone = length * (step + of_group) + train
+    together = length * (step + of_group * count) + train / count
+    if not train:
+        return together
+    tried = np.linspace(together, together + train, num_tried + 1)
+    # The least numbers of groups, back from those that have begun by the last of the steps in `window`.
+    window = np.full((length, len(tried)), float(count))
+    num_in_window = window.sum(axis=0)
+    last = np.full(len(tried), (count - 1) * length)
+    for back in range((count - 1) * length + 1):
+        ends = step * (length - back) + of_group * num_in_window
+        least = np.clip(count - (tried - ends) * count / train, 0, count)
+        last = np.where(least <= 0, np.minimum(last, back), last)
+        if last.max() <= back:
+            break
+        num_in_window += least - window[back % length]
+        window[back % length] = least
+    # Between two that are tried, the sum is at least the lesser one and the steps of the larger one.
+    return max(alone, float(np.min(tried[:-1] + step * last[1:])))
 
 
 if __name__ == "__main__":

@@ -349,7 +349,7 @@ class RolloutService:
             "evaluation": self.evaluation.status() if self.evaluation else None,
             "slots_waited_for": [list(place) for place in self._waiting],
             "engines": self.engines.status(),
-            "max_in_flight": self._pacer.count_room() if self._pacer is not None else None,
+            "max_in_flight": self._pacer.room if self._pacer is not None else None,
             "counters": dataclasses.asdict(self.counters),
         }
 

@@ -38,7 +38,7 @@ def test_the_first_iteration_has_all_of_the_bound_and_the_second_at_least_half_o
     first, second, *_ = run_paced(ONE_WAVE, 3)
     assert first.opening == Opening(ONE_WAVE.most)
     assert second.opening.num_in_flight == 128
-    assert not second.opening.ramp
+    assert second.opening.pace is None
 
 
 def test_trying_fewer_responses_takes_at_most_twice_the_time_of_sampling() -> None:

@@ -33,14 +33,15 @@ def test_the_numbers_to_choose_from_are_the_bound_and_whole_groups_below_it() ->
 def test_a_choice_is_among_the_numbers_and_tries_at_least_half_of_the_least_known_one(
     work: SamplingWork, curve: StepCurve, most: int
 ) -> None:
-    opening, forecast = choose(work, curve, most, Opening(most))
-    assert opening.num_in_flight in list_numbers(3, most, len(work.lengths))
+    forecast = choose(work, curve, most, Opening(most))
+    opening = forecast.opening
+    assert opening.pace or opening.num_in_flight in list_numbers(3, most, len(work.lengths))
     if opening.num_in_flight != most:
         assert 2 * min(opening.num_in_flight, work.max_running) >= curve.least_known
-    if min(opening.num_in_flight, work.max_running) < curve.least_known:
-        assert not opening.ramp
-    assert forecast.trained <= predict(work, most, 0.0, curve).trained
-    assert len(opening.delays) <= max(1, opening.num_in_flight // 3)
+    if opening.pace:
+        assert min(opening.num_in_flight, work.max_running) >= curve.least_known
+        assert all(2 * 3 * limit >= curve.least_known for limit in opening.limits[len(opening.delays) :])
+    assert forecast.trained <= predict(work, curve, most).trained
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,29 +50,28 @@ def test_an_opening_is_kept_unless_another_is_better_by_more_than_it_is_worth(
     work: SamplingWork, curve: StepCurve, most: int
 ) -> None:
     current = Opening(min(most, 9))
-    now = predict(work, current.num_in_flight, 0.0, curve).trained
-    opening, forecast = choose(work, curve, most, current)
-    is_changed = (opening.num_in_flight, opening.ramp) != (current.num_in_flight, current.ramp)
-    assert is_changed == (forecast.trained < (1 - WORTH) * now)
+    now = predict(work, curve, current.num_in_flight).trained
+    forecast = choose(work, curve, most, current)
+    assert (forecast.opening != current) == (forecast.trained < (1 - WORTH) * now)
 
 
 def test_a_trainer_that_waits_for_all_groups_gets_the_choice_that_samples_fastest() -> None:
     work = SamplingWork([[50] * 4] * 16, max_running=64)
-    opening, _ = choose(work, build_line(1.0, 0.1, 64), 128, Opening(8))
+    opening = choose(work, build_line(1.0, 0.1, 64), 128, Opening(8)).opening
     assert opening.num_in_flight >= 64
-    assert not opening.ramp
+    assert opening.pace is None
 
 
 def test_groups_that_fit_all_at_once_are_spread_where_that_costs_the_engine_little() -> None:
     work = SamplingWork([[100] * 8] * 32, max_running=256, train_seconds=2600.0)
     curve = build_line(0.5, 0.1, 256)
-    opening, forecast = choose(work, curve, 512, Opening(512))
-    assert opening.num_in_flight < 128
-    assert opening.ramp
-    assert forecast.trained < 0.65 * predict(work, 512, 0.0, curve).trained
+    forecast = choose(work, curve, 512, Opening(512))
+    assert forecast.opening.num_in_flight < 128
+    assert forecast.opening.pace
+    assert forecast.trained < 0.62 * predict(work, curve, 512).trained
 
 
 def test_groups_run_together_where_fewer_responses_take_as_long() -> None:
     work = SamplingWork([[100] * 8] * 32, max_running=256, train_seconds=100.0)
-    opening, _ = choose(work, build_line(1.0, 0.0, 256), 512, Opening(512))
+    opening = choose(work, build_line(1.0, 0.0, 256), 512, Opening(512)).opening
     assert opening.num_in_flight >= 256

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.sidecar.engines.decoding import StepCosts
-from megatron_rl.sidecar.in_flight.curve import build_line
+from megatron_rl.sidecar.in_flight.curve import StepCurve, build_line
 from megatron_rl.sidecar.in_flight.forecast import Opening, SamplingWork, predict
+from megatron_rl.sidecar.in_flight.pace import plan_ends
 from tests.paced_run import Case, run_paced
 
 CASE = Case(StepCosts(0.05, 0.002, max_running=32), num_prompts=24, group_size=4, lengths=(20, 100), train_seconds=20)
@@ -30,35 +31,60 @@ CURVE = build_line(CASE.costs.step, CASE.costs.per_response, CASE.costs.max_runn
 def test_a_forecast_comes_true_to_the_last_step(changes: dict, in_flight: int) -> None:
     case = dataclasses.replace(CASE, **changes)
     (one,) = run_paced(case, 1, Opening(in_flight))
-    assert predict(_work(case, one.lengths), in_flight, 0.0, CURVE).trained == pytest.approx(one.seconds, rel=1e-3)
+    assert predict(_work(case, one.lengths), CURVE, in_flight).trained == pytest.approx(one.seconds, rel=1e-3)
 
 
-@pytest.mark.parametrize("ramp", [0.5, 1.0])
-def test_the_first_groups_begin_at_the_delays_of_a_forecast_with_a_ramp(ramp: float) -> None:
-    (at_once,) = run_paced(CASE, 1, Opening(32))
-    forecast = predict(_work(CASE, at_once.lengths), 32, ramp, CURVE)
-    assert len(forecast.delays) == 8
-    assert list(forecast.delays) == sorted({*forecast.delays})
-    (one,) = run_paced(CASE, 1, Opening(32, ramp, forecast.delays))
+@pytest.mark.parametrize("pace", [0.5, 1.0])
+@pytest.mark.parametrize("changes", [{"lengths": (60, 60)}, {"num_engines": 2, "lengths": (60, 60)}, {}], ids=str)
+def test_a_forecast_of_groups_at_a_pace_comes_true(changes: dict, pace: float) -> None:
+    case = dataclasses.replace(CASE, **changes)
+    (at_once,) = run_paced(case, 1, Opening(32))
+    forecast = predict(_work(case, at_once.lengths), CURVE, 32, pace)
+    delays, limits = forecast.opening.delays, forecast.opening.limits
+    assert list(delays) == sorted({*delays})
+    assert len(limits) == case.num_prompts // case.num_engines
+    assert 1 < max(limits) <= 8
+    (one,) = run_paced(case, 1, forecast.opening)
     assert one.lengths == at_once.lengths
     assert forecast.trained == pytest.approx(one.seconds, rel=1e-3)
 
 
-def test_room_for_a_group_opens_with_each_delay_and_all_of_it_with_the_last() -> None:
-    opening = Opening(16, 1.0, (0.0, 1.0, 2.5))
-    assert [opening.count_room(seconds, 4) for seconds in (0.0, 0.9, 1.0, 2.4, 2.5)] == [4, 4, 8, 8, 16]
-    assert Opening(16).count_room(0.0, 4) == 16
+def test_an_engine_has_room_by_the_groups_begun_and_the_delays_that_are_over() -> None:
+    opening = Opening(16, 1.0, limits=(1, 2, 3, 2), delays=(0.0, 1.0, 2.5))
+    rooms = {(1, 1): 4, (1, 2): 8, (2, 2): 8, (2, 3): 12, (3, 3): 8}
+    assert {asked: opening.count_room(*asked, group_size=4) for asked in rooms} == rooms
+    # Groups that were not planned for, such as those of a lost engine, have all room.
+    assert opening.count_room(4, 3, group_size=4) == 16
+    assert Opening(16).count_room(0, 0, group_size=4) == 16
+
+
+@pytest.mark.parametrize("load", [0.5, 1.0, 2.0])
+def test_planned_groups_end_as_far_apart_as_the_trainer_takes_for_one(load: float) -> None:
+    count, steps, running = 32, 50.0, 4.0
+    curve = build_line(1.0, 0.1, 200)
+    apart = load * steps * (1 + 0.1 * running * count) / count
+    begins = _begin_at_pace(count, steps, running, apart, curve)
+    ends = np.array(begins) + steps
+    changes = np.sort(np.concatenate([begins, ends]))
+    alive = [(np.array(begins) <= at).sum() - (ends <= at).sum() for at in changes[:-1]]
+    seconds = np.concatenate([[0.0], np.cumsum(np.diff(changes) * (1 + 0.1 * running * np.array(alive)))])
+    assert begins[0] == 0
+    np.testing.assert_allclose(np.diff(np.interp(ends, changes, seconds)), apart, rtol=1e-6)
+
+
+def _begin_at_pace(count: int, steps: float, running: float, apart: float, curve: StepCurve) -> list[float]:
+    return [end - steps for end in plan_ends(count, steps, apart, curve.step_seconds(running * np.arange(count + 1)))]
 
 
 def test_engines_share_the_groups() -> None:
     lengths = [[50] * 4] * 16
-    alone = predict(SamplingWork(lengths[:8], 32), 16, 0.0, CURVE)
-    shared = predict(SamplingWork(lengths, 32, num_engines=2), 16, 0.0, CURVE)
+    alone = predict(SamplingWork(lengths[:8], 32), CURVE, 16)
+    shared = predict(SamplingWork(lengths, 32, num_engines=2), CURVE, 16)
     assert (shared.first, shared.sampled) == (alone.first, alone.sampled)
 
 
 def test_a_trainer_that_waits_for_all_groups_costs_the_forecast_no_time() -> None:
-    forecast = predict(SamplingWork([[50] * 4] * 16, 32), 16, 0.0, CURVE)
+    forecast = predict(SamplingWork([[50] * 4] * 16, 32), CURVE, 16)
     assert forecast.trained == forecast.sampled
 
 
@@ -71,7 +97,7 @@ def _work(case: Case, lengths: list[list[int]]) -> SamplingWork:
 
 def test_the_time_of_a_forecast_is_a_sum_over_steps() -> None:
     lengths = np.random.default_rng(0).integers(1, 40, (6, 3)).tolist()
-    forecast = predict(SamplingWork(lengths, 9), 9, 0.0, CURVE)
+    forecast = predict(SamplingWork(lengths, 9), CURVE, 9)
     assert forecast.sampled == pytest.approx(_step_by_step(lengths, 3))
 
 

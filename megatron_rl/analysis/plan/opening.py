@@ -24,8 +24,7 @@ def choose_opening(setting: Setting, costs: Costs, groups: Sequence[SimulatedGro
         in_prompt_order=setting.in_prompt_order,
         train_seconds=_count_train_seconds(setting, costs, groups) if setting.schedule == "periodic" else 0.0,
     )
-    opening, _ = choose(work, _read_curve(engine, groups), engine.max_in_flight, Opening(engine.max_in_flight))
-    return opening
+    return choose(work, _read_curve(engine, groups), engine.max_in_flight, Opening(engine.max_in_flight)).opening
 
 
 def _read_curve(engine: BatchingCosts, groups: Sequence[SimulatedGroup]) -> StepCurve:

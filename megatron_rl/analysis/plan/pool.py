@@ -4,7 +4,7 @@ Invariants, as in `sidecar/engines/pool.py`:
 
 - the group that has waited longest goes first, to the engine with the fewest responses in flight if it has room;
 - an engine has more than its bound in flight only for one group that is larger;
-- it has room for its nth group from the nth delay after the submission on;
+- it has the room of an opening, by the groups that all engines have begun and the delays that are over;
 - events happen in the order of their times.
 """
 
@@ -38,6 +38,7 @@ class Pool:
         self._opening: Opening | None = None
         self._submitted = 0.0
         self._delays: deque[float] = deque()
+        self._num_begun = 0
         # Heaps, which also hold outdated entries: by the next group's time, and by the responses in flight.
         self._next: list[tuple[float, int]] = []
         self._free = [(0, index) for index in range(len(engines))]
@@ -47,7 +48,8 @@ class Pool:
         self.advance(now)
         self.now = self._submitted = max(self.now, now)
         self._opening = opening
-        self._delays = deque() if opening is None else deque(delay for delay in opening.delays if delay > 0)
+        self._delays = deque(() if opening is None else opening.delays)
+        self._num_begun = 0
         self._waiting.extend(groups)
         for index in self._dispatch():
             self._expect(index)
@@ -133,7 +135,7 @@ class Pool:
             return self._max_in_flight
         # Delays are counted from what is left of them: sums of seconds would be rounded.
         num_open = len(self._opening.delays) - len(self._delays)
-        room = self._opening.num_in_flight if not self._delays else num_open * size
+        room = self._opening.count_room(self._num_begun // len(self.engines), num_open, size)
         return min(self._max_in_flight, room)
 
     def _dispatch(self) -> set[int]:
@@ -151,6 +153,7 @@ class Pool:
             heapq.heappop(self._free)
             self.engines[index].begin(self._waiting.popleft(), self.now)
             self._in_flight[index] += size
+            self._num_begun += 1
             heapq.heappush(self._free, (self._in_flight[index], index))
             changed.add(index)
         return changed

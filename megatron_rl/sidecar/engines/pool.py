@@ -29,9 +29,12 @@ MAX_ATTEMPTS = 5
 class Pacing(Protocol):
     """Decides how many responses the engines are given at once."""
 
-    def count_room(self) -> int:
-        """Return the most responses that an engine may have in flight now."""
+    def count_room(self, num_engines: int) -> int:
+        """Return the most responses that each of the engines that are ready may have in flight now."""
         ...
+
+    def begun(self) -> None:
+        """Take in that a group of the iteration has begun."""
 
     def sampled(self, life: GroupLife) -> None:
         """Take in a group that an engine has sampled."""
@@ -138,6 +141,8 @@ class EnginePool:
             elif engine := self._choose(size):
                 queue.popleft()
                 self._in_flight[engine.name] += size
+                if self.pacing is not None and queue is self._waiting[0]:
+                    self.pacing.begun()
                 future.set_result(engine)
             elif reason := self._none_left():
                 queue.popleft()
@@ -161,11 +166,12 @@ class EnginePool:
         self.engines_changed()
 
     def _choose(self, size: int) -> Engine | None:
-        most = self.max_responses if self.pacing is None else min(self.max_responses, self.pacing.count_room())
+        ready = [engine for engine in self._engines() if engine.state is EngineState.READY]
+        most = self.max_responses
+        if self.pacing is not None and ready:
+            most = min(most, self.pacing.count_room(len(ready)))
         free = [
-            engine
-            for engine in self._engines()
-            if engine.state is EngineState.READY
-            and (self._in_flight[engine.name] + size <= most or not self._in_flight[engine.name])
-        ]
+            engine for engine in ready
+            if self._in_flight[engine.name] + size <= most or not self._in_flight[engine.name]
+        ]  # fmt: skip
         return min(free, key=lambda engine: self._in_flight[engine.name], default=None)

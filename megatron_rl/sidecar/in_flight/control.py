@@ -28,11 +28,10 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-    """The curve after an iteration, and the choice for the next one."""
+    """The curve after an iteration, and the forecast of the next one with the opening that is chosen."""
 
     curve: StepCurve
     points: list[Point]
-    opening: Opening
     forecast: Forecast
 
 
@@ -47,19 +46,31 @@ class Pacer:
         self.opening = Opening(most)
         self.on_room: Callable[[], None] = lambda: None
         """The callback for a room that has grown."""
+        self.room = most
+        """The responses that an engine may have in flight, when an engine last asked."""
         self._most = most
         self._max_running = max_running
         self._is_chosen = is_chosen
         self._plan: Plan | None = None
-        self._room = most
+        self._is_paced = False
+        self._group_size = 1
+        # Groups begun on all engines in this iteration, and delays of the opening that are over.
+        self._num_begun = self._num_open = 0
         self._timers: list[asyncio.TimerHandle] = []
         self._lives: list[GroupLife] = []
         self._points: collections.deque[list[Point]] = collections.deque(maxlen=NUM_KEPT)
         self._curve: StepCurve | None = None
         self._choosing: asyncio.Task[None] | None = None
 
-    def count_room(self) -> int:
-        return self._room
+    def count_room(self, num_engines: int) -> int:
+        self.room = self._most
+        if self._is_paced:
+            num_begun = self._num_begun // num_engines
+            self.room = min(self._most, self.opening.count_room(num_begun, self._num_open, self._group_size))
+        return self.room
+
+    def begun(self) -> None:
+        self._num_begun += 1
 
     def sampled(self, life: GroupLife) -> None:
         if self._is_chosen:
@@ -72,16 +83,12 @@ class Pacer:
         self._close()
         self._lives = []
         self._plan = plan
-        if not self._can_choose(plan):
-            self._set(self._most)
-            return
-        opening = self.opening
-        self._set(min(self._most, opening.count_room(0.0, plan.group_size)))
-        loop = asyncio.get_running_loop()
-        for delay in opening.delays:
-            if delay > 0:
-                room = min(self._most, opening.count_room(delay, plan.group_size))
-                self._timers.append(loop.call_later(delay, self._set, room))
+        self._num_begun = self._num_open = 0
+        self._is_paced, self._group_size = self._can_choose(plan), plan.group_size
+        if self._is_paced:
+            loop = asyncio.get_running_loop()
+            self._timers = [loop.call_later(delay, self._open) for delay in self.opening.delays]
+        self.on_room()
 
     def end(self, train_seconds: float | None) -> None:
         """Learn from an iteration that was trained on, and choose for the next one while weights are published."""
@@ -104,8 +111,8 @@ class Pacer:
     def _can_choose(self, plan: Plan) -> bool:
         return self._is_chosen and plan.tail == "stop"
 
-    def _set(self, room: int) -> None:
-        self._room = room
+    def _open(self) -> None:
+        self._num_open += 1
         self.on_room()
 
     def _close(self) -> None:
@@ -122,10 +129,10 @@ class Pacer:
             return
         if learned is None:
             return
-        before, self.opening = self.opening, learned.opening
+        before, self.opening = self.opening, learned.forecast.opening
         self._curve = learned.curve
         self._points.append(learned.points)
-        if (before.num_in_flight, before.ramp) != (self.opening.num_in_flight, self.opening.ramp):
+        if str(before) != str(self.opening):
             _log.info(
                 "each engine is given %s from now on, and was given %s: sampling is predicted to take %.3g s, and "
                 "training to end after %.3g s",
@@ -149,4 +156,4 @@ class Pacer:
             in_prompt_order=plan.order == "prompt",
             train_seconds=train_seconds,
         )
-        return Lesson(curve, points, *choose(work, curve, self._most, self.opening))
+        return Lesson(curve, points, choose(work, curve, self._most, self.opening))

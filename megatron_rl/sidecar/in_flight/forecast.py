@@ -3,7 +3,7 @@
 Every running response gets a token in every step. So the order of events is computed in steps, with no time in it, and
 one sum over steps turns it into seconds. Invariants:
 
-- groups begin in order; each begins as soon as its delay has passed and the responses in flight leave room for it;
+- groups begin in order; each begins once its delay has passed and the responses in flight leave room for it;
 - of the responses in flight at most `max_running` run, those that began first;
 - a group is finished with its longest response;
 - the trainer takes `groups_per_turn` groups at a time, waits until all of them are finished, and rests only then.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.sidecar.in_flight.curve import StepCurve
+from megatron_rl.sidecar.in_flight.pace import Begins, plan_begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +42,33 @@ class SamplingWork:
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """The number of responses that each engine is given at once, and the way to that number."""
+    """The number of responses that each engine is given at once."""
 
     num_in_flight: int
-    ramp: float = 0.0
-    """The time over which the first groups begin, evenly, as a share of the steps of a mean group."""
-    delays: tuple[float, ...] = ()
-    """Seconds after the start of the iteration from which on an engine has room for 1, 2, 3, ... groups.
+    """The most responses."""
+    pace: float | None = None
+    """The time between two ends of groups, as a share of the time of training on one.
 
-    Empty if it has all of its room at once.
+    None if each group begins as soon as the responses in flight leave room for it.
     """
+    limits: tuple[int, ...] = ()
+    """Groups that an engine may have at once with its first, second, ... group. Later groups have all of the room."""
+    delays: tuple[float, ...] = ()
+    """Seconds after the start of the iteration before which its first, second, ... group does not begin."""
 
     def __str__(self) -> str:
-        over = f", the first ones over {self.delays[-1]:.3g} s" if self.delays else ""
-        return f"{self.num_in_flight} responses at once{over}"
+        number = f"{self.num_in_flight} responses at once"
+        return number if self.pace is None else f"at most {number}, so that groups end at the trainer's pace"
 
-    def count_room(self, seconds: float, group_size: int) -> int:
-        """Return the number of responses that an engine may have in flight after these seconds."""
-        num_open = sum(delay <= seconds for delay in self.delays)
-        return self.num_in_flight if num_open == len(self.delays) else num_open * group_size
+    def count_room(self, num_begun: int, num_open: int, group_size: int) -> int:
+        """Return the responses that an engine may have in flight.
+
+        It has begun `num_begun` groups, and `num_open` delays are over.
+        """
+        if num_begun >= len(self.limits):
+            return self.num_in_flight
+        is_early = num_open <= num_begun < len(self.delays)
+        return min(self.num_in_flight, (self.limits[num_begun] - is_early) * group_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,48 +81,63 @@ class Forecast:
     """The end of the last group."""
     trained: float
     """The end of training, without updates."""
-    delays: tuple[float, ...] = ()
-    """As in `Opening`."""
+    opening: Opening
+    """The opening for which it is predicted."""
 
 
-def predict(work: SamplingWork, num_in_flight: int, ramp: float, curve: StepCurve) -> Forecast:
-    """Predict the course of an iteration.
+def predict(
+    work: SamplingWork, curve: StepCurve, num_in_flight: int, pace: float | None = None, least: int = 1
+) -> Forecast:
+    """Predict the course of an iteration with at most this number in flight on each engine.
 
-    Engines are alike and share the groups evenly, so one of them stands for all.
+    At a pace, an engine has at least `least` groups at once, after its first ones. Engines are alike and share the
+    groups evenly, so one of them stands for all.
     """
     num_engines = min(work.num_engines, len(work.lengths))
     lengths = [np.asarray(one) for one in work.lengths[::num_engines]]
-    num_at_once = max(1, num_in_flight // work.group_size)
-    mean_steps = float(np.mean([one.max() for one in lengths]))
-    num_opening = min(num_at_once, len(lengths)) if ramp else 0
-    delays = [ramp * mean_steps * place / num_opening for place in range(num_opening)]
-    begun, starts, ends, finished = _place(lengths, num_at_once, delays, work.max_running)
+    most = max(1, num_in_flight // work.group_size)
+    begins = Begins((most,) * len(lengths))
+    if pace is not None:
+        num_steps = float(np.mean([one.max() for one in lengths]))
+        num_running = sum(float(one.sum()) for one in lengths) / (len(lengths) * num_steps)
+        planned = plan_begins(len(lengths), num_steps, num_running, pace * work.train_seconds / len(lengths), curve)
+        limits = (max(limit, min(least, place + 1)) for place, limit in enumerate(planned.limits))
+        begins = Begins(tuple(min(most, limit) for limit in limits), planned.delays)
+    starts, ends, finished = _place(lengths, begins, work.max_running)
     changes = np.concatenate([starts, ends])
     order = np.argsort(changes, kind="stable")
     steps = np.concatenate([[0.0], changes[order]])
     running = np.concatenate([[0.0], np.cumsum(np.repeat([1.0, -1.0], len(starts))[order])])[:-1]
     seconds = np.concatenate([[0.0], np.cumsum(np.diff(steps) * curve.step_seconds(running))])
     ended = np.interp(finished, steps, seconds)
+    opening = Opening(num_in_flight)
+    if pace is not None:
+        delays = tuple(np.interp(begins.delays, steps, seconds).tolist())
+        opening = Opening(min(num_in_flight, max(begins.limits) * work.group_size), pace, begins.limits, delays)
     return Forecast(
         first=float(ended.min()),
         sampled=float(ended.max()),
         trained=_train(work, ended, num_engines),
-        delays=tuple(np.interp(begun[:num_opening], steps, seconds).tolist()),
+        opening=opening,
     )
 
 
 def _place(
-    lengths: Sequence[np.ndarray], num_at_once: int, delays: Sequence[float], max_running: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps at which groups begin, at which responses start and end, and at which groups are finished."""
-    room = [*delays, *([0.0] * (num_at_once - len(delays)))]
-    heapq.heapify(room)
+    lengths: Sequence[np.ndarray], begins: Begins, max_running: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps at which responses start and end, and at which groups are finished."""
+    # The steps at which room for a group opens. Room that is free opens in the past.
+    room: list[float] = []
     # Whether responses may wait for others within the engine.
-    is_crowded = num_at_once * max(map(len, lengths)) > max_running
+    is_crowded = max(begins.limits) * max(map(len, lengths)) > max_running
     free = [0.0] * max_running
-    begun, starts, finished = [], [], []
-    for one in lengths:
-        begin = heapq.heappop(room)
+    begin, starts, finished = 0.0, [], []
+    for index, (one, limit) in enumerate(zip(lengths, begins.limits, strict=True)):
+        while len(room) < limit:
+            heapq.heappush(room, begins.delays[index] if index < len(begins.delays) else begin)
+        while len(room) > limit:
+            heapq.heappop(room)
+        begin = max(begin, heapq.heappop(room))
         if is_crowded:
             start = np.empty(len(one))
             for place, length in enumerate(one.tolist()):
@@ -121,12 +145,11 @@ def _place(
                 heapq.heapreplace(free, start[place] + length)
         else:
             start = np.full(len(one), begin)
-        begun.append(begin)
         starts.append(start)
         finished.append(float((start + one).max()))
         heapq.heappush(room, finished[-1])
     every = np.concatenate(starts)
-    return np.array(begun), every, every + np.concatenate(lengths), np.array(finished)
+    return every, every + np.concatenate(lengths), np.array(finished)
 
 
 def _train(work: SamplingWork, ended: np.ndarray, num_engines: int) -> float:
