@@ -16,10 +16,11 @@ DOCS_VENV := .venv-docs
 NPU_VENV := .venv-npu
 REPORT_VENV := .venv-report
 CUDA_VENV := .venv-cuda
+RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +134,9 @@ bench: env ## run a benchmark: make bench NAME=weights; all without NAME; those 
 
 gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
+
+rival: ## install TRL with the vLLM that it supports (.venv-rival), for the part of gpu-bench that compares with it; 10 GB
+	@tools/make_environment $(RIVAL_VENV) requirements/rival.lock 3.12 $(PYTHON312)
 
 # With PYTHON= it is that one, which has torch for CUDA already.
 gpu-bench: $(if $(PYTHON),,cuda) ## the whole system on one GPU, with random weights; 10 minutes, into benchmarks/RESULTS-GPU.md

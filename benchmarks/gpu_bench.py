@@ -127,6 +127,8 @@ def find_reason(
     """Return the reason that a part cannot be measured here; empty if it can."""
     if missing := parts.find_missing(part, is_installed):
         return f"{', '.join(missing)} cannot be imported: {parts.REMEDY}"
+    if part.has_rival and parts.find_rival(is_tiny) is None:
+        return parts.NO_RIVAL
     if not is_tiny and gpu.gib < part.gib:
         return f"it needs a GPU with {part.gib:.0f} GiB of memory, and this one has {gpu.gib:.0f}"
     if seconds < part.least:

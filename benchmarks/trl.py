@@ -121,7 +121,7 @@ def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, fl
     num_ranks = 1 if size is LEAST else _find_ranks(world)
     runs: dict[str, Run] = {DEFAULT: functools.partial(world.run_ours, num_ranks=num_ranks)}
     if TRL in rivals:
-        _make_environment()
+        make_environment()
         best = _search(world) if size is not LEAST else Choice(1, 1, size.group_size)
         print(f"{size.name}: TRL is given {best}", flush=True)
         runs[TRL] = functools.partial(world.run_trl, best)
@@ -137,7 +137,8 @@ def _compare(world: "World", rounds: int, rivals: Sequence[str]) -> dict[str, fl
     return {RIVALS[name].format(size.name): statistics.median(values) for name, values in ratios.items()}
 
 
-def _make_environment() -> None:
+def make_environment() -> None:
+    """Install TRL beside this environment."""
     command = ["tools/make_environment", str(ENVIRONMENT), "requirements/trl.lock", "--on", sys.prefix]
     subprocess.run(command, cwd=ROOT, check=True)
 

@@ -82,7 +82,7 @@ def run_trainer(work: Work, load: Load, folder: Path, words: Sequence[str], is_o
     count = 2 * (1 + load.num_rounds)
     output = find_output(folder, load)
     out, prompts = output.with_suffix(".json"), output.with_suffix(".jsonl")
-    _write_prompts(prompts, load, load.num_prompts * count, vocab_size)
+    write_prompts(prompts, load.prompt, load.num_prompts * count, vocab_size)
     stop_tokens = range(2, 2 + load.num_stop_tokens)
     command = [
         sys.executable, "-m", "benchmarks.overlap_trainer", str(out), "both", "--platform", work.device,
@@ -155,9 +155,10 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def _write_prompts(path: Path, load: Load, count: int, vocab_size: int) -> None:
-    draw = random.Random(load.prompt)
+def write_prompts(path: Path, length: int, count: int, vocab_size: int) -> None:
+    """Write `count` prompts of `length` random tokens."""
+    draw = random.Random(length)
     with path.open("w") as file:
         for _ in range(count):
-            words = (f"w{draw.randrange(2, vocab_size)}" for _ in range(load.prompt))
+            words = (f"w{draw.randrange(2, vocab_size)}" for _ in range(length))
             file.write(json.dumps({"prompt": " ".join(words)}) + "\n")

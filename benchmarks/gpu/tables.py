@@ -32,6 +32,19 @@ class Row:
 
 
 TABLES: Mapping[str, Table] = {
+    "rival": Table(
+        "Whole iterations beside TRL",
+        "model, prompts x responses, prompt/response",
+        {
+            "ours": "s of a periodic iteration, from its publish to its update",
+            "theirs": "s of one of TRL's GRPOTrainer, with vLLM colocated and Liger's kernels where installed",
+            "tokens": "response tokens a second",
+            "their_tokens": "the same of TRL",
+            "gib": "GiB of the GPU that are held after the first iteration, engine included",
+            "their_gib": "the same of TRL",
+            "vs_trl": "ours / TRL, tokens a second",
+        },
+    ),
     "attention": Table(
         "Shared-prompt attention",
         "prompt/response/responses, 32 heads and 8 of keys, 128 columns each, bf16",

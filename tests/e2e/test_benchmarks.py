@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import gpu_bench
+from benchmarks import gpu_bench, trl
 from benchmarks.__main__ import BENCHMARKS, Outcome, record, run
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.tables import TABLES, read_rows
@@ -35,7 +35,7 @@ def test_a_tiny_run_of_a_benchmark_gives_the_figures_that_are_documented(name):
 def test_a_tiny_run_on_the_cpu_completes_every_part_of_the_benchmark_for_gpus(tmp_path):
     # The same part with other models would start as many engines again; tests/unit/test_gpu_bench.py runs the kernels'.
     names = ["step_0.6b", "start", "service", "publish_8b"]
-    assert {PARTS[name].module for name in names} == {part.module for part in PARTS.values()} - {*KERNELS}
+    assert {PARTS[name].module for name in names} == {part.module for part in PARTS.values()} - {*KERNELS, "rival"}
     assert gpu_bench.main([*names, "--tiny", "--minutes", "60", "--folder", str(tmp_path / "bench")]) == 0
     rows = {name: read_rows(gpu_bench.find_rows(tmp_path / "bench", name)) for name in names}
     for name in names:
@@ -43,7 +43,17 @@ def test_a_tiny_run_on_the_cpu_completes_every_part_of_the_benchmark_for_gpus(tm
     assert all(set(row.figures) == set(TABLES[row.table].figures) for some in rows.values() for row in some)
     page = (tmp_path / "bench" / "RESULTS-GPU.md").read_text()
     assert all(f"| {name} | complete |" in page for name in names)
-    assert all(f"## {TABLES[table].title}" in page for table in TABLES.keys() - {*KERNELS})
+    assert all(f"## {TABLES[table].title}" in page for table in TABLES.keys() - {*KERNELS, "rival"})
+
+
+@pytest.mark.slow
+def test_a_tiny_run_on_the_cpu_compares_whole_iterations_with_trl(tmp_path):
+    trl.make_environment()
+    assert gpu_bench.main(["rival", "--tiny", "--minutes", "60", "--folder", str(tmp_path / "bench")]) == 0
+    (row,) = read_rows(gpu_bench.find_rows(tmp_path / "bench", "rival"))
+    assert set(row.figures) == set(TABLES["rival"].figures)
+    assert row.figures["vs_trl"] == pytest.approx(row.figures["theirs"] / row.figures["ours"])
+    assert row.figures["tokens"] == pytest.approx(4 * 2 * 2 / row.figures["ours"])
 
 
 def test_the_page_of_results_keeps_the_last_outcome_of_each_with_its_circumstances(tmp_path):
