@@ -54,7 +54,7 @@ def provide(settings: Settings, kind: type = GPTModel, layer: type | None = None
 
 
 def build(settings: Settings, **changes: Any) -> list[PackedGPTModel]:
-    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend, "torch", "torch")]
+    return [adopt(provide(settings, **changes), settings.architecture, settings.attention.backend, "torch")]
 
 
 def results(trained: Training) -> dict[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def try_changes(folder: Path) -> dict[str, Any]:
         found["near"] = [torch.allclose(one, plain[f"log-probs {i}"], atol=1e-4) for i, one in enumerate(log_probs)]
         for name, chunk in refusable(settings).items():
             with pytest.raises(UsageError) as caught:
-                adopt(chunk, settings.architecture, "naive", "torch", "torch")
+                adopt(chunk, settings.architecture, "naive", "torch")
             found[name] = str(caught.value)
     return found
 
@@ -147,7 +147,7 @@ def fuse_heads(session: Session, settings: Settings) -> tuple[list[str], list[to
     chunk = provide(settings)
     attention: Any = chunk.decoder.layers[1].self_attention
     attention.__class__ = OwnSelfAttention
-    fused = adopt(chunk, settings.architecture, "naive", "torch", "triton")
+    fused = adopt(chunk, settings.architecture, "naive", "torch", qkv_backend="triton")
     trained = training_in(session, settings, build_model=lambda _: [fused])
     # The kernel runs on GPUs; its definition takes its place.
     with mock.patch.dict(qkv._FUNCTIONS, triton=qkv.naive.split_heads):

@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("which", ["not more", pytest.param("more", marks=pytest.mark.slow)])
-def test_interpreted_kernels_compute_what_their_definitions_do_alone_and_in_models(which: str) -> None:
+@pytest.mark.parametrize("which", ["few", pytest.param("more", marks=pytest.mark.slow)])
+def test_models_with_interpreted_kernels_are_those_of_transformers(which: str) -> None:
     # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "-k", which, "tests/kernels/interpreted_elementwise.py", TRITON_INTERPRET="1")
+    run_module("pytest", "-q", "-k", which, "tests/kernels/interpreted_elementwise_models.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.each_change

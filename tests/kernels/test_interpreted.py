@@ -1,4 +1,7 @@
-"""The kernels in Triton's interpreter: the tests of the files `interpreted_*.py` beside this one."""
+"""The kernels in Triton's interpreter: the tests of the files `interpreted_*.py` beside this one.
+
+Models have ranks of their own, whose tests start the files `interpreted_*_models.py`.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +14,7 @@ from tests.kernels.processes import run_to_end
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(900)]
 
 FOLDER = Path(__file__).parent
-NAMES = sorted(path.stem for path in FOLDER.glob("interpreted_*.py"))
+NAMES = sorted(path.stem for path in FOLDER.glob("interpreted_*.py") if not path.stem.endswith("_models"))
 
 
 @dataclasses.dataclass(frozen=True)

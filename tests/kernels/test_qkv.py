@@ -28,16 +28,10 @@ FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 
 
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-def test_interpreted_kernels_compute_what_the_definition_does() -> None:
-    # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "tests/kernels/interpreted_qkv.py", TRITON_INTERPRET="1")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_models_with_interpreted_kernels_are_those_of_transformers() -> None:
+    # In a process of its own: Triton decides whether to interpret when it is first imported.
     run_module("pytest", "-q", "tests/kernels/interpreted_qkv_models.py", TRITON_INTERPRET="1")
 
 
