@@ -3,7 +3,8 @@
 Invariants:
 
 - a group goes to the READY engine with the fewest responses in flight, and never exceeds an engine's bound, nor the
-  room that the engines have for now (`sidecar/in_flight`);
+  room that the engines have for now (`sidecar/in_flight`), unless the engine is idle;
+- groups that can wait take no room from the others: only the bound counts both;
 - the group that has waited longest goes first, but a group that can wait goes only if no other waits;
 - if its engine is lost or refuses, a group is tried again at once, on any engine and with the same seed, a bounded
   number of times;
@@ -29,8 +30,11 @@ MAX_ATTEMPTS = 5
 class Pacing(Protocol):
     """Decides how many responses the engines are given at once."""
 
-    def count_room(self, num_engines: int) -> int:
-        """Return the most responses that each of the engines that are ready may have in flight now."""
+    def count_room(self, num_engines: int, can_wait: bool = False) -> int:
+        """Return the most responses that each of the engines that are ready may have in flight now.
+
+        With `can_wait`, a group asks that can wait.
+        """
         ...
 
     def begun(self) -> None:
@@ -68,6 +72,8 @@ class EnginePool:
         self._none_left = none_left
         self._recorder = recorder or Recorder(most=0)
         self._in_flight: collections.Counter[str] = collections.Counter()
+        # Those of groups that can wait.
+        self._patient: collections.Counter[str] = collections.Counter()
         # The groups that go first, and the groups that can wait.
         self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
 
@@ -75,7 +81,7 @@ class EnginePool:
         """Sample a group on one of the engines."""
         since = self._recorder.now() if request.since is None else request.since
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            engine = await self._take(request.group_size, self._waiting[request.can_wait])
+            engine = await self._take(request.group_size, request.can_wait)
             taken, responses = self._recorder.now(), None
             sampling = self._begin(request, engine.name)
             try:
@@ -90,7 +96,7 @@ class EnginePool:
                 self.num_retried += 1
             finally:
                 since = self._note(request, engine.name, since, taken, responses)
-                self._give_back(engine, request.group_size)
+                self._give_back(engine, request.group_size, request.can_wait)
         raise EngineLost(f"{reason}; request {request.request_id} was tried {MAX_ATTEMPTS} times")
 
     def _note(
@@ -135,13 +141,15 @@ class EnginePool:
     def engines_changed(self) -> None:
         """Serve waiting groups if an engine has become ready; fail them if no engine ever will."""
         while queue := self._waiting[0] or self._waiting[1]:
+            can_wait = queue is self._waiting[1]
             size, future = queue[0]
             if future.done():
                 queue.popleft()
-            elif engine := self._choose(size):
+            elif engine := self._choose(size, can_wait):
                 queue.popleft()
                 self._in_flight[engine.name] += size
-                if self.pacing is not None and queue is self._waiting[0]:
+                self._patient[engine.name] += size * can_wait
+                if self.pacing is not None and not can_wait:
                     self.pacing.begun()
                 future.set_result(engine)
             elif reason := self._none_left():
@@ -150,28 +158,33 @@ class EnginePool:
             else:
                 return
 
-    async def _take(self, size: int, queue: _Queue) -> Engine:
+    async def _take(self, size: int, can_wait: bool) -> Engine:
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        queue.append((size, future))
+        self._waiting[can_wait].append((size, future))
         self.engines_changed()
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
-                self._give_back(future.result(), size)
+                self._give_back(future.result(), size, can_wait)
             raise
 
-    def _give_back(self, engine: Engine, size: int) -> None:
+    def _give_back(self, engine: Engine, size: int, can_wait: bool) -> None:
         self._in_flight[engine.name] -= size
+        self._patient[engine.name] -= size * can_wait
         self.engines_changed()
 
-    def _choose(self, size: int) -> Engine | None:
+    def _choose(self, size: int, can_wait: bool) -> Engine | None:
         ready = [engine for engine in self._engines() if engine.state is EngineState.READY]
-        most = self.max_responses
+        room = self.max_responses
         if self.pacing is not None and ready:
-            most = min(most, self.pacing.count_room(len(ready)))
-        free = [
-            engine for engine in ready
-            if self._in_flight[engine.name] + size <= most or not self._in_flight[engine.name]
-        ]  # fmt: skip
+            room = self.pacing.count_room(len(ready), can_wait)
+
+        def has_room(name: str) -> bool:
+            num_in_flight = self._in_flight[name]
+            num_counted = num_in_flight if can_wait else num_in_flight - self._patient[name]
+            is_within = num_counted + size <= room and num_in_flight + size <= self.max_responses
+            return is_within or not num_in_flight
+
+        free = [engine for engine in ready if has_room(engine.name)]
         return min(free, key=lambda engine: self._in_flight[engine.name], default=None)

@@ -62,11 +62,15 @@ class Pacer:
         self._curve: StepCurve | None = None
         self._choosing: asyncio.Task[None] | None = None
 
-    def count_room(self, num_engines: int) -> int:
-        self.room = self._most
-        if self._is_paced:
-            num_begun = self._num_begun // num_engines
-            self.room = min(self._most, self.opening.count_room(num_begun, self._num_open, self._group_size))
+    def count_room(self, num_engines: int, can_wait: bool = False) -> int:
+        if not self._is_paced:
+            room = self._most
+        elif can_wait:
+            # Evaluations have no pace. They ask only while no group of the iteration waits.
+            room = self.opening.num_in_flight
+        else:
+            room = self.opening.count_room(self._num_begun // num_engines, self._num_open, self._group_size)
+        self.room = min(self._most, room)
         return self.room
 
     def begun(self) -> None:
