@@ -172,3 +172,19 @@ def test_a_fixed_number_has_no_pace() -> None:
         assert run.times() == [0.0] * 8 + [10.0] * 2
 
     virtual_time.run(iterate())
+
+
+def test_only_engines_that_are_ready_share_the_groups_that_have_begun() -> None:
+    async def iterate() -> None:
+        run = _Run(num_engines=2)
+        for engine in run.engines:
+            engine.state = EngineState.STARTING
+        await run.begin()
+        sampled = run.sample(range(8))
+        await asyncio.sleep(0)
+        run.engines[0].state = EngineState.READY
+        run.pool.engines_changed()
+        await sampled
+        assert run.times() == BEGINS
+
+    virtual_time.run(iterate())
