@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.log_probs import triton_fused as log_probs
 
 # The columns of a program of SwiGLU, and its warps: 16 columns a thread.
@@ -67,7 +68,7 @@ def _launch_swiglu(kernel: Any, like_NF: torch.Tensor, *tensors: torch.Tensor) -
         return
     width = like_NF.shape[-1]
     grid = (like_NF.numel() // width, -(-width // SWIGLU_COLUMNS))
-    kernel[grid](*tensors, width, COLUMNS=SWIGLU_COLUMNS, num_warps=SWIGLU_WARPS)
+    launch(kernel, grid, *tensors, width, COLUMNS=SWIGLU_COLUMNS, num_warps=SWIGLU_WARPS)
 
 
 class _AddAndNormalize(torch.autograd.Function):
@@ -82,9 +83,10 @@ class _AddAndNormalize(torch.autograd.Function):
         width = one_NE.shape[-1]
         scale_N = one_NE.new_empty(one_NE.numel() // width, dtype=torch.float32)
         if len(scale_N) > 0:
-            add_norm_kernel[(len(scale_N),)](
-                one_NE, other_NE, weight_E, sum_NE, normed_NE, scale_N, width, eps, **choose_sizes(width)
-            )
+            launch(
+                add_norm_kernel, (len(scale_N),), one_NE, other_NE, weight_E, sum_NE, normed_NE, scale_N, width, eps,
+                **choose_sizes(width),
+            )  # fmt: skip
         ctx.save_for_backward(sum_NE, weight_E, scale_N)
         # If nothing uses the sum, or its norm, None stands for that gradient.
         ctx.set_materialize_grads(False)
@@ -104,7 +106,8 @@ class _AddAndNormalize(torch.autograd.Function):
         grad_normed_NE, found_NE = grad_normed_NE.contiguous(), torch.empty_like(sum_NE)
         weight_grads_PE = scale_N.new_empty(num_programs, width)
         if num_rows > 0:
-            add_norm_gradient_kernel[(num_programs,)](
+            launch(
+                add_norm_gradient_kernel, (num_programs,),
                 grad_normed_NE, grad_normed_NE if grad_sum_NE is None else grad_sum_NE.contiguous(),
                 sum_NE, weight_E, scale_N, found_NE, weight_grads_PE, width, num_rows, rows,
                 WITH_SUM=grad_sum_NE is not None, **choose_sizes(width),

@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.log_probs.backend import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
 from megatron_rl.ops.products import add_product
@@ -78,12 +79,12 @@ def add_block(
     parts_3PN = statistics.max_N.new_empty((3 if with_moments else 2, num_parts, num_rows))
     parts = [parts_3PN[0], parts_3PN[1], parts_3PN[-1]]
     constants = {"IS_SCALED": temperature != 1.0, "WITH_MOMENTS": with_moments}
-    statistics_kernel[(num_rows, num_parts)](
-        logits_NC, *parts, num_columns, part_columns, temperature,
+    launch(
+        statistics_kernel, (num_rows, num_parts), logits_NC, *parts, num_columns, part_columns, temperature,
         **constants, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
     )  # fmt: skip
-    join_kernel[(-(-num_rows // JOINED_ROWS),)](
-        logits_NC, targets_N, *parts,
+    launch(
+        join_kernel, (-(-num_rows // JOINED_ROWS),), logits_NC, targets_N, *parts,
         statistics.max_N, statistics.sum_N, moment_N, statistics.chosen_N, statistics.num_holders_N,
         num_rows, num_columns, num_parts, temperature, **constants, ROWS=JOINED_ROWS,
     )  # fmt: skip
@@ -108,7 +109,8 @@ def differentiate_block(
         None if factor_N is None else factor_N.contiguous()
         for factor_N in (factors.hit_N, factors.miss_N, factors.slope_N)
     )
-    gradient_kernel[(num_rows, num_parts)](
+    launch(
+        gradient_kernel, (num_rows, num_parts),
         logits_NC, targets_N, factors.max_N, hit_N, miss_N, miss_N if slope_N is None else slope_N,
         num_columns, part_columns, temperature,
         IS_SCALED=temperature != 1.0, WITH_MOMENTS=slope_N is not None, COLUMNS=COLUMNS, num_warps=NUM_WARPS,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.qkv.norms import HeadNorms
 
 # The pairs that a program has at once: 8 a thread, so that 16-bit numbers are loaded 16 bytes at once.
@@ -93,7 +94,9 @@ class _SplitHeads(torch.autograd.Function):
         }
         epsilon = 0.0 if norms is None else norms.epsilon
         if num_rows:
-            split_heads_kernel[(-(-num_rows // constants["ROWS"]), num_groups)](
+            grid = -(-num_rows // constants["ROWS"]), num_groups
+            launch(
+                split_heads_kernel, grid,
                 mixed_TC, _or(rotation_T2F, mixed_TC), _or(q_weight_D, mixed_TC), _or(k_weight_D, mixed_TC),
                 q_THD, k_TGD, v_TGD, num_rows, epsilon, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -118,7 +121,8 @@ class _SplitHeads(torch.autograd.Function):
             partial_N2D = grad_q_THD.new_empty((math.prod(grid), 2, constants["HEAD_DIM"]), dtype=torch.float32)
         if num_rows:
             given = (_or(tensor, grad_mixed_TC) for tensor in (mixed_TC, rotation_T2F, q_weight_D, k_weight_D))
-            heads_gradient_kernel[grid](
+            launch(
+                heads_gradient_kernel, grid,
                 *given, grad_q_THD, grad_k_TGD, grad_v_TGD, grad_mixed_TC, _or(partial_N2D, grad_mixed_TC),
                 num_rows, ctx.epsilon, **constants, TILES=tiles, num_warps=NUM_WARPS,
             )  # fmt: skip

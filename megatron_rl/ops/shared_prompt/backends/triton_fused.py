@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
@@ -143,7 +144,7 @@ class _Launcher:
 
         if tables.num_slots:
             grid = len(tables.sums) * (tables.tile // SUMMED), self._num_groups
-            sum_kernel[grid](*found, tables.sums, **self._sizes, KEYS=SUMMED)
+            launch(sum_kernel, grid, *found, tables.sums, **self._sizes, KEYS=SUMMED)
         return grad_q_THD, grad_k_TGD, grad_v_TGD
 
     def _launch(
@@ -154,7 +155,9 @@ class _Launcher:
         tensors: Sequence[torch.Tensor],
         strides: Sequence[int] = (),
     ) -> None:
-        kernel[grid](
+        launch(
+            kernel,
+            grid,
             *self._inputs,
             *tensors,
             self._scale,
