@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.errors import NoRoom, PlatformError
+from megatron_rl.errors import InputError, NoRoom, PlatformError
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Writer, read_digests
@@ -186,7 +186,12 @@ class NobodyWrites:
         self.is_told = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        tensors = map_file_tensors(Path(weights.location))
+        try:
+            tensors = map_file_tensors(Path(weights.location))
+        except InputError:
+            # The publish may have failed and removed its files before this begins.
+            self.is_told.set()
+            raise
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         with Arrival(Path(weights.location), specs) as arrival:
             if not all(map(arrival.wait_for, tensors)):
