@@ -27,7 +27,7 @@ class Part:
     gib: float = 0
     """GiB of memory that the GPU must have."""
     has_rival: bool = False
-    """Whether it runs TRL too, which has an environment of its own."""
+    """True if the part runs TRL too, which has an environment of its own."""
 
 
 TRAINS = ("megatron", "msgspec", "safetensors", "tokenizers", "transformers")

@@ -87,7 +87,7 @@ class ParameterBytes:
     state: float = 12.0
     """Bytes of the optimizer's state on the device."""
     is_state_divided: bool = True
-    """Whether replicas divide the optimizer's state."""
+    """True if replicas divide the optimizer's state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class RankMemory:
     num_frozen: int = 0
     is_frozen_offloaded: bool = False
     streams: bool = True
-    """Whether weights reach engines from device to device."""
+    """True if weights reach engines from device to device."""
 
     def estimate(self, micro: Micro) -> RankBytes:
         """Estimate the bytes of the stage that takes most, of the first and the last one."""

@@ -1,4 +1,4 @@
-"""Whether a split fits the devices' memory, by the formulas of `config/rank_bytes.py`.
+"""The check that a split fits the devices' memory, by the formulas of `config/rank_bytes.py`.
 
 The optimizer is Adam, divided over replicas; weights are bf16, gradients and states fp32.
 """

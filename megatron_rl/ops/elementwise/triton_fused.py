@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.log_probs import triton_fused as log_probs
+from megatron_rl.ops.triton_support import refuse_triton
 
 # The columns of a program of SwiGLU, and its warps: 16 columns a thread.
 SWIGLU_COLUMNS, SWIGLU_WARPS = 1024, 2
@@ -21,10 +21,10 @@ _MOST_PROGRAMS, _LEAST_ROWS = 512, 8
 
 
 def refusal(device: str, dtype: torch.dtype, hidden_size: int) -> str | None:
-    """Refuse what the output layer's kernels refuse, and rows that do not fit into a program's registers."""
+    """Refuse what `refuse_triton` does, and rows that do not fit into a program's registers."""
     if hidden_size > MOST_HIDDEN_SIZE:
         return f"its rows have at most {MOST_HIDDEN_SIZE:,} columns, and the hidden size is {hidden_size:,}"
-    return log_probs.refusal(device, dtype)
+    return refuse_triton(device, dtype)
 
 
 def swiglu(gate_up_N2F: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,13 @@ Logits stay in the dtype of hidden states and weight, and nothing else has a blo
 are few of them.
 """
 
-import functools
-import importlib.util
-import os
-
 import torch
 
 from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.log_probs.backend import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
 from megatron_rl.ops.products import add_product
+from megatron_rl.ops.triton_support import refuse_triton
 
 MOST_BLOCK_BYTES = 1 << 29
 # With narrower blocks, most of the time is spent on adding to the hidden states' gradient.
@@ -24,26 +21,6 @@ COLUMNS, NUM_WARPS = 4096, 8
 JOINED_ROWS = 128
 # With fewer rows a row is divided over programs. The number is the same on every device, and so are the sums.
 _FEW_PROGRAMS = 1024
-
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def refusal(device: str, dtype: torch.dtype) -> str | None:
-    """Refuse other dtypes and devices other than CUDA; on the CPU only Triton's interpreter runs the kernels."""
-    if device not in ("cuda", "cpu"):
-        return f"it is not known to work on {device}"
-    if dtype not in (torch.float32, *_HALVES):
-        return "it supports fp32, fp16 and bf16 only"
-    if not _has_triton():
-        return "the package triton is not installed"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"
-    return None
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
@@ -118,4 +95,4 @@ def differentiate_block(
     return logits_NC
 
 
-BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refusal)
+BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refuse_triton)

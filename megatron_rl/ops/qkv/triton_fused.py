@@ -3,16 +3,14 @@
 Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that turn.
 """
 
-import functools
-import importlib.util
 import math
-import os
 from typing import Any
 
 import torch
 
 from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.qkv.norms import HeadNorms
+from megatron_rl.ops.triton_support import refuse_triton
 
 # The pairs that a program has at once: 8 a thread, so that 16-bit numbers are loaded 16 bytes at once.
 _PAIRS, NUM_WARPS = 1024, 4
@@ -23,23 +21,10 @@ WIDEST = 256
 
 
 def refusal(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Refuse other dtypes, odd or wide heads, and devices other than CUDA; on the CPU only the interpreter runs it."""
-    if device not in ("cuda", "cpu"):
-        return f"it is not known to work on {device}"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return "it supports fp32, fp16 and bf16 only"
+    """Refuse what `refuse_triton` does, and odd or wide heads."""
     if head_dim % 2 or head_dim > WIDEST:
         return f"heads must have an even number of dimensions up to {WIDEST}, and the model's have {head_dim}"
-    if not _has_triton():
-        return "the package triton is not installed"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"
-    return None
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return refuse_triton(device, dtype)
 
 
 def split_heads(

@@ -6,8 +6,6 @@ sums the results of several programs for the same keys, in a fixed order: the sa
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
+from megatron_rl.ops.triton_support import refuse_triton
 
 NARROWEST, WIDEST = 16, 256
 # The rows of a program of the summing kernel.
@@ -26,23 +25,12 @@ SUMMED = 16
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse windows, other dtypes, wide heads, and devices other than CUDA.
-
-    On the CPU only Triton's interpreter runs it, in seconds instead of milliseconds.
-    """
+    """Refuse what `refuse_triton` does, windows and wide heads."""
     if conditions.window is not None:
         return "it has no sliding window"
-    if conditions.device not in ("cuda", "cpu"):
-        return f"it is not known to work on {conditions.device}"
-    if conditions.dtype != torch.float32 and not conditions.is_half:
-        return "it supports fp32, fp16 and bf16 only"
     if conditions.head_dim is not None and conditions.head_dim > WIDEST:
         return f"heads must be at most {WIDEST} wide, and the model's are {conditions.head_dim} wide"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if conditions.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"
-    return None
+    return refuse_triton(conditions.device, conditions.dtype)
 
 
 def prepare(layout: Layout, device: torch.device) -> TileTables:
