@@ -22,10 +22,10 @@ from benchmarks.ledger.counting import ATTENTION, Call, Entry, Kind, active, ans
 from benchmarks.ledger.regions import as_one_launch, as_part
 from megatron_rl import platforms
 from megatron_rl.ops import log_probs, shared_prompt
-from megatron_rl.ops.log_probs import triton_fused
 from megatron_rl.ops.shared_prompt.backends import gather
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables
+from megatron_rl.ops.triton_support import refuse_triton
 from megatron_rl.platforms import cpu_torch, host
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.cpu_torch import Replacement
@@ -222,7 +222,7 @@ def _gather_in_one_call(
 
 
 def _refuse_as_on_a_gpu(device: str, dtype: torch.dtype) -> str | None:
-    return triton_fused.refusal("cuda" if device == DEVICE.type else device, dtype)
+    return refuse_triton("cuda" if device == DEVICE.type else device, dtype)
 
 
 def count_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

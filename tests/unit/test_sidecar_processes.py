@@ -147,7 +147,7 @@ def test_a_process_of_the_group_that_is_not_needed_may_end(line):
     watch.add(line[1])
     assert set(line) <= set(list_group(line[0]))
     os.kill(line[2], signal.SIGKILL)
-    while read_process(line[2]) is not None and read_process(line[2]).state != "Z":
+    while (status := read_process(line[2])) is not None and status.state != "Z":
         time.sleep(0.01)
     assert watch.find_fault() is None
 
