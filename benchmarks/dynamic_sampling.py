@@ -92,12 +92,12 @@ def _sample(world: _World, num_at_once: int, before: _Seen | None) -> tuple[Time
         while len(running) < num_at_once and (prompt := iteration.next_prompt()) is not None:
             heapq.heappush(running, (now + world.steps[prompt.index], prompt.index))
             num_begun += 1
-        running = [(end, prompt) for end, prompt in running if iteration.is_wanted(prompt)]
+        running = [(end, index) for end, index in running if iteration.is_wanted(index)]
         if not running:
             break
         heapq.heapify(running)
-        now, prompt = heapq.heappop(running)
-        iteration.finished(make_group(iteration.submission, prompt, 1, has_signal=world.signals[prompt]))
+        now, index = heapq.heappop(running)
+        iteration.finished(make_group(iteration.submission, index, 1, has_signal=world.signals[index]))
     for slot in range(NUM_PROMPTS):
         iteration.claim(0, slot)
     census = iteration.census()

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -230,7 +231,7 @@ def _compare_tokens(cases: Iterable[Case], attention: Attention) -> dict[str, fl
     wrong token is found among many. A token that the definition computes exactly, as one that sees only itself, may be
     wrong by a unit in the last place of the tensor's root mean square.
     """
-    sums: dict[str, list[torch.Tensor]] = {}
+    sums: dict[str, list[Any]] = {}
     unit = 0.0
     for case in cases:
         unit = torch.finfo(case.q_THD.dtype).eps

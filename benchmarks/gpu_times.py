@@ -11,7 +11,7 @@ import functools
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,7 @@ class Row:
 class Way:
     """One way of computing it, on tensors of its own."""
 
-    def __init__(self, attention: Attention, shapes: list[tuple[int, ...]], device: str) -> None:
+    def __init__(self, attention: Attention, shapes: Sequence[tuple[int, ...]], device: str) -> None:
         self._attention = attention
         self._inputs = [torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for shape in shapes]
         self._grad_out = torch.randn(shapes[0], dtype=torch.bfloat16, device=device)
@@ -162,7 +162,7 @@ def shared(shape: Shape, names: list[str], device: str) -> dict[str, Callable[[]
     """Return the backends among those that can run, with inputs."""
     layout, scale = shape.layout, shape.head_dim**-0.5
     sizes = [(layout.num_tokens, heads, shape.head_dim) for heads in _heads(shape)]
-    ways = {}
+    ways: dict[str, Callable[[], Way]] = {}
     for name in names:
         if BACKENDS[name].refusal(Conditions(device, torch.bfloat16)) is None:
             attend = functools.partial(_attend, BACKENDS[name].attention, layout, scale)
@@ -270,7 +270,9 @@ def _varying(lengths: list[int], device: str) -> Attention:
 
     def attention(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         groups = gather.declare_grouping(varlen_attn, q_THD, k_TGD)
-        return varlen_attn(q_THD, k_TGD, v_TGD, offsets, offsets, longest, longest, window_size=(-1, 0), **groups)
+        out = varlen_attn(q_THD, k_TGD, v_TGD, offsets, offsets, longest, longest, window_size=(-1, 0), **groups)
+        assert isinstance(out, torch.Tensor)
+        return out
 
     return attention
 

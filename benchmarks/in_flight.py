@@ -53,7 +53,8 @@ def main() -> None:
 
 def _measure_loads(size: Size) -> dict[str, float]:
     """Compare one wave with its ideal and its bound."""
-    figures, rows = {}, {}
+    figures: dict[str, float] = {}
+    rows: dict[str, list[float]] = {}
     over_bound = []
     for name, load in LOADS.items():
         one = _load(_one_wave(size), load)

@@ -91,7 +91,7 @@ class Generation:
 
 def _read_generation(folder: Path, count: int) -> list[Generation]:
     """Read the seconds of the last iterations, as the sidecar wrote them down."""
-    begun, groups = 0.0, []
+    begun, groups = 0.0, list[float]()
     found: list[Generation] = []
     for line in (folder / "audit.jsonl").read_text().splitlines():
         event = json.loads(line)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from megatron_rl.analysis.plan.calibrate import MeasuredRun, calibrate
@@ -30,7 +31,7 @@ from megatron_rl.analysis.plan.runs import read_run
 from megatron_rl.analysis.plan.simulate import simulate
 
 ITERATIONS, SIMULATED = 6, 60
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048,
 }  # fmt: skip

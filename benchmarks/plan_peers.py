@@ -34,6 +34,7 @@ ITERATIONS = 6
 # Assumed: the pages give neither prompts nor tails.
 PROMPT, SIGMA = Uniform(80, 300), 1.0
 RUNNING = 256
+_SCHEDULES: tuple[Schedule, Schedule] = ("colocated", "one_step_off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _compare_whole(peer: WholePeer, iterations: int) -> Compared:
         lambda mean: Lognormal(mean, SIGMA, peer.most_tokens).mean, peer.mean_tokens, 50, 100 * peer.most_tokens
     )
     found = []
-    for schedule, devices, split in zip(("colocated", "one_step_off"), peer.devices, peer.training, strict=True):
+    for schedule, devices, split in zip(_SCHEDULES, peer.devices, peer.training, strict=True):
         # Assumed: half of the devices sample where they are divided.
         trainer = devices if schedule == "colocated" else devices // 2
         engines = devices if schedule == "colocated" else devices - trainer

@@ -61,8 +61,8 @@ def main() -> None:
             model, run = Path(folder) / "model", Path(folder) / f"publish-{name}-{os.getpid()}"
             num_bytes = random_models.make(model, architecture)
             print(f"\n{name}: {num_bytes / 1e6:.0f} MB")
-            words = ("--hf-model", str(model), "--seq-length", "256", "--reward", "length:8", "--platform", "cpu")
-            words += ("--rollout-num-threads", "1")
+            words = ["--hf-model", str(model), "--seq-length", "256", "--reward", "length:8"]
+            words += ["--platform", "cpu", "--rollout-num-threads", "1"]
             with sidecar(run, *words):
                 times = run_ranks(_measure, 1, model, run, arguments.rounds)[0]
         report.table(name, times, "s")
@@ -149,7 +149,7 @@ def _measure(model: Path, run: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def _copy(num_bytes: int) -> float:
-    path, data = SHARED / f"copy-{os.getpid()}", memoryview(torch.ones(num_bytes, dtype=torch.uint8).numpy())
+    path, data = SHARED / f"copy-{os.getpid()}", memoryview(torch.ones(num_bytes, dtype=torch.uint8).numpy().data)
     start = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         while data:

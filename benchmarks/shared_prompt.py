@@ -9,6 +9,7 @@ rounds.
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +125,7 @@ def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
     ways = {
         name: Way(
             layout.num_tokens,
-            lambda q, k, v, attention=one.attention: attention(q, k, v, layout, HEAD_DIM**-0.5, window),
+            functools.partial(_attend, one.attention, layout, window),
         ).run
         for name, one in BACKENDS.items()
         if one.refusal(conditions) is None
@@ -146,6 +147,12 @@ def compare(group: Group) -> list[float]:
     return ratios(taking_turns({name: way.run for name, way in ways.items()}), "shared")
 
 
+def _attend(
+    attention: Callable[..., torch.Tensor], layout: Layout, window: int | None, *inputs: torch.Tensor
+) -> torch.Tensor:
+    return attention(*inputs, layout, HEAD_DIM**-0.5, window)
+
+
 class Way:
     """One way of computing it, on tensors of its own."""
 
@@ -164,13 +171,13 @@ class Way:
 def one_by_one(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Attend over each sequence in a call."""
     parts = zip(*(tensor.split(lengths) for tensor in (q_THD, k_THD, v_THD)), strict=True)
-    return torch.cat([as_a_batch(*part, 1) for part in parts])
+    return torch.cat([as_a_batch(q_LHD, k_LHD, v_LHD, 1) for q_LHD, k_LHD, v_LHD in parts])
 
 
 def as_a_batch(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Attend over all in one call; shorter ones are padded at their end, which no other row sees."""
-    cut = (tensor.unflatten(0, (num_sequences, -1)).transpose(1, 2) for tensor in (q_THD, k_THD, v_THD))
-    return F.scaled_dot_product_attention(*cut, is_causal=True).transpose(1, 2).flatten(0, 1)
+    q, k, v = (tensor.unflatten(0, (num_sequences, -1)).transpose(1, 2) for tensor in (q_THD, k_THD, v_THD))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
 
 
 def taking_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:

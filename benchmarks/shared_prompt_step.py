@@ -102,6 +102,7 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     from megatron_rl.trainer.mcore.step.policy import build_policy
     from megatron_rl.trainer.mcore.step.roles import build_roles
 
+    assert settings.training.train_iters is not None
     sizes = compute_sizes(settings, 1)
     policy = build_policy(settings, session, settings.training.train_iters)
     roles = build_roles(settings, session, policy, None, 1)
@@ -142,6 +143,7 @@ def megatrons_step(settings: Settings, session: "Session", slot: wire.Slot) -> C
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
+    assert settings.training.train_iters is not None
     wrapped = wrap([model], settings.ddp)
     optimizer = build_optimizer(settings, wrapped)
     learning_rates = build_scheduler(settings, optimizer, settings.training.train_iters)

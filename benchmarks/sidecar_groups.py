@@ -12,6 +12,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -132,7 +133,7 @@ async def _serve(place: Path, pipe: Pipe) -> None:
     await pool.start()
     try:
         scorer = PoolScorer(pool, build_decoder(str(place / "model")))
-        service = RolloutService(_Held(engine), scorer, RunRecorder(place, "run"))
+        service = RolloutService(_Held(cast(Any, engine)), scorer, RunRecorder(place, "run"))
         ended = asyncio.Event()
         app = build_application(service, TOKEN, ended.set)
         server = asyncio.create_task(serve(app, uds=place / "socket", until=ended))

@@ -89,8 +89,8 @@ def _serving(architecture: Architecture) -> Iterator[tuple[SidecarProcess, Rollo
     with tempfile.TemporaryDirectory() as folder:
         model, run = Path(folder) / "model", Path(folder) / "run"
         random_models.make(model, architecture)
-        words = ("--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8")
-        words += ("--platform", "cpu", "--rollout-num-threads", "1")
+        words = ["--hf-model", str(model), "--seq-length", str(_LIMITS.max_model_len), "--reward", "length:8"]
+        words += ["--platform", "cpu", "--rollout-num-threads", "1"]
         with sidecar(run, *words) as process, process.client() as client:
             client.take_lease(run.name)
             _place(process)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -163,9 +163,9 @@ def _count_asleep(
     samples: Sequence[tuple[float, str]],
     offset: float,
     kinds: Mapping[str, str],
-) -> tuple[Counter[str], dict[str, list[bool]]]:
+) -> tuple[dict[str, float], dict[str, list[bool]]]:
     """Return the ledger's seconds by kind of cause, and the samples: True if the process was asleep."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     sampled: dict[str, list[bool]] = {}
     moments = iter([(moment + offset, state) for moment, state in samples])
     sample = next(moments, None)

@@ -117,7 +117,7 @@ def _copy(source: Path, rank: int) -> list[torch.Tensor]:
 def _write(path: Path, copies: list[torch.Tensor]) -> None:
     with path.open("wb", buffering=0) as file:
         for copied in copies:
-            data = memoryview(copied.numpy())
+            data = memoryview(copied.numpy().data)
             while data:
                 data = data[os.write(file.fileno(), data[: 1 << 24]) :]
 

@@ -6,6 +6,7 @@ make demo
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tests import hf_models
 from tests.distributed import parity
@@ -21,7 +22,7 @@ def main() -> None:
         print("drawing a Qwen3 of 4 layers, with random weights, and asking transformers for log-probs and gradients")
         model = hf_models.draw("qwen3", Path(folder) / "qwen3")
         expected = parity.expected(model, temperature=parity.TEMPERATURE)
-        computed = {}
+        computed: dict[tuple[str, str], Any] = {}
         for world_size in (1, 2):
             names = [name for name in LAYOUTS if CASES[name].world_size == world_size]
             ranks = "one rank" if world_size == 1 else f"{world_size} ranks"
@@ -33,7 +34,7 @@ def main() -> None:
     print(f"\n{num_tokens} tokens of responses in {len(log_probs)} packs, in {time.monotonic() - start:.0f} s")
 
 
-def print_table(computed: dict, expected: parity.Expected) -> None:
+def print_table(computed: dict[tuple[str, str], Any], expected: parity.Expected) -> None:
     """Print one line a layout: the largest errors as parts of their bounds, and the weights' fingerprint."""
     print("\nlargest error against float64, of at most 1: twice transformers' own, and rounding")
     print(f"{'layout':<14}{'log-probs':>12}{'gradients':>12}   fingerprint of the weights")

@@ -62,7 +62,7 @@ def split(seed: int) -> Split:
 
 def careless(problem: Problem, draw: random.Random, forgotten: float = FORGOTTEN) -> str:
     """Return a solution in which each carry into the tens or the hundreds is forgotten with this probability."""
-    digits, carry = [], 0
+    digits, carry = list[str](), 0
     for left, right in zip(_reversed(problem.left), _reversed(problem.right), strict=True):
         if digits and draw.random() < forgotten:
             carry = 0

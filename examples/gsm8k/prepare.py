@@ -26,8 +26,8 @@ def read_rows(source: Path, name: str) -> Iterator[dict[str, str]]:
     """Yield the rows of a part of GSM8K."""
     lines = source / f"{name}.jsonl"
     if lines.exists():
-        with lines.open() as file:
-            yield from map(json.loads, file)
+        with lines.open() as rows:
+            yield from map(json.loads, rows)
         return
     files = sorted((source / "main").glob(f"{name}-*.parquet"))
     if not files:
