@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HIDDEN, PADDING = 8, 3
+OFTEN = [(BF16, False, 1.0), (BF16, True, 0.7), (FP16, True, 1.0)]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -138,7 +139,11 @@ def test_any_rows_columns_and_blocks_give_the_naive_results(
 
 # The interpreter takes as long for 8 columns as for 32.
 @pytest.mark.parametrize(
-    ("dtype", "with_entropies", "temperature"), [(BF16, False, 1.0), (BF16, True, 0.7), (FP16, True, 1.0)]
+    ("dtype", "with_entropies", "temperature"),
+    [
+        pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.slow])
+        for case in itertools.product((BF16, FP16), (False, True), (1.0, 0.7))
+    ],
 )
 def test_the_error_in_half_precision_is_at_most_twice_that_of_the_naive_form(
     dtype: torch.dtype, with_entropies: bool, temperature: float

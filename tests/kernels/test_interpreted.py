@@ -36,7 +36,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     of_this = [item for item in request.session.items if item.path == Path(__file__)]
     selected = sorted({item.callspec.params["name"] for item in of_this})
     report = tmp_path_factory.mktemp("interpreted") / "report.xml"
-    words = ("-q", f"--junitxml={report}", *(str(FOLDER / f"{name}.py") for name in selected))
+    words = ("-q", "-m", "not slow", f"--junitxml={report}", *(str(FOLDER / f"{name}.py") for name in selected))
     done = run_to_end("pytest", *words, TRITON_INTERPRET="1")
     passed: dict[str, list[bool]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -48,3 +48,10 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_interpreted_kernels_compute_what_their_naive_twins_do(name: str, ran: Ran) -> None:
     assert ran.passed.get(name), ran.output
     assert all(ran.passed[name]), ran.output
+
+
+@pytest.mark.slow
+def test_slow_tests_of_interpreted_kernels_pass() -> None:
+    files = [str(FOLDER / f"{name}.py") for name in NAMES]
+    done = run_to_end("pytest", "-q", "-m", "slow", *files, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout
