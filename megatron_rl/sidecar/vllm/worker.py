@@ -1,14 +1,11 @@
-"""Our extension of vLLM's workers: it receives, digests and loads weights, and reports which weights it holds.
+"""Our extension of vLLM's workers: it receives, loads and proves weights, and reports which weights it holds.
 
 vLLM mixes this class into its worker. Its methods are called through /collective_rpc with strings, and answer plain
 data. A refusal is the answer `{"error": ..., "code": ...}` and not an exception, because vLLM would report an exception
 only as "worker failed".
 
-Before a load changes a weight, the worker compares the digests that came with the files with the announced fingerprint,
-and names and shapes with those of the checkpoint that the engine started from. After the load it compares the digests
-of its parameters with the digests that came (`held.py`), which also proves the files. A tensor that workers hold in
-parts is proved by all of them together (`find_wrongly_shared`). Any other tensor that is not proved is digested as it
-came, by one of the workers.
+This module has these methods, and the ways in which weights reach the parameters. A load is proved before the worker
+reports its weights (`proofs.py`). If a load breaks off in the model, the worker is torn and reports nothing.
 
 On some devices the worker copies files into the parameters in place (`in_place.py`). Anything else is loaded by vLLM.
 Where it copies in place, it takes weights from the trainer's own devices if these are offered (`offered.py`): then it
@@ -16,7 +13,6 @@ reads no file but that of the digests.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,18 +25,18 @@ from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
 from megatron_rl.shared.weights.arrival import Arrival
-from megatron_rl.shared.weights.files import Checkpoint, read_digests
-from megatron_rl.shared.weights.fingerprint import compute_fingerprint
+from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
-from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
+from megatron_rl.sidecar.vllm.held import NotHeld
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
 from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
+from megatron_rl.sidecar.vllm.proofs import TIED, LoadProver, describe_proof, read_started_from
 from megatron_rl.sidecar.vllm.received import (
     NotWritten,
     Record,
@@ -52,11 +48,7 @@ from megatron_rl.sidecar.vllm.received import (
     wait_for_each,
 )
 
-# A tied output layer is one tensor in our exports, and may be stored twice in a checkpoint.
-_TIED = "lm_head.weight"
-
 RpcAnswer = dict[str, Any]
-
 
 _CODES: tuple[tuple[type[MegatronRLError], RefusalCode], ...] = (
     (NotHeld, RefusalCode.WRONG_WEIGHTS),
@@ -79,7 +71,7 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     return call
 
 
-class WorkerExtension:
+class WorkerExtension(LoadProver):
     """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
 
     # The fingerprint of the weights that the worker holds, and whether a load in it failed half-way.
@@ -87,20 +79,12 @@ class WorkerExtension:
     megatron_rl_is_torn: bool = False
     megatron_rl_stream: Any = None
     megatron_rl_maps: Maps | None = None
-    # Names and shapes of the tensors of the checkpoint that the engine started from; None until they are read.
-    megatron_rl_wanted: dict[str, tuple[int, ...]] | None = None
-    # The places of the tensors in the parameters; None until they are learned.
-    megatron_rl_order: Order | None = None
-    megatron_rl_digester: InPlaceDigester | None = None
     # The memory of the trainer's devices; None until it is offered.
     megatron_rl_memory: OpenedMemory | None = None
     # The types of devices on which files are copied in place, and why vLLM loads them all the same, if it does.
     megatron_rl_in_place_on: tuple[str, ...] = ("cuda",)
     megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
 
-    rank: int
-    vllm_config: Any
-    model_runner: Any
     reload_weights: Callable[..., None]
 
     @answered
@@ -182,16 +166,9 @@ class WorkerExtension:
             raise NotWritten(
                 f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}"
             )
-        try:
-            proof = self.megatron_rl_compared(record, digests)
-        except NotHeld as error:
-            must_be_those_of(received, digests, error.tensors)
-            raise
-        share = self.megatron_rl_pick_share(received)
-        left = [name for name in share if name not in proof.proved and name not in proof.shares]
-        must_be_those_of(received, digests, left)
+        proof = self.megatron_rl_prove_files(record, received, digests)
         self.megatron_rl_fingerprint = expected
-        return {"fingerprint": expected, "obstacles": list(obstacles), **_describe(proof, digests)}
+        return {"fingerprint": expected, "obstacles": list(obstacles), **describe_proof(proof, digests)}
 
     def megatron_rl_open(self, offer: Offer) -> tuple[OpenedOffer | None, Sequence[str]]:
         """Open the memory that is offered; if this worker must read files instead, return the reasons."""
@@ -207,7 +184,7 @@ class WorkerExtension:
         except CannotShare as refusal:
             return None, [str(refusal)]
         specs = list(opened.specs)
-        reasons = [*self.megatron_rl_find_obstacles(specs), *find_unheld(self.megatron_rl_order, specs, _TIED)]
+        reasons = [*self.megatron_rl_find_obstacles(specs), *find_unheld(self.megatron_rl_order, specs, TIED)]
         return None if reasons else opened, reasons
 
     def megatron_rl_find_sharing(self) -> DeviceSharing | None:
@@ -236,7 +213,7 @@ class WorkerExtension:
             text = f"{error} (they were copied from the trainer's devices; --publish-through files takes files)"
             raise NotHeld(text, error.tensors) from None
         self.megatron_rl_fingerprint = expected
-        return {"fingerprint": expected, "obstacles": [], **_describe(proof, digests)}
+        return {"fingerprint": expected, "obstacles": [], **describe_proof(proof, digests)}
 
     @answered
     def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
@@ -251,7 +228,7 @@ class WorkerExtension:
 
         The engine holds no real weights afterwards.
         """
-        specs = list_specs(_started_from(Path(self.vllm_config.model_config.model)))
+        specs = list_specs(read_started_from(Path(self.vllm_config.model_config.model)))
         if specs:
             self.megatron_rl_learn(specs)
             self.megatron_rl_obstacles = self.megatron_rl_list_obstacles(specs)
@@ -267,7 +244,7 @@ class WorkerExtension:
 
         They are copied in place if they can be, unless `by` is "vllm". Nothing is compared.
         """
-        tensors = _started_from(Path(self.vllm_config.model_config.model))
+        tensors = read_started_from(Path(self.vllm_config.model_config.model))
         if tensors:
             self.megatron_rl_replace_weights(tensors.items(), not (by or self.megatron_rl_obstacles))
         return {"reloaded": bool(tensors), "obstacles": list(self.megatron_rl_obstacles)}
@@ -300,15 +277,13 @@ class WorkerExtension:
             pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_end_recording()
         digests = record.read_digests()
-        found = compute_fingerprint(record.specs, digests)
-        if found != expected:
-            raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
+        must_be_announced(record.specs, digests, expected)
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
         proof = self.megatron_rl_compared(record, digests)
-        self.megatron_rl_fingerprint = found
-        return {"fingerprint": found, **_describe(proof, digests)}
+        self.megatron_rl_fingerprint = expected
+        return {"fingerprint": expected, **describe_proof(proof, digests)}
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
@@ -344,14 +319,8 @@ class WorkerExtension:
 
     def megatron_rl_end_copy(self, record: Record, places: Places) -> None:
         """Wait for the copies, and digest the parameters."""
-        model, order = self.model_runner.get_model(), self.megatron_rl_order
-        assert order is not None
         places.wait()
-        digester = self.megatron_rl_digester
-        if digester is None or not digester.is_for(model, order, record.dtypes):
-            digester = self.megatron_rl_digester = InPlaceDigester(model, order, record.dtypes)
-        record.readings = digester.digest()
-        record.is_in_place = True
+        self.megatron_rl_digest_in_place(record)
 
     def megatron_rl_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.reload_weights(weights_iterator=iter(tensors))
@@ -365,7 +334,7 @@ class WorkerExtension:
         held = {tensor for rows in order.rows.values() for tensor in rows.tensors}
         # Other workers may hold what this one does not.
         is_alone = config.parallel_config.world_size == 1
-        unheld = {spec.name for spec in specs} - held - {_TIED} if is_alone else ()
+        unheld = {spec.name for spec in specs} - held - {TIED} if is_alone else ()
         return (
             *([] if device in self.megatron_rl_in_place_on else [f"its device type is {device}"]),
             *([f"it quantizes its weights ({kind})"] if (kind := config.model_config.quantization) else []),
@@ -390,28 +359,6 @@ class WorkerExtension:
         yield
         self.megatron_rl_is_torn = False
 
-    @contextlib.contextmanager
-    def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator[Record]:
-        """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
-        model = self.model_runner.get_model()
-        record = Record({name for name, _ in model.named_parameters()})
-        original = model.load_weights
-
-        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-            loaded = original(record.noted(weights, with_digests), *args, **kwargs)
-            record.loaded |= set(loaded or ())
-            return loaded
-
-        model.load_weights = load_weights
-        try:
-            if self.megatron_rl_order is None:
-                yield record
-            else:
-                with digesting(model, self.megatron_rl_order, record.dtypes) as record.readings:
-                    yield record
-        finally:
-            del model.load_weights
-
     def megatron_rl_end_recording(self) -> None:
         stream, self.megatron_rl_stream = self.megatron_rl_stream, None
         if stream is not None:
@@ -428,67 +375,6 @@ class WorkerExtension:
             self.megatron_rl_order = recall_or_learn(
                 model, specs, dtype, lambda tensors: self.megatron_rl_reload(tensors.items()), self.megatron_rl_facts()
             )
-
-    def megatron_rl_facts(self) -> dict[str, Any]:
-        """Return everything that decides the order of weights beyond the names and shapes of tensors and parameters."""
-        import vllm
-        from vllm.platforms import current_platform
-
-        return {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "device": current_platform.device_type,
-            "rank": self.rank,
-            "world_size": self.vllm_config.parallel_config.world_size,
-        }
-
-    def megatron_rl_compared(self, record: Record, digests: Mapping[str, list[int]]) -> LoadProof:
-        """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
-        if self.megatron_rl_order is None or record.readings is None:
-            return LoadProof(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
-        order = self.megatron_rl_order
-        if record.is_in_place:
-            order = dataclasses.replace(order, handed_over=frozenset())
-        return compare(order, record.readings, digests, record.specs)
-
-    def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
-        """Pick this worker's share of the names: each belongs to one worker of the engine."""
-        world_size = self.vllm_config.parallel_config.world_size
-        return sorted(names)[self.rank % world_size :: world_size]
-
-    def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
-        """Check names and shapes against the checkpoint that this engine started from."""
-        if self.megatron_rl_wanted is None:
-            tensors = _started_from(Path(self.vllm_config.model_config.model))
-            self.megatron_rl_wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        wanted = self.megatron_rl_wanted
-        given = {spec.name: spec.shape for spec in specs}
-        if not wanted:
-            return
-        missing = sorted(wanted.keys() - given.keys() - {_TIED})
-        unknown = sorted(given.keys() - wanted.keys() - {_TIED})
-        other = sorted(name for name in wanted.keys() & given.keys() if wanted[name] != given[name])
-        for names, what in ((missing, "missing"), (unknown, "not in this model"), (other, "of another shape")):
-            if names:
-                raise Refusal(f"{len(names)} tensors are {what}: {', '.join(names[:5])}")
-
-
-def _describe(proof: LoadProof, digests: Mapping[str, list[int]]) -> RpcAnswer:
-    return {
-        "compared": proof.num_compared,
-        "parameters": proof.num_parameters,
-        "uncompared": proof.uncompared,
-        "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in proof.shares.items()},
-        "unheld": [name for name in proof.unheld if name != _TIED],
-    }
-
-
-def _started_from(folder: Path) -> dict[str, torch.Tensor]:
-    """Map the tensors of the checkpoint; return none if it is in another format."""
-    if not any(folder.glob("*.safetensors")):
-        return {}
-    with Checkpoint(folder) as checkpoint:
-        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
 def _eos_token_ids(config: Any) -> set[int]:

@@ -1,0 +1,147 @@
+"""The part of our extension of vLLM's workers that proves loads.
+
+Before a load changes a weight, names and shapes are compared with those of the checkpoint that the engine started from.
+During the load, a record keeps what came, and digests of the parameters. After the load these are compared with the
+digests that came with the weights (`held.py`), which also proves the files. A tensor that workers hold in parts is
+proved by all of them together (`find_wrongly_shared`). Any other tensor that is not proved is digested as it came, by
+one of the workers.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
+from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
+
+TIED = "lm_head.weight"
+"""A tied output layer, which is one tensor in our exports and may be stored twice in a checkpoint."""
+
+
+class LoadProver:
+    """The base of `worker.WorkerExtension`; vLLM's worker owns `rank`, `vllm_config` and `model_runner`."""
+
+    # Names and shapes of the tensors of the checkpoint that the engine started from; None until they are read.
+    megatron_rl_wanted: dict[str, tuple[int, ...]] | None = None
+    # The places of the tensors in the parameters; None until they are learned.
+    megatron_rl_order: Order | None = None
+    megatron_rl_digester: InPlaceDigester | None = None
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def megatron_rl_check_complete(self, specs: list[TensorSpec]) -> None:
+        """Check names and shapes against the checkpoint that this engine started from."""
+        if self.megatron_rl_wanted is None:
+            tensors = read_started_from(Path(self.vllm_config.model_config.model))
+            self.megatron_rl_wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wanted = self.megatron_rl_wanted
+        given = {spec.name: spec.shape for spec in specs}
+        if not wanted:
+            return
+        missing = sorted(wanted.keys() - given.keys() - {TIED})
+        unknown = sorted(given.keys() - wanted.keys() - {TIED})
+        other = sorted(name for name in wanted.keys() & given.keys() if wanted[name] != given[name])
+        for names, what in ((missing, "missing"), (unknown, "not in this model"), (other, "of another shape")):
+            if names:
+                raise Refusal(f"{len(names)} tensors are {what}: {', '.join(names[:5])}")
+
+    @contextlib.contextmanager
+    def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator[Record]:
+        """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
+        model = self.model_runner.get_model()
+        record = Record({name for name, _ in model.named_parameters()})
+        original = model.load_weights
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            loaded = original(record.noted(weights, with_digests), *args, **kwargs)
+            record.loaded |= set(loaded or ())
+            return loaded
+
+        model.load_weights = load_weights
+        try:
+            if self.megatron_rl_order is None:
+                yield record
+            else:
+                with digesting(model, self.megatron_rl_order, record.dtypes) as record.readings:
+                    yield record
+        finally:
+            del model.load_weights
+
+    def megatron_rl_facts(self) -> dict[str, Any]:
+        """Return everything that decides the order of weights beyond the names and shapes of tensors and parameters."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": current_platform.device_type,
+            "rank": self.rank,
+            "world_size": self.vllm_config.parallel_config.world_size,
+        }
+
+    def megatron_rl_digest_in_place(self, record: Record) -> None:
+        """Digest the parameters after copies into them."""
+        model, order = self.model_runner.get_model(), self.megatron_rl_order
+        assert order is not None
+        digester = self.megatron_rl_digester
+        if digester is None or not digester.is_for(model, order, record.dtypes):
+            digester = self.megatron_rl_digester = InPlaceDigester(model, order, record.dtypes)
+        record.readings = digester.digest()
+        record.is_in_place = True
+
+    def megatron_rl_compared(self, record: Record, digests: Mapping[str, list[int]]) -> LoadProof:
+        """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
+        if self.megatron_rl_order is None or record.readings is None:
+            return LoadProof(0, len(record.parameters), tuple(sorted(record.parameters)), {}, (), frozenset())
+        order = self.megatron_rl_order
+        if record.is_in_place:
+            order = dataclasses.replace(order, handed_over=frozenset())
+        return compare(order, record.readings, digests, record.specs)
+
+    def megatron_rl_prove_files(
+        self, record: Record, received: Mapping[str, torch.Tensor], digests: Mapping[str, list[int]]
+    ) -> LoadProof:
+        """Compare the parameters with the digests of files, and digest files where a comparison proves nothing."""
+        try:
+            proof = self.megatron_rl_compared(record, digests)
+        except NotHeld as error:
+            # If the files are wrong, the model is not.
+            must_be_those_of(received, digests, error.tensors)
+            raise
+        share = self.megatron_rl_pick_share(received)
+        left = [name for name in share if name not in proof.proved and name not in proof.shares]
+        must_be_those_of(received, digests, left)
+        return proof
+
+    def megatron_rl_pick_share(self, names: Iterable[str]) -> list[str]:
+        """Pick this worker's share of the names: each belongs to one worker of the engine."""
+        world_size = self.vllm_config.parallel_config.world_size
+        return sorted(names)[self.rank % world_size :: world_size]
+
+
+def describe_proof(proof: LoadProof, digests: Mapping[str, list[int]]) -> dict[str, Any]:
+    """Return what a worker answers about a load that is proved."""
+    return {
+        "compared": proof.num_compared,
+        "parameters": proof.num_parameters,
+        "uncompared": proof.uncompared,
+        "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in proof.shares.items()},
+        "unheld": [name for name in proof.unheld if name != TIED],
+    }
+
+
+def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
+    """Map the tensors of the checkpoint that an engine started from; return none if it is in another format."""
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    with Checkpoint(folder) as checkpoint:
+        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
