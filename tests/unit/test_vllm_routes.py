@@ -1,6 +1,7 @@
 """Our routes of a vLLM server, with a stand-in for vLLM."""
 
 import asyncio
+import dataclasses
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from megatron_rl.sidecar.engines import EngineBusy, EngineState, GroupRequest, W
 from megatron_rl.sidecar.vllm import routes
 from megatron_rl.sidecar.vllm.answers import Limits
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupCall, GroupChoice, Routes
+from megatron_rl.sidecar.vllm.routes import Cut, GroupAnswer, GroupCall, GroupChoice, Routes
+from megatron_rl.sidecar.vllm.scheduler import SCHEDULER, HoldsOutputs
 
 CALL = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 2}, "3:abc"))
 ANSWER = GroupAnswer([])
@@ -168,6 +170,80 @@ def test_a_group_refused_by_an_engine_that_was_paused_for_a_publish_goes_back_to
     with pytest.raises(EngineBusy, match="engine-0: generate was answered 503: .*Generation is paused"):
         asyncio.run(engine.generate(REQUEST))
     assert answered == [503]
+
+
+class Derived(HoldsOutputs):
+    """A user's scheduler that holds outputs too."""
+
+
+def build_derived(vllm_config: Any, **arguments: Any) -> Derived:
+    return Derived(vllm_config, **arguments)
+
+
+class Front:
+    """A client of a core with this scheduler, which samples one request for us; it notes who is asked to abort."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.asked: list[tuple] = []
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=scheduler))
+        self.output_processor = SimpleNamespace(external_req_ids={"r": ["0_r", "1_r"]})
+        self.engine_core = SimpleNamespace(abort_requests_async=self._ask_core)
+
+    async def abort(self, request_id: str) -> None:
+        self.asked.append(("front end", request_id))
+
+    async def _ask_core(self, request_ids: list[str]) -> None:
+        self.asked.append(("core", *request_ids))
+
+
+@pytest.mark.parametrize("scheduler", [SCHEDULER, f"{__name__}.Derived", Derived], ids=["ours", "a name", "a class"])
+def test_a_cut_is_left_to_the_core_if_its_scheduler_holds_tokens(scheduler):
+    front = Front(scheduler)
+    assert ask(routes.END, msgspec.msgpack.encode(Cut("r")), engine=front)[0]["status"] == 200
+    assert front.asked == [("core", "0_r", "1_r")]
+    ask(routes.END, msgspec.msgpack.encode(Cut("another")), engine=front)
+    assert len(front.asked) == 1
+
+
+@pytest.mark.parametrize("scheduler", [None, f"{__name__}.Front", Front], ids=["vLLM's choice", "a name", "a class"])
+def test_a_cut_is_answered_by_the_front_end_if_nothing_is_held_in_the_core(scheduler):
+    front = Front(scheduler)
+    assert ask(routes.END, msgspec.msgpack.encode(Cut("r")), engine=front)[0]["status"] == 200
+    assert front.asked == [("front end", "r")]
+
+
+def test_a_cut_is_refused_by_name_if_it_is_not_known_whether_the_scheduler_holds_tokens():
+    front = Front(f"{__name__}.build_derived")
+    start, body = ask(routes.END, msgspec.msgpack.encode(Cut("r")), engine=front)
+    assert (start["status"], front.asked) == (400, [])
+    assert f"--scheduler-cls {__name__}.build_derived must be a class".encode() in body["body"]
+
+
+def test_a_group_whose_cut_is_refused_is_sampled_to_its_end_and_that_is_said(caplog):
+    said = "cut was answered 400: ValueError: it is not known; request r is sampled to its end"
+
+    async def scenario() -> list:
+        engine, _ = paused_engine(0)
+        answer = engine._connection._http._transport.handler
+
+        async def refuse_cuts(request: httpx.Request) -> httpx.Response:
+            if request.url.path == routes.END:
+                return httpx.Response(400, content=b"ValueError: it is not known")
+            if request.url.path == routes.GENERATE:
+                async with asyncio.timeout(60):
+                    while said not in caplog.text:
+                        await asyncio.sleep(0.001)
+            return answer(request)
+
+        engine._connection._http = httpx.AsyncClient(
+            transport=httpx.MockTransport(refuse_cuts), base_url="http://engine"
+        )
+        cut = asyncio.Event()
+        cut.set()
+        return await engine.generate(dataclasses.replace(REQUEST, cut=cut))
+
+    (response,) = asyncio.run(scenario())
+    assert response.finish_reason == "length"
 
 
 def test_a_request_whose_client_has_left_is_cancelled_and_not_answered(monkeypatch):

@@ -178,8 +178,11 @@ class VllmEngine:
         async def cut(event: asyncio.Event) -> None:
             await event.wait()
             # If the server is lost, the request itself reports it.
-            with contextlib.suppress(EngineLost, EngineRefused):
-                await self._connection.send("cut", END, msgspec.msgpack.encode(Cut(request.request_id)))
+            with contextlib.suppress(EngineLost):
+                try:
+                    await self._connection.send("cut", END, msgspec.msgpack.encode(Cut(request.request_id)))
+                except EngineRefused as refusal:
+                    _log.warning("%s; request %s is sampled to its end", refusal, request.request_id)
 
         task = asyncio.create_task(cut(request.cut))
         try:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
+from megatron_rl.sidecar.vllm.scheduler import holds_outputs
 
 GENERATE = "/megatron_rl/generate"
 PAUSE = "/megatron_rl/pause"
@@ -193,7 +193,7 @@ async def _generate(client: Any, held: ServedWeights, body: bytes) -> GroupAnswe
 
 async def _end(client: Any, _: ServedWeights, body: bytes) -> None:
     request_id = msgspec.msgpack.decode(body, type=Cut).request_id
-    if client.vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
+    if not holds_outputs(client.vllm_config.scheduler_config.scheduler_cls):
         # vLLM answers an aborted request with the tokens that it has.
         await client.abort(request_id)
     elif ids := client.output_processor.external_req_ids.get(request_id):

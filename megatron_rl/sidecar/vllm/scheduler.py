@@ -15,6 +15,7 @@ vLLM loads `build_scheduler` by its flag --scheduler-cls.
 
 import dataclasses
 import logging
+import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -217,6 +218,22 @@ def _is_plain(output: Any) -> bool:
 
 def _says_something(message: Any) -> bool:
     return bool(message.outputs) or message.scheduler_stats is not None or message.finished_requests is not None
+
+
+def holds_outputs(scheduler: Any) -> bool:
+    """Tell whether a scheduler holds outputs, and so ends an aborted request with an output of its own.
+
+    `scheduler` is the value of --scheduler-cls: a class, a name, or None for vLLM's choice.
+    """
+    found = pkgutil.resolve_name(scheduler) if isinstance(scheduler, str) else scheduler
+    if isinstance(found, type):
+        return issubclass(found, HoldsOutputs)
+    if found is None or found is build_scheduler:
+        return found is not None
+    raise ValueError(
+        f"--scheduler-cls {scheduler} must be a class, or {SCHEDULER}: what it builds may hold outputs, and a request "
+        "that is aborted would lose them"
+    )
 
 
 def build_scheduler(vllm_config: Any, **arguments: Any) -> Any:
