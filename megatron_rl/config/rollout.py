@@ -18,7 +18,8 @@ class RolloutConfig:
     )
     script: Path | None = own_flag(
         None,
-        "The behavior of scripted engines: a JSON file of vocab_size, lengths, tokens_per_second, delay, delay_seed.",
+        "The behavior of scripted engines: a JSON file of vocab_size, lengths, tokens_per_second, step_seconds, delay, "
+        "delay_seed.",
         "--rollout-script",
     )
     num_engines: int = own_flag(1, "The number of engines to start.", "--rollout-num-engines", bound="at least 1")

@@ -148,8 +148,8 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
 def _build_factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":
-        model = settings.hf_model
-        return ScriptedFactory(read_script(rollout.script, read_architecture(model).vocab_size if model else None))
+        vocab_size = None if settings.hf_model is None else read_architecture(settings.hf_model).vocab_size
+        return ScriptedFactory(read_script(rollout.script, vocab_size, rollout.max_num_seqs))
     assert settings.hf_model is not None
     num_threads = rollout.num_threads or _share_cores(rollout).threads_of_worker
     config = configure_server(

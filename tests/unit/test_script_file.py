@@ -8,6 +8,7 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import Sampling
 from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.engines.decoding import StepCosts
 from megatron_rl.sidecar.engines.scripted import Script, read_script
 
 
@@ -28,6 +29,12 @@ def delays(path: Path) -> list[float]:
 def test_a_script_sets_vocabulary_lengths_and_speed_of_scripted_engines(tmp_path: Path) -> None:
     script = read_script(written(tmp_path, {"vocab_size": 50, "lengths": [3, 9], "tokens_per_second": 200}), 131)
     assert (script.vocab_size, script.lengths, script.tokens_per_second) == (50, (3, 9), 200.0)
+
+
+def test_a_script_sets_the_seconds_of_a_step_and_the_flag_how_many_responses_run_in_it(tmp_path: Path) -> None:
+    path = written(tmp_path, {"step_seconds": [0.004, 0.0001]})
+    assert read_script(path, None, 16).decoding == StepCosts(step=0.004, per_response=0.0001, max_running=16)
+    assert read_script(written(tmp_path, {}), None, 16).decoding is None
 
 
 def test_without_a_file_or_a_field_the_vocabulary_is_that_of_the_model(tmp_path: Path) -> None:
@@ -56,6 +63,10 @@ def test_delays_lie_in_their_range_differ_between_groups_and_follow_from_their_s
         ({"delay": [-1, 4]}, r"delay \[-1, 4\]: write seconds"),
         ({"delay": [2, 1]}, r"delay \[2, 1\]"),
         ({"tokens_per_second": 0}, "tokens_per_second 0.0: write a number above 0"),
+        ({"step_seconds": [0, 0]}, r"step_seconds \[0.0, 0.0\]: write \[STEP, RESPONSE\]"),
+        ({"step_seconds": [-1, 2]}, r"step_seconds \[-1.0, 2.0\]"),
+        ({"step_seconds": [1]}, "step_seconds"),
+        ({"step_seconds": [1, 0], "tokens_per_second": 5}, "tokens_per_second and step_seconds: write one of them"),
         ({"vocab_size": 0}, "vocab_size 0: write at least 1"),
         ({"vocab_size": 132}, "vocab_size 132: the model of --hf-model has 131 tokens"),
         ("{", "is not JSON"),

@@ -243,18 +243,23 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int | None = None
     lengths: tuple[int, int] = Script().lengths
     tokens_per_second: float | None = None
+    step_seconds: tuple[float, float] | None = None
     delay: tuple[float, float] = (0.0, 0.0)
     delay_seed: int = 0
 
 
-def read_script(path: Path | None, vocab_size: int | None) -> Script:
-    """Read a script, or return the default script without a file; `vocab_size` is the model's, if known."""
+def read_script(path: Path | None, vocab_size: int | None, max_running: int = StepCosts.max_running) -> Script:
+    """Read a script, or return the default script without a file; `vocab_size` is the model's, if known.
+
+    If the script has the seconds of a step, at most `max_running` responses run in it.
+    """
     fields = _Fields() if path is None else _read(path)
     _check(fields, path, vocab_size)
     return Script(
         vocab_size=fields.vocab_size or vocab_size or Script().vocab_size,
         lengths=fields.lengths,
         tokens_per_second=fields.tokens_per_second,
+        decoding=None if fields.step_seconds is None else StepCosts(*fields.step_seconds, max_running),
         delay=lambda request: _delay(fields, request),
     )
 
@@ -282,6 +287,7 @@ def _check(fields: _Fields, path: Path | None, vocab_size: int | None) -> None:
     least, most = fields.lengths
     shortest, longest = fields.delay
     speed = fields.tokens_per_second
+    costs = fields.step_seconds
     for is_right, what in (
         (fields.vocab_size is None or fields.vocab_size >= 1, f"vocab_size {fields.vocab_size}: write at least 1"),
         (
@@ -291,6 +297,15 @@ def _check(fields: _Fields, path: Path | None, vocab_size: int | None) -> None:
         ),
         (1 <= least <= most, f"lengths [{least}, {most}]: write [LEAST, MOST] with 1 <= LEAST <= MOST"),
         (speed is None or 0 < speed < math.inf, f"tokens_per_second {speed}: write a number above 0"),
+        (
+            costs is None or (min(costs) >= 0 and 0 < sum(costs) < math.inf),
+            f"step_seconds {list(costs or ())}: write [STEP, RESPONSE], the seconds of a step and of each response in "
+            "it, at least 0 and one of them above",
+        ),
+        (
+            speed is None or costs is None,
+            "tokens_per_second and step_seconds: write one of them, for each says how fast tokens come",
+        ),
         (
             0 <= shortest <= longest < math.inf,
             f"delay [{shortest:g}, {longest:g}]: write seconds, [LEAST, MOST] with 0 <= LEAST <= MOST",
