@@ -31,16 +31,21 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     given = parser.parse_args()
     conversions = [*CONVERSIONS, *MORE_CONVERSIONS] if given.all else CONVERSIONS
-    kernels = ("digest_kernel", "pack_kernel", "move_kernel")
+    kernels = ("digest", "pack", "move")
     for target, dtypes, is_narrow, name in itertools.product(given.targets, conversions, (False, True), kernels):
         print(json.dumps(compile_kernel(target, name, SliceKind(*dtypes, 1, is_narrow))), flush=True)
 
 
 def compile_kernel(target: str, name: str, kind: SliceKind) -> dict[str, Any]:
     """Compile a kernel as the launcher would have it compiled."""
-    kernel = getattr(triton_kernels, name)
+    kernel = triton_kernels.digest_kernel if name == "digest" else triton_kernels.copy_kernel
     constants = {**name_constants(kind, rows_per_task=16), "column_stride": 1}
-    signature = {parameter.name: _type_of(parameter, kind) for parameter in kernel.params}
+    if name == "move":
+        constants["buffer"] = None
+    signature = {
+        parameter.name: "constexpr" if parameter.name in constants else _type_of(parameter, kind)
+        for parameter in kernel.params
+    }
     is_aligned = {(i,): [["tt.divisibility", 16]] for i, one in enumerate(signature.values()) if one.startswith("*")}
     is_hip = target.startswith("gfx")
     compiled = triton.compile(
@@ -57,8 +62,6 @@ def compile_kernel(target: str, name: str, kind: SliceKind) -> dict[str, Any]:
 
 
 def _type_of(parameter: Any, kind: SliceKind) -> str:
-    if parameter.is_constexpr or parameter.name == "column_stride":
-        return "constexpr"
     if parameter.name == "tasks":
         return "*i32"
     if parameter.name == "buffer":

@@ -22,7 +22,7 @@ Launched = tuple[Any, ...]
 
 def _scale(
     to: tl.tensor,
-    of: tl.tensor,
+    of: tl.tensor | None,
     STRIDE: tl.constexpr,
     factor: tl.tensor,
     count: tl.tensor,
@@ -30,7 +30,8 @@ def _scale(
     SHIFT: tl.constexpr = 3,
 ) -> None:
     places = tl.arange(0, SIZE) * STRIDE
-    tl.store(to + places, (tl.load(of + places) * factor + count + SHIFT).to(tl.float32))
+    values = 1.0 if of is None else tl.load(of + places)
+    tl.store(to + places, (values * factor + count + SHIFT).to(tl.float32))
 
 
 class Device:
@@ -109,6 +110,7 @@ def test_kept_launches_give_a_launcher_what_triton_does(device: Device, kernel: 
         (0, (unaligned, place, 1, 17, 5), {"SIZE": 16}),
         (0, (place, unaligned, 1, 17, 5), {"SIZE": 16}),
         (0, (place, halves, 1, 17, 5), {"SIZE": 16}),
+        (0, (place, None, 1, 17, 5), {"SIZE": 16}),
         (0, (place, place, 3, 17, 5), {"SIZE": 16}),
         (0, (place, place, 5, 17, 5), {"SIZE": 16}),
         (0, (place, place, 1, 17, 5), {"SIZE": 32}),

@@ -35,7 +35,7 @@ def test_compiled_kernels_spill_at_most_two_numbers_and_add_each_lane_of_a_task_
     assert len(found) == number
     for kernel in found:
         assert kernel["stack"] <= 16, kernel
-        assert kernel["num_atomics"] == (2 if kernel["kernel"] == "digest_kernel" else 0), kernel
+        assert kernel["num_atomics"] == (2 if kernel["kernel"] == "digest" else 0), kernel
 
 
 def test_without_kernels_the_naive_twin_digests_and_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,19 +22,21 @@ from tests.rehearsal.streams import locate, state
 
 @contextlib.contextmanager
 def kernels_run() -> Iterator[list[str]]:
-    """Have kernels launched in this context, and list their names; a launch with tensors writes the last one alone."""
+    """Have kernels launched in this context, and list what they do; a launch with tensors writes the last one alone."""
     launched: list[str] = []
 
-    def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor]) -> None:
-        name = kernel.fn.__name__
-        read = [tensor.block for tensor in (one.slices, one.tasks, *tensors)]  # type: ignore[attr-defined]
-        written = [read.pop()] if tensors else []
+    def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor | None]) -> None:
+        written_to = tensors[-1]
+        name = "move" if written_to is None else "pack" if kernel.fn.__name__ == "copy_kernel" else "digest"
+        given = [tensor for tensor in (one.slices, one.tasks, *tensors) if tensor is not None]
+        read = [tensor.block for tensor in given]  # type: ignore[attr-defined]
+        written = [] if written_to is None else [read.pop()]
         state.operate(name, locate(), list(dict.fromkeys(read)), written)
         launched.append(name)
         # What a kernel computes is the device's work, whatever is counted on the host.
         with _disable_current_modes():
             for line in device.bytes_of(one.slices).tolist():
-                _STAND_INS[name](one.kind, line, device.bytes_of(tensors[-1]) if tensors else None)
+                _STAND_INS[name](one.kind, line, None if written_to is None else device.bytes_of(written_to))
 
     with (
         mock.patch.object(triton_fused, "launch", launch),
@@ -69,4 +71,4 @@ def _move(kind: SliceKind, line: list[int], _: None) -> None:
     torch.frombuffer(memory, dtype=kind.target).as_strided(values_RC.shape, (stride, 1)).copy_(values_RC)
 
 
-_STAND_INS = {"digest_kernel": _digest, "pack_kernel": _pack, "move_kernel": _move}
+_STAND_INS = {"digest": _digest, "pack": _pack, "move": _move}

@@ -248,7 +248,7 @@ def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_few_launches
             with kernels_run() as names:
                 worker.megatron_rl_memory = None
                 load(worker, folder, name)
-            launched.append(names.count("move_kernel"))
+            launched.append(names.count("move"))
         assert (answer["through"], answer["compared"]) == ("ipc", answer["parameters"]), answer
         assert (counts.sent, counts.host_passes) == (0, [])
         assert len(counts.syncs) <= 2, describe(counts.syncs)
@@ -280,7 +280,7 @@ def test_parameters_are_digested_in_launches_that_do_not_grow_with_their_number(
         with kernels_run() as names:
             counts, _ = take(num_layers, torch.bfloat16, (0, 1), torch.bfloat16)
         # Three loads of one engine.
-        assert names.count("digest_kernel") == len(names)
+        assert names.count("digest") == len(names)
         assert len(names) % 3 == 0
         launched.append(len(names) // 3)
         assert len(counts.syncs) <= 2, describe(counts.syncs)

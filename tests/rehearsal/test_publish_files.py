@@ -217,7 +217,7 @@ def test_the_launches_and_waits_of_a_publish_are_as_many_for_4_layers_as_for_40(
         found.append([(one.launched, len(one.fetched), one.num_waits) for one in seen[1:]])
     assert found[0] == found[1]
     for launched, num_copies, num_waits in found[0]:
-        assert set(launched) == {"digest_kernel", "pack_kernel"}
+        assert set(launched) == {"digest", "pack"}
         assert num_copies == 2
         # One parcel, and the read of the digests.
         assert num_waits == 2

@@ -49,12 +49,12 @@ class KernelPacker:
 
     def pack(self, batch: int, buffer: torch.Tensor) -> None:
         """Copy the slices of a batch into a buffer of bytes on their device, in the dtype of their export."""
-        from megatron_rl.ops.slices.triton_kernels import pack_kernel
+        from megatron_rl.ops.slices.triton_kernels import copy_kernel
 
         for one in self._batches[batch]:
             item_bytes = one.kind.target.itemsize
             elements = buffer[: buffer.numel() // item_bytes * item_bytes].view(naive.BITS[item_bytes])
-            launch(pack_kernel, one, [elements])
+            launch(copy_kernel, one, [elements])
 
 
 class KernelMover:
@@ -67,13 +67,13 @@ class KernelMover:
 
     def move(self) -> None:
         """Copy every slice to its place, in the place's dtype."""
-        from megatron_rl.ops.slices.triton_kernels import move_kernel
+        from megatron_rl.ops.slices.triton_kernels import copy_kernel
 
         for one in self._launches:
-            launch(move_kernel, one, [])
+            launch(copy_kernel, one, [None])
 
 
-def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor]) -> None:
+def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor | None]) -> None:
     """Launch a program for each task."""
     constants = name_constants(one.kind, one.rows_per_task)
     grid = (len(one.tasks),)

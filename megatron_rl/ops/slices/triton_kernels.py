@@ -61,10 +61,10 @@ def digest_kernel(
 
 
 @triton.jit
-def pack_kernel(
+def copy_kernel(
     slices: tl.tensor,
     tasks: tl.tensor,
-    buffer: tl.tensor,
+    buffer: tl.tensor | None,
     column_stride: tl.tensor,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -74,36 +74,16 @@ def pack_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Copy a task's rows into a buffer of the target's bits: FIRST is the number of the slice's first element there."""
+    """Copy a task's rows to their place: FIRST is the place's address, SECOND the elements from row to row there.
+
+    In a buffer of the target's bits, rows lie one after the other: FIRST is the number of the first element there.
+    """
     line, start = _find_task(slices, tasks)
     num_rows, num_columns = tl.load(line + _NUM_ROWS), tl.load(line + _NUM_COLUMNS)
-    place = buffer + tl.load(line + _FIRST)
-    for first_of_tile in range(start, tl.minimum(start + ROWS_PER_TASK, num_rows), ROWS):
-        rows_R = first_of_tile + tl.arange(0, ROWS)
-        for first in range(0, num_columns, COLUMNS):
-            columns_C = first + tl.arange(0, COLUMNS)
-            mask_RC = (rows_R < num_rows)[:, None] & (columns_C < num_columns)[None, :]
-            bits_RC = _read(line, rows_R, columns_C * column_stride, mask_RC, SOURCE, TARGET, BITS, NUM_BITS)
-            tl.store(place + rows_R[:, None] * num_columns + columns_C[None, :], bits_RC.to(BITS), mask=mask_RC)
-
-
-@triton.jit
-def move_kernel(
-    slices: tl.tensor,
-    tasks: tl.tensor,
-    column_stride: tl.tensor,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    BITS: tl.constexpr,
-    NUM_BITS: tl.constexpr,
-    ROWS_PER_TASK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Copy a task's rows to their place: FIRST is the place's address, SECOND the elements from row to row there."""
-    line, start = _find_task(slices, tasks)
-    num_rows, num_columns = tl.load(line + _NUM_ROWS), tl.load(line + _NUM_COLUMNS)
-    place, place_stride = tl.load(line + _FIRST).to(tl.pointer_type(BITS)), tl.load(line + _SECOND)
+    if buffer is None:
+        place, place_stride = tl.load(line + _FIRST).to(tl.pointer_type(BITS)), tl.load(line + _SECOND)
+    else:
+        place, place_stride = buffer + tl.load(line + _FIRST), num_columns
     for first_of_tile in range(start, tl.minimum(start + ROWS_PER_TASK, num_rows), ROWS):
         rows_R = first_of_tile + tl.arange(0, ROWS)
         for first in range(0, num_columns, COLUMNS):
