@@ -184,3 +184,5 @@ def test_outputs_with_unknown_fields_are_not_held_and_the_log_says_so(
     holding.ask("a")
     assert len(holding.step(output("a", 1))) == 1
     assert "unknown fields: events" in caplog.text
+    holding.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert [(one.new_token_ids, one.finish_reason) for one in holding.step()] == [([], FinishReason.ABORT)]

@@ -8,7 +8,8 @@ responses are read only when all have ended, so these outputs are joined in the 
   in it. The outputs of every other request are sent after each step;
 - what is held is sent at least every SECONDS while the core steps, so the front end's counters show progress;
 - nothing is held over a change of weights: it is sent before a pause that keeps requests begins;
-- a request that is aborted ends with an output that has all its tokens.
+- a request that is aborted ends with an output that has all its tokens, also where none of them is held, if its caller
+  takes the final output alone.
 
 vLLM loads `build_scheduler` by its flag --scheduler-cls.
 """
@@ -157,7 +158,7 @@ class HoldsOutputs:
         if finished_status == RequestStatus.FINISHED_ABORTED:
             for request in ended:
                 held = self._held.pop(request.request_id, None)
-                if held is not None or self._can_hold(request):
+                if held is not None or _takes_final_output(request):
                     last = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
                     self._ended.append((request.client_index, join_outputs([*(held.pieces if held else ()), last])))
         return ended
@@ -199,17 +200,21 @@ class HoldsOutputs:
         return due
 
     def _can_hold(self, request: Any) -> bool:
-        from vllm.sampling_params import RequestOutputKind
-
-        params = request.sampling_params
-        is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
-        return is_final_only and not params.stop and not request.resumable and not self._unknown
+        is_plain = _takes_final_output(request) and not request.sampling_params.stop
+        return is_plain and not request.resumable and not self._unknown
 
     def _keeps_requests(self) -> bool:
         """Tell whether the scheduler is paused with requests in flight, during which weights may change."""
         from vllm.v1.core.sched.interface import PauseState
 
         return bool(self.pause_state == PauseState.PAUSED_ALL)
+
+
+def _takes_final_output(request: Any) -> bool:
+    from vllm.sampling_params import RequestOutputKind
+
+    params = request.sampling_params
+    return bool(params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY)
 
 
 def _is_plain(output: Any) -> bool:
