@@ -47,7 +47,7 @@ def split_heads(
 
     The columns of the product are group by group: its query heads, its key head and its value head. Queries and keys
     are normalized by `norms`, and then turned by `rotation_T2F` (`make_rotation`) if there is one. The gradients are
-    those of the product and of the norms' weights. T may be several dimensions.
+    those of the product and of the norms' weights. T may be several dimensions of the product; heads have one.
     """
     return _FUNCTIONS[name](mixed_TC, num_groups, head_dim, rotation_T2F, norms)
 

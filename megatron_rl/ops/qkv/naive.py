@@ -12,7 +12,7 @@ def split_heads(
     mixed_TC: torch.Tensor, num_groups: int, head_dim: int, rotation_T2F: torch.Tensor | None, norms: HeadNorms | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the same as `qkv.split_heads`, and round after each operation as Megatron does."""
-    mixed_TGSD = mixed_TC.unflatten(-1, (num_groups, -1, head_dim))
+    mixed_TGSD = mixed_TC.flatten(0, -2).unflatten(-1, (num_groups, -1, head_dim))
     q_THD, k_TGD, v_TGD = mixed_TGSD[..., :-2, :].flatten(-3, -2), mixed_TGSD[..., -2, :], mixed_TGSD[..., -1, :]
     if norms is not None:
         q_THD = _normalize(q_THD, norms.q_weight_D, norms)

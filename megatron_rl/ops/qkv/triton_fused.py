@@ -67,8 +67,8 @@ class _SplitHeads(torch.autograd.Function):
         *rows, num_columns = mixed_TC.shape
         num_rows = math.prod(rows)
         queries = num_columns // (num_groups * head_dim) - 2
-        q_THD = mixed_TC.new_empty((*rows, num_groups * queries, head_dim))
-        k_TGD, v_TGD = (mixed_TC.new_empty((*rows, num_groups, head_dim)) for _ in range(2))
+        q_THD = mixed_TC.new_empty((num_rows, num_groups * queries, head_dim))
+        k_TGD, v_TGD = (mixed_TC.new_empty((num_rows, num_groups, head_dim)) for _ in range(2))
         constants = {
             "QUERIES": queries,
             "HEAD_DIM": head_dim,

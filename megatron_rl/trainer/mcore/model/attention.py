@@ -75,10 +75,13 @@ class SharedPromptAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend with this rank's rows, [rows, 1, heads, head_dim] each, and return [rows, 1, heads x head_dim]."""
+        """Attend with this rank's rows, [rows, 1, heads, head_dim] each, and return [rows, 1, heads x head_dim].
+
+        Rows may lack the dimension of 1.
+        """
         assert isinstance(packed_seq_params, PackParams) and packed_seq_params.pack is not None
         layout = packed_seq_params.pack.layout
-        q_RHD, k_RGD, v_RGD = (tensor.squeeze(1) for tensor in (query, key, value))
+        q_RHD, k_RGD, v_RGD = (one.squeeze(1) if one.dim() == 4 else one for one in (query, key, value))
         q_THD, k_TGD, v_TGD = context.exchange_rows_for_heads(q_RHD, k_RGD, v_RGD, self.context_group)
         out_THD = shared_prompt_attention(q_THD, k_TGD, v_TGD, layout, self.scale, self.window, self.backend)
         return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)

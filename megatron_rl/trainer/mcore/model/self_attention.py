@@ -43,7 +43,10 @@ class FusedSelfAttention(SelfAttention):
             self._rotation_R2F = None
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return queries [R, 1, H, D], keys and values [R, 1, G, D]: within `forward`, ready for attention."""
+        """Return queries [R, 1, H, D], keys and values [R, 1, G, D].
+
+        Within `forward` they are ready for attention, and without the dimension of 1.
+        """
         if self._rotation_R2F is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed_R1C, _ = self.linear_qkv(hidden_states)
