@@ -20,7 +20,7 @@ _NUM_ROWS, _INPUT_SIZE, _OUTPUT_SIZE = 77, 48, 40
 
 def add_weight_gradient(input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
     """Add the gradient of a linear layer's weight, as apex's `wgrad_gemm_accum_fp32` and `wgrad_gemm_accum_fp16` do."""
-    grad_NO, input_NI = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad_output, input))
+    grad_NO, input_NI = (tensor.flatten(0, -2) for tensor in (grad_output, input))
     add_product(main_grad, grad_NO.t(), input_NI)
 
 

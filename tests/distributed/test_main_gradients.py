@@ -1,4 +1,7 @@
-"""Weight gradients that are added to main gradients in their products: they are those of float64."""
+"""Weight gradients that are added to main gradients in their products: they are those of float64.
+
+Megatron's linear layers add them, and those with our operation.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +12,7 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops import main_gradients, products
-from megatron_rl.trainer.mcore.model import gpt
+from megatron_rl.trainer.mcore.model import gpt, linear
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.distributed.parity import Computed, expected, shared_loss, shared_packs
@@ -27,8 +30,8 @@ LAYOUTS = {
 _OTHERS = ("norm", "bias", "router", "embedding")
 
 
-def run_fused(folders: dict[str, Path]) -> dict[tuple[str, str], Computed]:
-    """Compute two steps of each model on two ranks, and return the results of the second."""
+def run_fused(folders: dict[str, Path]) -> dict[tuple[str, str, str], Computed]:
+    """Compute two steps of each model on two ranks, and return the results of the second, by linear layers too."""
     torch.distributed.init_process_group("gloo")
     results = {}
     for name, layouts in LAYOUTS.items():
@@ -37,12 +40,18 @@ def run_fused(folders: dict[str, Path]) -> dict[tuple[str, str], Computed]:
                 CASES[layout], fuses_accumulation=True, overlap_grad_reduce=layout.startswith("DP")
             )
             with start_session(case) as session:
-                model = build(session, case, folders[name])
-                packs = shared_packs(divisor(case.sizes))
-                model.forward_backward(packs, shared_loss)
-                log_probs = model.forward_backward(packs, shared_loss)
-                results[layout, name] = Computed(log_probs, model.gradients())
-                _check_marks(model.chunks)
+                for whose in ("megatron's", "ours"):
+                    model = build(session, case, folders[name])
+                    if whose == "ours":
+                        for chunk in model.chunks:
+                            linear.replace_linear_layers(chunk.decoder)
+                    packs = shared_packs(divisor(case.sizes))
+                    with mock.patch.object(linear, "linear", wraps=linear.linear) as operation:
+                        model.forward_backward(packs, shared_loss)
+                        log_probs = model.forward_backward(packs, shared_loss)
+                    assert operation.called is (whose == "ours")
+                    results[layout, name, whose] = Computed(log_probs, model.gradients())
+                    _check_marks(model.chunks)
     return results
 
 
@@ -59,9 +68,9 @@ def _check_marks(chunks: list[gpt.PackedGPTModel]) -> None:
 def test_gradients_that_products_add_are_those_of_transformers_in_every_layout(tmp_path: Path) -> None:
     folders = {name: hf_models.draw(name, tmp_path / name) for name in LAYOUTS}
     everywhere = {name: expected(folder) for name, folder in folders.items()}
-    for (layout, name), ours in run_ranks(run_fused, 2, folders)[0].items():
+    for (layout, name, whose), ours in run_ranks(run_fused, 2, folders)[0].items():
         worst = everywhere[name].worst(ours)
-        print(f"{layout:>14} {name:<10} error / bound: {worst}")
+        print(f"{layout:>14} {name:<10} {whose:<10} error / bound: {worst}")
         assert all(error <= 1 for error, _ in worst.values())
 
 

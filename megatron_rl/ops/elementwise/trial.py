@@ -6,6 +6,7 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.elementwise import plain, triton_fused
+from megatron_rl.ops.linear import linear
 
 # A kernel rounds and sums in another order. So its distance from the truth may be this factor times the distance of
 # torch's operations in the same precision, plus these units in the last place of the largest number.
@@ -46,6 +47,7 @@ def _list_operations() -> Iterator[tuple[str, Operation, Operation, list[tuple[i
     yield "SwiGLU", plain.swiglu, triton_fused.swiglu, [(_NUM_ROWS, 2 * _WIDTH)]
     shapes = [(_NUM_ROWS, _WIDTH), (_NUM_ROWS, _WIDTH), (_WIDTH,)]
     yield "a residual with its norm", _normalize(plain), _normalize(triton_fused), shapes
+    yield "a linear layer", torch.nn.functional.linear, linear, [(_NUM_ROWS, 1, 48), (40, 48), (40,)]
 
 
 def _normalize(module: object) -> Operation:

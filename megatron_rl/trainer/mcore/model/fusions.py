@@ -20,6 +20,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.ops.elementwise import triton_fused
+from megatron_rl.trainer.mcore.model.linear import replace_linear_layers
 
 _CARRIED = "_carried_norm"
 
@@ -94,9 +95,14 @@ class SwigluMLP(MLP):
 
 
 def fuse_layers(chunk: Any, backend: str) -> None:
-    """Have the chunk's layers do their element-wise work in the backend's kernels, where these compute the same."""
+    """Have the chunk's layers do their element-wise work in the backend's kernels, where these compute the same.
+
+    Linear layers then use our operation.
+    """
     if backend != "triton":
         return
+    for layer in chunk.decoder.layers:
+        replace_linear_layers(layer)
     layers = [layer for layer in chunk.decoder.layers if _is_of_megatron(layer)]
     for layer in layers:
         if type(layer.mlp) is MLP and _is_swiglu(layer.mlp.config):
