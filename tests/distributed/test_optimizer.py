@@ -1,13 +1,18 @@
 """Updates in every layout against torch's AdamW; schedules; gradients that are not finite."""
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.ops.adam import OnePassAdamW
+from megatron_rl.trainer.mcore.model.gpt import build_model
+from megatron_rl.trainer.mcore.session import start_session
 from megatron_rl.trainer.mcore.step.optimizer import (
     NonFiniteGradient,
     UpdateResult,
@@ -19,7 +24,7 @@ from tests import hf_models
 from tests.command_lines import DENSE, parse
 from tests.distributed.layouts import Model
 from tests.distributed.parity import expected_at
-from tests.distributed.training import LAYOUTS, Training, checkpointer, training
+from tests.distributed.training import LAYOUTS, Training, checkpointer, settings_of, training, training_in
 from tests.ranks import run_ranks
 from tests.truth import Named, error_over_bound, worst_of
 
@@ -29,6 +34,8 @@ RATE, DECAY, CLIP, EPSILON, SCALE = 0.125, 0.25, 1.5, 0.1, 0.01
 # An epsilon so great that Adam does not turn rounding into whole steps.
 ADAM = f"--lr {RATE} --weight-decay {DECAY} --clip-grad {CLIP} --adam-eps {EPSILON} --lr-decay-style constant"
 OVERLAPPED = "DP2+overlap"
+# These layouts update in one pass too.
+ONE_PASS = ("TP1", "DP2+distopt")
 
 
 def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
@@ -36,7 +43,9 @@ def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
     torch.distributed.init_process_group("gloo")
     results = {}
     for name in names:
-        with training(folder, f"{ADAM} {LAYOUTS[name]}") as trained:
+        layout = name.removesuffix(", one pass")
+        with training_with(layout != name, folder, f"{ADAM} {LAYOUTS[layout]}") as trained:
+            assert isinstance(trained.optimizer.optimizer, OnePassAdamW) is (layout != name)
             weights, gradients, reports = [trained.parameters()], [], []
             for _ in range(2):
                 trained.accumulate()
@@ -47,6 +56,16 @@ def run_updates(names: list[str], folder: Path) -> dict[str, tuple]:
             gradients.append(trained.gradients())
             results[name] = (*_after(trained, weights), gradients, reports, stale)
     return results
+
+
+@contextlib.contextmanager
+def training_with(one_pass: bool, folder: Path, words: str) -> Iterator[Training]:
+    """Set up the training with the optimizer that a GPU has, or with torch's own."""
+    settings = settings_of(folder, words)
+    on_a_gpu = dataclasses.replace(settings.model, elementwise_backend="triton")
+    of_optimizer = dataclasses.replace(settings, model=on_a_gpu) if one_pass else settings
+    with start_session(settings) as session:
+        yield training_in(session, of_optimizer, build_model=lambda _: build_model(settings))
 
 
 def _after(trained: Model, weights: list) -> tuple:
@@ -138,8 +157,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_update_is_the_step_of_adam_on_the_sum_of_losses_in_every_layout(folder: Path) -> None:
-    results = run_ranks(run_updates, 1, ["TP1"], folder)[0]
-    results |= run_ranks(run_updates, 2, [name for name in LAYOUTS if name not in ("TP1", "EP2")], folder)[0]
+    names = [*LAYOUTS, *(f"{name}, one pass" for name in ONE_PASS)]
+    results = run_ranks(run_updates, 1, [name for name in names if name.startswith("TP1")], folder)[0]
+    results |= run_ranks(run_updates, 2, [name for name in names if not name.startswith(("TP1", "EP2"))], folder)[0]
     for name, (weights, passed, gradients, reports, stale) in results.items():
         theirs, truth = (by_hand(weights[0], gradients[:2], dtype) for dtype in (torch.float32, torch.float64))
         for tensor, value in weights[1].items():

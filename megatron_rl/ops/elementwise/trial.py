@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_rl.errors import PlatformError
+from megatron_rl.ops import adam
 from megatron_rl.ops.elementwise import plain, triton_fused
 from megatron_rl.ops.linear import linear
 
@@ -22,6 +23,7 @@ def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise a PlatformError if the backend does not compute a layer's element-wise work on this device."""
     if name == "torch":
         return
+    adam.check_device(device)
     generator = torch.Generator().manual_seed(0)
     for what, plainly, found, shapes in _list_operations():
         given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

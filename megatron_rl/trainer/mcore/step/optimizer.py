@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.ops.adam import use_one_pass
 from megatron_rl.trainer.mcore.model.gpt import unwrap
 
 
@@ -48,6 +49,9 @@ def build_optimizer(settings: Settings, wrapped: Sequence[DistributedDataParalle
         list(wrapped),
         use_gloo_process_groups=settings.distributed.use_gloo_process_groups,
     )
+    if settings.model.elementwise_backend == "triton":
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            use_one_pass(one.optimizer)
     _share_loss_scale(optimizer)
     _refuse_non_finite_norms(optimizer)
     _connect(optimizer, wrapped)
