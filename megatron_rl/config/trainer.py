@@ -40,7 +40,8 @@ class ModelConfig:
     )
     elementwise_backend: Literal["auto", "triton", "torch"] = own_flag(
         "auto",
-        "The implementation of SwiGLU and of a residual with its norm; `auto` takes the fastest that can run.",
+        "The implementation of SwiGLU, of a residual with its norm, of linear layers and of Adam; `auto` takes the "
+        "fastest that can run.",
         "--elementwise-backend",
     )
     qkv_backend: Literal["auto", "triton", "torch"] = own_flag(
