@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.__main__ import find_commit
 from benchmarks.ledger.costs import Costs, predict
-from benchmarks.ledger.counting import Entry
+from benchmarks.ledger.counting import ATTENTION, Entry, Kind
 from benchmarks.ledger.platform import counted_device
 from benchmarks.ledger.steps import LARGE, MEASURED, MIDDLE, SMALL, TINY, Step, count_layer, count_step
 
@@ -90,6 +90,8 @@ def main() -> None:
     errors = _show_steps(counts, before)
     _show_parts(compared[1], counts[compared[1]])
     _show_layer(compared[1], layer_entries)
+    _show_bounds(compared, counts, before)
+    _show_least_bytes(compared[1], layer_entries, before.layers[str(compared[1])])
     small, middle, large = (before.seconds[str(step)] / predict(counts[step], COSTS).seconds for step in compared)
     report.finish(
         {
@@ -165,6 +167,35 @@ def _show_layer(step: Step, entries: Mapping[Entry, int]) -> None:
             f"{f'{name} ({kind})' if kind else name:<58}{calls:>6,.0f}{launches:>10,.0f}{moved:>10,.0f}"
             f"{1e6 * device:>11,.0f}{1e6 * host:>9,.0f}"
         )
+
+
+def _show_bounds(steps: Sequence[Step], counts: Mapping[Step, Sequence[Entry]], before: Before) -> None:
+    """Print the tokens a second over those of before, and what they would be if costs were others."""
+    free = dataclasses.replace(COSTS, operator=0.0, view=0.0, triton=0.0, compiled=0.0)
+    cases = {
+        "as predicted": (COSTS, tuple(Kind)),
+        "a launch of a Triton kernel takes 30 us": (dataclasses.replace(COSTS, triton=30e-6), tuple(Kind)),
+        "the host takes no time": (free, tuple(Kind)),
+        "products and attention alone": (free, (Kind.PRODUCT, Kind.ATTENTION)),
+    }
+    print("\nTokens/s over those of the code that was measured")
+    print(f"{'':<46}" + "".join(f"{f'{step.model} {step.prompt}/{step.response}':>16}" for step in steps))
+    for name, (costs, kinds) in cases.items():
+        ratios = []
+        for step in steps:
+            entries = [entry for entry in counts[step] if entry.kind in kinds]
+            ratios.append(before.seconds[str(step)] / predict(entries, costs).seconds)
+        print(f"{name:<46}" + "".join(f"{ratio:>16.2f}" for ratio in ratios))
+
+
+def _show_least_bytes(step: Step, entries: Mapping[Entry, int], before: Layer) -> None:
+    """Print the part of a layer's bytes that kinds of work move, over all bytes of before."""
+    moved: dict[str, float] = collections.defaultdict(float)
+    for entry, number in entries.items():
+        kind = entry.part if entry.part == ATTENTION else entry.kind
+        moved[kind] += number * entry.num_bytes / step.num_rows / before.bytes
+    print("\nBytes of a layer over those of before: ", end="")
+    print(", ".join(f"{kind} {part:.3f}" for kind, part in sorted(moved.items(), key=lambda one: -one[1]) if part))
 
 
 if __name__ == "__main__":
