@@ -42,6 +42,10 @@ TESTED_PYTHONS = ("3.11", "3.12")
 MEGATRON_CORE = Requirement("megatron-core", "0.16", "0.20", "pip install 'megatron-core>=0.16,<0.20'")
 TORCH = Requirement("torch", "2.6", "3", "install torch 2.6 or newer, in the build for your device")
 REQUIREMENTS = (PYTHON, TORCH, MEGATRON_CORE)
+TRANSFORMER_ENGINE = Requirement(
+    "transformer-engine", "2.3", "3", "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.3,<3'"
+)
+"""Optional: a run without it, or with another release, takes Megatron's own layers."""
 VLLM = {"0.32.0": "run on CPUs and on an H200", "0.33.0": "contract checked, not run"}
 """The trials of each version of vLLM. The contract is all that this package imports, subclasses and calls."""
 
@@ -127,6 +131,25 @@ def installed_by_pip(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def find_engine_refusal() -> str | None:
+    """Return why TransformerEngine's modules cannot be used; None if they can. Nothing is imported."""
+    package = importlib.util.find_spec("transformer_engine")
+    if package is None:
+        return "TransformerEngine is not installed"
+    version = installed_by_pip(TRANSFORMER_ENGINE.package)
+    if version is None:
+        # Its own import reads this metadata. Without it, another package provides the names, as MindSpeed does.
+        return None
+    if not TRANSFORMER_ENGINE.accepts(version):
+        return f"TransformerEngine {version} is not {TRANSFORMER_ENGINE.wanted}"
+    # Its part for torch is built from source, and its wheels install without it. These are the places that it looks in.
+    places = [Path(place) for place in package.submodule_search_locations or ()]
+    folders = [folder for place in places for folder in (place.parent, place, place / "wheel_lib")]
+    if not any(next(folder.glob("transformer_engine_torch*.so"), None) for folder in folders):
+        return f"TransformerEngine {version} is installed without its part for torch"
+    return None
 
 
 def find_megatron() -> Path | None:

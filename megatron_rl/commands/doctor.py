@@ -49,7 +49,7 @@ _OPTIONAL = (
         ("transformer-engine",),
         "transformer_engine",
         "fused layers and optimizer on CUDA",
-        "pip install 'transformer-engine[pytorch]'; without it megatron's own layers and torch's optimizer are used",
+        f"{versions.TRANSFORMER_ENGINE.remedy}; without it megatron's own layers and torch's optimizer are used",
     ),
     Optional(
         ("apex",),
@@ -208,6 +208,8 @@ def _print_optional(platform: str) -> list[str]:
             continue
         version = next(filter(None, map(versions.installed, optional.packages)), "found")
         print(f"  {name:<20} {version:<14} {optional.purpose}")
+        if optional.module == "transformer_engine" and (refusal := versions.find_engine_refusal()) is not None:
+            notes.append(f"{refusal}, so layers are Megatron's own: {versions.TRANSFORMER_ENGINE.remedy}")
     return notes
 
 

@@ -15,6 +15,7 @@ from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.platforms.cuda_sharing import CudaSharing
 from megatron_rl.platforms.device_sharing import DeviceSharing
 from megatron_rl.platforms.host import bind_to_cores, read_core_list
+from megatron_rl.versions import find_engine_refusal
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Fields of TransformerConfig, each with the modules that have a kernel for it; any one of them is enough.
@@ -147,6 +148,8 @@ class CudaPlatform(Platform):
 
 
 def _importable(name: str) -> bool:
+    if name == "transformer_engine":
+        return find_engine_refusal() is None
     try:
         return importlib.util.find_spec(name) is not None
     except ImportError:

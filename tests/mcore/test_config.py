@@ -52,7 +52,7 @@ def test_a_bias_in_every_linear_layer_includes_the_attentions() -> None:
 
 @pytest.mark.parametrize("has_biases", [True, False])
 def test_the_residual_is_added_by_a_compiled_function_only_if_a_bias_is_added_too(has_biases, monkeypatch) -> None:
-    monkeypatch.setattr(config, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(config, "find_engine_refusal", lambda: None)
     dense = dataclasses.replace(MODEL, experts=None, linear_bias=has_biases)
     made = build_transformer_config(dense, {"bias_dropout_fusion": True}, EVERYTHING)
     assert made.bias_dropout_fusion is has_biases
@@ -60,7 +60,7 @@ def test_the_residual_is_added_by_a_compiled_function_only_if_a_bias_is_added_to
 
 def test_flags_override_the_architecture_and_the_platform_overrides_both(monkeypatch) -> None:
     overrides = {"bf16": True, "layernorm_epsilon": 1e-4, "bias_activation_fusion": True, "moe_grouped_gemm": True}
-    monkeypatch.setattr(config, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(config, "find_engine_refusal", lambda: None)
     able = build_transformer_config(MODEL, overrides, EVERYTHING)
     assert (able.layernorm_epsilon, able.bias_activation_fusion, able.moe_grouped_gemm) == (1e-4, True, True)
     assert able.params_dtype == able.pipeline_dtype == torch.bfloat16

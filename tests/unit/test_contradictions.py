@@ -111,7 +111,7 @@ from tests.command_lines import DENSE, SPARSE, error, parse
         ("--overlap-param-gather --use-distributed-optimizer", "needs --overlap-grad-reduce"),
         (
             "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16",
-            "needs TransformerEngine, which is not installed",
+            "TransformerEngine is not installed, and --use-precision-aware-optimizer needs it",
         ),
         ("--main-grads-dtype bf16", "--main-grads-dtype needs --use-precision-aware-optimizer"),
         ("--lr 1e-6 --min-lr 1e-5", "--min-lr 1e-05 must be between 0 and --lr 1e-06"),

@@ -453,7 +453,7 @@ def seen(words: tuple[str, ...], name: str, is_described: bool, is_elsewhere: bo
 def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
     """Return the arguments of megatron-core's configurations on a platform that has everything."""
     able = SimpleNamespace(name="cuda", unsupported_fusions={})
-    with patch.object(resolve, "has_transformer_engine", lambda: True):
+    with patch.object(resolve, "find_engine_refusal", lambda: None):
         reading = command_line._read(words)
         folder = next((Path(words[i + 1]) for i, word in enumerate(words) if word == "--hf-model"), None)
         architecture = command_line._read_architecture(folder, reading)

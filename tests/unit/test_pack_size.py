@@ -189,7 +189,7 @@ def test_an_update_that_does_not_divide_is_reported_as_without_devices(
 def test_only_modules_that_the_layers_have_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse = QWEN3_4B, SPARSE
     assert resolve.list_cheap_modules(("layernorm",), dense, {}) == ("layernorm",)
-    monkeypatch.setattr(resolve, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(resolve, "find_engine_refusal", lambda: None)
     assert resolve.list_cheap_modules(("layernorm",), dense, {}) == ()
     assert resolve.list_cheap_modules(("layernorm",), sparse, {}) == ("layernorm",)
     assert resolve.list_cheap_modules((), sparse, {}) == ()

@@ -3,7 +3,6 @@
 The bound of a single number belongs to its flag, and is checked when the flag is read.
 """
 
-import importlib.util
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +15,7 @@ from megatron_rl.config.command_line.stage import check_stage
 from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture
+from megatron_rl.versions import find_engine_refusal
 
 
 def check_settings(settings: DraftSettings) -> Iterator[str]:
@@ -165,8 +165,8 @@ def _check_optimizer(settings: DraftSettings) -> Iterator[str]:
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield "--use-distributed-optimizer shards Adam only: drop it, or --optimizer sgd"
     is_here = platforms.is_installed(settings.platform)
-    if is_here and optimizer.use_precision_aware_optimizer and importlib.util.find_spec("transformer_engine") is None:
-        yield "--use-precision-aware-optimizer needs TransformerEngine, which is not installed: drop the flag"
+    if is_here and optimizer.use_precision_aware_optimizer and (refusal := find_engine_refusal()) is not None:
+        yield f"{refusal}, and --use-precision-aware-optimizer needs it: drop the flag"
 
 
 def _check_schedule(settings: DraftSettings) -> Iterator[str]:

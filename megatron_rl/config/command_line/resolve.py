@@ -1,7 +1,6 @@
 """The resolution of Megatron's flags into complete configurations of megatron-core."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from megatron_rl.config.command_line.flags import Given
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.trainer.mcore.configs import find_megatron_version, import_configs
 from megatron_rl.types import Architecture
+from megatron_rl.versions import find_engine_refusal
 
 Reasons = dict[str, tuple[Any, str]]
 """Values of fields, each with the reason for it."""
@@ -116,10 +116,10 @@ def _settle_addition(asked: Mapping[str, Any]) -> Reasons:
 def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     source = f"platform {platform.name}"
     limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
-    if platform.name != "cpu" and has_transformer_engine():
-        source = "--transformer-impl local" if asked.get("transformer_impl") == "local" else ""
-    elif platform.name != "cpu":
-        source = "TransformerEngine is not installed"
+    if platform.name != "cpu":
+        source = find_engine_refusal() or ""
+        if not source and asked.get("transformer_impl") == "local":
+            source = "--transformer-impl local"
     if source:
         limits |= {"transformer_impl": ("local", source)} | dict.fromkeys(_ENGINE_ONLY, (False, source))
         modules = asked.get("recompute_modules")
@@ -127,11 +127,6 @@ def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
             limits["recompute_modules"] = ([name for name in modules if name not in _ENGINE_MODULES], source)
     known = {field.name for field in dataclasses.fields(import_configs()["transformer"])}
     return {field: reason for field, reason in limits.items() if field in known}
-
-
-def has_transformer_engine() -> bool:
-    """Check whether TransformerEngine can be imported."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def list_cheap_modules(
@@ -142,7 +137,7 @@ def list_cheap_modules(
     In TransformerEngine's layers a norm is a part of the linear layer after it, unless experts come after it.
     """
     impl = given.get("transformer.transformer_impl")
-    is_local = not has_transformer_engine() or (impl is not None and impl.value == "local")
+    is_local = find_engine_refusal() is not None or (impl is not None and impl.value == "local")
     return tuple(modules) if is_local or architecture.experts is not None else ()
 
 
@@ -200,10 +195,10 @@ def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
     """
     built: dict[str, Any] = {}
     refusals = []
-    # megatron-core would ask TransformerEngine for its version. If the platform lacks it, a check reports that.
+    # megatron-core would ask TransformerEngine for its version. If it cannot be used, a check reports that.
     cannot_build = {
         "transformer": not fields.has_model,
-        "optimizer": fields.optimizer.get("use_precision_aware_optimizer") and not has_transformer_engine(),
+        "optimizer": fields.optimizer.get("use_precision_aware_optimizer") and find_engine_refusal() is not None,
     }
     for subject, config in import_configs().items():
         values = getattr(fields, subject)
@@ -382,4 +377,6 @@ def _apply_settled(fields: Fields, platform: HasFusions) -> None:
         if source.startswith("--") and value is not None:
             where = f"on the {reason}" if reason.startswith("platform") else f"here, {reason}"
             fields.notes.append(f"without effect {where}: {source}")
+        elif field == "transformer_impl" and platform.name != "cpu":
+            fields.notes.append(f"layers are Megatron's own: {reason}")
         fields.derive(target, value, reason)
