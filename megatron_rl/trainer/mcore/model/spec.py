@@ -55,5 +55,6 @@ def _engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        use_te_activation_func=config.use_te_activation_func,
     )
     return layer, TENorm
