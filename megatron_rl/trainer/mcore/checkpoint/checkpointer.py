@@ -142,7 +142,7 @@ class Checkpointer:
             serialization.unreadable(source),
         )
         parallel = config.ckpt_fully_parallel_load
-        loaded = serialization.read(wanted, source, session, config.dist_ckpt_strictness, parallel)
+        loaded = serialization.read(wanted, found, source, session, config.dist_ckpt_strictness, parallel)
         state_dict.apply_model(self._policy, loaded, strict=not is_lenient)
         if has_optimizer:
             session.run_or_raise_everywhere(

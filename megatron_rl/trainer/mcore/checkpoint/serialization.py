@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
@@ -83,7 +85,7 @@ def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, ite
     number, source = session.run_or_raise_everywhere(lambda: find(folder, iteration))
     found, content = session.run_or_raise_everywhere(lambda: (read_metadata(source), get_content(read_common(source))))
     session.run_or_raise_everywhere(lambda: check(build_model_state(chunks, content), found, source))
-    state = read(session.run_or_raise_everywhere(lambda: build_model_state(chunks, content)), source, session)
+    state = read(session.run_or_raise_everywhere(lambda: build_model_state(chunks, content)), found, source, session)
     for name, chunk in name_chunks(chunks):
         chunk.load_state_dict(state[name])
     return number
@@ -232,14 +234,16 @@ def check(state: dict[str, Any], found: Mapping[str, Any], source: Path) -> None
 
 def read(
     state: dict[str, Any],
+    found: Mapping[str, Any],
     source: Path,
     session: Session,
     strictness: str = "assume_ok_unexpected",
     fully_parallel: bool = False,
 ) -> dict[str, Any]:
-    """Load the checkpoint's values for the shards in `state`."""
+    """Load the checkpoint's values for the shards in `state`; `found` is its metadata."""
 
     def load() -> dict[str, Any]:
+        _keep_own_states(state, found)
         strategy = None
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas_group())
@@ -248,6 +252,19 @@ def read(
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
     return run_together(session, load, unreadable(source))
+
+
+def _keep_own_states(state: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Let modules keep their extra state, which scales of fp8 would be, if the checkpoint does not hold it.
+
+    TransformerEngine's norms have such a state, which is empty without fp8, and Megatron's own norms do not.
+    """
+
+    def keep(part: Any) -> Any:
+        is_missing = isinstance(part, ShardedObject) and part.unique_key not in found
+        return LocalNonpersistentObject(part.data) if is_missing and part.key.endswith("_extra_state") else part
+
+    dict_list_map_inplace(keep, state)
 
 
 def _plan(state: dict[str, Any], staged: Path, fully_parallel: bool) -> AsyncRequest:

@@ -95,7 +95,7 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
     bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
     if is_overriding:
         _override_bounds(loaded["optimizer"], bounds)
-    _name_steps(optimizer, loaded["optimizer"])
+    _place_steps(optimizer, loaded["optimizer"])
     with in_slices(optimizer):
         optimizer.load_state_dict(loaded["optimizer"])
     _allocate_steps(optimizer)
@@ -150,6 +150,10 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
     """Allocate the optimizer's state, which it does not have before its first step, and which a load expects."""
     for inner in _torch_adams(optimizer):
         allocate_adam_state(inner)
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # TransformerEngine's Adam: Megatron allocates its state before a load, and not before a save.
+        if one.init_state_fn is not None and not one.optimizer.state:
+            one.init_state_fn(one.optimizer, one.config)
 
 
 def _override_bounds(loaded: dict[Any, Any], bounds: Sequence[Mapping[str, Any]]) -> None:
@@ -162,15 +166,40 @@ def _override_bounds(loaded: dict[Any, Any], bounds: Sequence[Mapping[str, Any]]
             group.update(first)
 
 
-def _name_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    """Add a missing step: Megatron does not save a step of zero, and torch's Adam requires a step."""
-    if not _torch_adams(optimizer):
+def _place_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    """Move the saved count of steps to where this optimizer keeps it: another kind of Adam may have saved it.
+
+    Torch's keeps it with each parameter, and requires one, but Megatron does not save a step of zero. Those of
+    TransformerEngine and apex keep it in the groups, which have settings that torch's do not have.
+    """
+    fused = [one.defaults for one in _inner(optimizer) if "bias_correction" in one.defaults]
+    if not fused and not _torch_adams(optimizer):
         return
     for one in loaded.values() if 0 in loaded else [loaded]:
-        state = one.get("optimizer", one).get("state")
-        # The distributed optimizer keeps its state elsewhere.
-        if state is not None:
-            state.setdefault("common_step", torch.tensor(0.0))
+        part = one.get("optimizer", one)
+        # The distributed optimizer keeps its state elsewhere, and its steps in the groups.
+        groups, state = part["param_groups"], part.get("state")
+        steps = [float(group["step"]) for group in groups if "step" in group]
+        if state is not None and "common_step" in state:
+            steps.append(float(state["common_step"]))
+        step = max(steps, default=0.0)
+        if fused:
+            _fill_groups(groups, fused[0], int(step))
+            if state is not None:
+                state.pop("common_step", None)
+        elif state is not None:
+            state.setdefault("common_step", torch.tensor(step))
+        else:
+            for group in groups:
+                group.setdefault("step", step)
+
+
+def _fill_groups(groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], step: int) -> None:
+    for group in groups:
+        group.update({key: value for key, value in defaults.items() if key not in group})
+        # A count exists from the first step on.
+        if step:
+            group["step"] = step
 
 
 def _allocate_steps(optimizer: MegatronOptimizer) -> None:
@@ -181,5 +210,9 @@ def _allocate_steps(optimizer: MegatronOptimizer) -> None:
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    return [one for one in _inner(optimizer) if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]
+
+
+def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
-    return [one for one in inner if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]
+    return [one for one in inner if one is not None]
