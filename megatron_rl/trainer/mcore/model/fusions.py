@@ -10,6 +10,8 @@ Letters: R rows, E hidden size.
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.ops.elementwise import triton_fused
 from megatron_rl.trainer.mcore.model.linear import replace_linear_layers
+
+_log = logging.getLogger(__name__)
 
 _CARRIED = "_carried_norm"
 
@@ -138,5 +142,16 @@ def _is_swiglu(config: TransformerConfig) -> bool:
 
 
 def _fuse_addition(layer: Any, name: str, norm: Any) -> None:
-    if type(norm) is RMSNorm and not layer.config.fp32_residual_connection:
+    if norm is None:
+        return
+    if type(norm) is not RMSNorm:
+        kind = type(norm)
+        is_elsewhere = isinstance(norm, IdentityOp)
+        _say_once("a linear layer normalizes" if is_elsewhere else f"the norm is {kind.__name__} of {kind.__module__}")
+    elif not layer.config.fp32_residual_connection:
         setattr(layer, name, AddAndNormalize(getattr(layer, name), norm))
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _log.warning("--elementwise-backend triton leaves additions to Megatron's own function: %s", reason)
