@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 from megatron_rl import platforms
 
 _PR_SET_PDEATHSIG = 1
+# The platform cpu, with a stand-in for TransformerEngine that megatron-core finds.
+WITH_TRANSFORMER_ENGINE = "cpu with transformer_engine"
 # Modules that take long to import, and that most ranks use. A fault that a run's test plants in a function that other
 # modules import by name is planted before they are imported: those modules of `config.command_line` and `trainer.loop`
 # are left out.
@@ -65,6 +67,9 @@ def main(parent: int, platform: str) -> None:
     if platform == "rehearsed":
         importlib.import_module("tests.rehearsal.platform").install()
     else:
+        if platform == WITH_TRANSFORMER_ENGINE:
+            importlib.import_module("tests.stand_in_transformer_engine").install()
+            platform = "cpu"
         platforms.select(platform).install()
     for name in _PRELOADED:
         importlib.import_module(name)

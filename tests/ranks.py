@@ -6,8 +6,9 @@
         first, second = run_ranks(losses, 2, "tp2")
 
 Every rank has what torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); the function starts
-torch.distributed itself. Ranks are on the CPU platform, or with `platform="rehearsed"` on the emulated device; it is
-installed before any module of theirs is imported.
+torch.distributed itself. Ranks are on the CPU platform, or with `platform="rehearsed"` on the emulated device, or with
+`platform=nursery.WITH_TRANSFORMER_ENGINE` on the CPU beside a stand-in for TransformerEngine. The platform is installed
+before any module of theirs is imported.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line.resolve import build_transformer_config
+from megatron_rl.config.command_line.resolve import HasFusions, build_transformer_config
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.shards import map_shards
 from megatron_rl.trainer.data.packing import Pack
@@ -190,9 +190,13 @@ def build(
     architecture: Architecture | None = None,
     attention_backend: str = "naive",
     qkv_backend: str = "torch",
+    fusions: HasFusions | None = None,
     **changes: Any,
 ) -> Model:
-    """Build the model of a Hugging Face folder with its weights, wrapped for training."""
+    """Build the model of a Hugging Face folder with its weights, wrapped for training.
+
+    `fusions` are those of the session's platform, unless others are given.
+    """
     architecture = architecture or read_architecture(folder)
     sizes = case.sizes
     overrides: dict[str, Any] = {
@@ -205,7 +209,7 @@ def build(
         **dict(case.config),
         **changes,
     }
-    config = build_transformer_config(architecture, overrides, session.platform)
+    config = build_transformer_config(architecture, overrides, fusions or session.platform)
     config.gradient_accumulation_fusion = case.fuses_accumulation
     chunks = gpt.build_chunks(
         config,
