@@ -58,6 +58,9 @@ def install() -> None:
         # Importers take a module with a path for a package.
         module.__path__ = []
         vars(module).update(names)
+        for kind in names.values():
+            if isinstance(kind, type) and kind.__module__ == __name__:
+                kind.__module__ = name
         sys.modules[name] = module
         parent, _, own = name.rpartition(".")
         if parent:
@@ -578,6 +581,7 @@ class FusedAdam(torch.optim.Optimizer):
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                 state["exp_avg"].lerp_(grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                scale = (state["exp_avg_sq"] / (1 - beta2**number)).sqrt_().add_(group["eps"])
+                corrections = (1 - beta1**number, 1 - beta2**number) if group["bias_correction"] else (1.0, 1.0)
+                scale = (state["exp_avg_sq"] / corrections[1]).sqrt_().add_(group["eps"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1**number))
+                parameter.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / corrections[0])

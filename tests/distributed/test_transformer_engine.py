@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from megatron_rl import platforms
@@ -57,11 +58,12 @@ def run_layers(folders: dict[str, Path]) -> dict[str, tuple[Computed, str, str, 
                 own = dataclasses.replace(case, elementwise_backend=kernels)
                 changes = {"moe_grouped_gemm": True, "apply_rope_fusion": True}
                 changes["use_te_activation_func"] = name in WITH_THEIR_ACTIVATION
-                with stand_ins_for_kernels():
+                with stand_ins_for_kernels() as stand_ins:
                     model = build(session, own, folder, qkv_backend=kernels, fusions=fusions_of_cuda(), **changes)
                     packs = shared_packs(divisor(case.sizes))
                     model.forward_backward(packs, shared_loss)
                     log_probs = model.forward_backward(packs, shared_loss)
+                assert all(stand_in.called == (kernels == "triton") for stand_in in stand_ins)
                 check_marks(model)
                 computed = Computed(log_probs, model.gradients())
                 results[f"{name} {kernels}"] = computed, local, model.weights.fingerprint(), describe(model)
@@ -76,13 +78,14 @@ def fusions_of_cuda() -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def stand_ins_for_kernels() -> Iterator[None]:
+def stand_ins_for_kernels() -> Iterator[tuple[mock.MagicMock, mock.MagicMock]]:
     """Compute in torch what Triton's kernels would."""
+    heads = functools.partial(split_heads, name="naive")
     with (
-        mock.patch.object(self_attention, "split_heads", functools.partial(split_heads, name="naive")),
-        mock.patch.object(fusions.triton_fused, "swiglu", plain.swiglu),
+        mock.patch.object(self_attention, "split_heads", side_effect=heads) as of_heads,
+        mock.patch.object(fusions.triton_fused, "swiglu", side_effect=plain.swiglu) as of_swiglu,
     ):
-        yield
+        yield of_heads, of_swiglu
 
 
 def check_marks(model: Model) -> None:
@@ -175,6 +178,7 @@ def go_on(trained: Training) -> dict[str, Any]:
     return {"gradients": gradients, "report": report, "after": trained.parameters()}
 
 
+@pytest.mark.each_change
 def test_layers_of_transformer_engine_compute_transformers_gradients_and_share_their_checkpoints(tmp_path) -> None:
     folders = {name: hf_models.draw(name, tmp_path / name) for name in LAYOUTS}
     small = hf_models.draw("qwen3", tmp_path / "small", num_hidden_layers=2)
