@@ -180,9 +180,8 @@ def go_on(trained: Training) -> dict[str, Any]:
 
 @pytest.mark.each_change
 def test_layers_of_transformer_engine_compute_transformers_gradients_and_share_their_checkpoints(tmp_path) -> None:
-    folders = {name: hf_models.draw(name, tmp_path / name) for name in LAYOUTS}
-    small = hf_models.draw("qwen3", tmp_path / "small", num_hidden_layers=2)
-    out = tmp_path / "out"
+    folders = {name: hf_models.draw(name, tmp_path / name, num_hidden_layers=2) for name in LAYOUTS}
+    small, out = folders["qwen3"], tmp_path / "out"
     trained = run_ranks(train, 2, small, out)[0]
     found = run_ranks(compute, 2, folders, small, out, platform=WITH_TRANSFORMER_ENGINE)[0]
     returned = run_ranks(return_to, 2, small, out)[0]
