@@ -56,7 +56,7 @@ class ModelConfig:
 class AttentionConfig:
     """Attention of a group's responses to their prompt."""
 
-    backend: Literal["auto", "merge", "gather", "triton", "flash", "flex", "naive"] = own_flag(
+    backend: Literal["auto", "merge", "gather", "triton", "flash", "flex", "cudnn", "naive"] = own_flag(
         "auto",
         "The implementation of shared-prompt attention; `auto` takes the fastest that can run.",
         "--shared-prompt-backend",

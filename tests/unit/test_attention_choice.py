@@ -19,6 +19,7 @@ def test_the_flag_offers_auto_and_every_backend() -> None:
     assert get_args(get_type_hints(AttentionConfig)["backend"]) == ("auto", *BACKENDS)
 
 
+# `cudnn` has not run on a GPU, so `auto` does not take it.
 ON_CUDA = ("triton", "gather", "merge", "flash", "flex", "naive")
 
 
@@ -49,7 +50,7 @@ def test_auto_takes_the_fastest_that_can_run_and_says_why(conditions: Conditions
 
 
 def test_every_backend_has_a_place_among_those_that_auto_takes_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sorted(ON_CUDA) == sorted(BACKENDS)
+    assert sorted((*ON_CUDA, "cudnn")) == sorted(BACKENDS)
     for number, name in enumerate(ON_CUDA[:-1]):
         assert choose_backend("auto", CUDA).name == name or BACKENDS[name].refusal(CUDA)
         refusing = dataclasses.replace(BACKENDS[name], refusal=lambda conditions: "it is not here")
@@ -104,5 +105,5 @@ def test_a_backend_that_cannot_run_is_an_error_that_says_what_to_write() -> None
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, flex, naive"):
+    with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, flex, cudnn, naive"):
         choose_backend("fast", CPU)

@@ -7,6 +7,7 @@ from megatron_rl.ops.choice import Choice, choose_by_flag
 from megatron_rl.ops.shared_prompt.backends import (
     Backend,
     Conditions,
+    cudnn,
     flash_attention,
     flex,
     gather,
@@ -32,9 +33,11 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
     "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
     "flex": Backend(flex.attention, flex.prepare, flex.refusal),
+    "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
     "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
 }
-# Other orders of `auto`, by the times on an H200 in docs/attention.md. `flash` has not been timed.
+# Other orders of `auto`, by the times on an H200 in docs/attention.md. `flash` has not been timed, and `cudnn`, which
+# has not run on a GPU, is in none.
 _ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
 
 

@@ -9,8 +9,8 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 # A kernel sums in another order. So its distance from the truth may be this factor times the distance of the definition
 # in the same precision, plus these units in the last place of the largest value.
 _FACTOR, _UNITS = 3, 2
-# Prompts and responses that end within blocks, and on their edges.
-_GROUPS = ((70, (9, 128, 1)), (3, (5,)), (64, (64, 200)))
+# Prompts and responses that end within blocks, and on their edges; and groups of equal lengths, which `cudnn` batches.
+_PACKS = (((70, (9, 128, 1)), (3, (5,)), (64, (64, 200))), ((70, (65, 65, 65)), (70, (65, 65, 65))))
 
 
 def check_backend(
@@ -23,17 +23,35 @@ def check_backend(
     window: int | None = None,
 ) -> None:
     """Raise a PlatformError if the backend does not compute attention on this device."""
+    for groups in _PACKS:
+        _check_pack(Layout.of_groups(groups), name, device, dtype, num_heads, num_groups, head_dim, window)
+
+
+def _check_pack(
+    layout: Layout,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    window: int | None,
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    num_tokens = Layout.of_groups(_GROUPS).num_tokens
+    num_tokens = layout.num_tokens
     # One head of keys and values with its queries, since kernels compute such heads one by one.
     heads = (num_heads // num_groups, 1, 1)
     inputs = [torch.randn(num_tokens, of, head_dim, generator=generator).to(dtype) for of in heads]
     weights = torch.randn(num_tokens, heads[0], head_dim, generator=generator).to(dtype)
     host = torch.device("cpu")
-    truth = _compute("naive", inputs, weights, host, torch.float64, window)
-    plain = _compute("naive", inputs, weights, host, dtype, window)
+    truth = _compute(layout, "naive", inputs, weights, host, torch.float64, window)
+    plain = _compute(layout, "naive", inputs, weights, host, dtype, window)
     # The second time, kernels are launched as in every later step (`ops.kept_launches`).
-    _, found = (_compute(name, inputs, weights, device, dtype, window) for _ in range(2))
+    try:
+        _, found = (_compute(layout, name, inputs, weights, device, dtype, window) for _ in range(2))
+    except RuntimeError as error:
+        reason = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise _refuse(name, device, dtype, head_dim, reason) from error
     for what, of_truth, of_plain, of_backend in zip(
         ("its output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
         truth,
@@ -46,15 +64,20 @@ def check_backend(
         distance = _distance(of_backend, of_truth)
         # Written so that NaN raises too.
         if not distance <= bound:
-            others = ", ".join(other for other in BACKENDS if other != name)
-            raise PlatformError(
-                f"--shared-prompt-backend {name} does not compute attention on {device.type}: {what} is off by "
-                f"{distance:g}, and rounding explains {bound:g} (heads of {head_dim}, {dtype}). Write one of {others} "
-                f"instead, and please report this with the output of megatron-rl doctor"
-            )
+            reason = f"{what} is off by {distance:g}, and rounding explains {bound:g}"
+            raise _refuse(name, device, dtype, head_dim, reason)
+
+
+def _refuse(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, reason: str) -> PlatformError:
+    others = ", ".join(other for other in BACKENDS if other != name)
+    return PlatformError(
+        f"--shared-prompt-backend {name} does not compute attention on {device.type}: {reason} (heads of {head_dim}, "
+        f"{dtype}). Write one of {others} instead, and please report this with the output of megatron-rl doctor"
+    )
 
 
 def _compute(
+    layout: Layout,
     name: str,
     inputs: list[torch.Tensor],
     weights: torch.Tensor,
@@ -65,9 +88,7 @@ def _compute(
     """Return output and gradients, in float64 on the host."""
     given = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
     q_THD, k_TGD, v_TGD = given
-    out_THD = find_backend(name).attention(
-        q_THD, k_TGD, v_TGD, Layout.of_groups(_GROUPS), q_THD.shape[-1] ** -0.5, window
-    )
+    out_THD = find_backend(name).attention(q_THD, k_TGD, v_TGD, layout, q_THD.shape[-1] ** -0.5, window)
     gradients = torch.autograd.grad(out_THD, given, weights.to(device, dtype))
     return [tensor.detach().to("cpu", torch.float64) for tensor in (out_THD, *gradients)]
 

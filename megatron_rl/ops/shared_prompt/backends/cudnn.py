@@ -1,0 +1,196 @@
+"""Shared-prompt attention of equal groups by cuDNN's attention: few batched calls, joined by a kernel of our own.
+
+Strands of equal length attend causally in one call, and all responses of a group attend to their prompt in another. A
+row's two results are joined by their shares of the full softmax's denominator. A call's backward gets the joined
+results in place of its own, and computes its part of the full gradients; a number has two parts at most. Packs of
+unequal groups go through `triton`, and so do packs that would need more kinds of calls than cuDNN has plans for.
+
+Letters: T tokens, B sequences of a call, R rows of each, M keys of each, N rows of all, H query heads, G key-value
+heads, D head dimension.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_rl.ops.shared_prompt.backends import Conditions, make_rows_dense, triton_fused
+from megatron_rl.ops.shared_prompt.backends.cudnn_calls import CudnnCalls
+from megatron_rl.ops.shared_prompt.backends.flash_cpu import FlashCall, RowRanges
+from megatron_rl.ops.shared_prompt.backends.join import AttentionPart, join
+from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
+from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.ops.shared_prompt.tables import find_tables
+
+OPERATORS = torch.ops.aten
+WIDEST = 256
+# Rows of heads begin at multiples of 16 bytes.
+_MULTIPLE = 8
+
+
+def refusal(conditions: Conditions) -> str | None:
+    """Refuse what `triton` does, other devices than NVIDIA's, fp32, and heads that cuDNN has no kernels for."""
+    if conditions.device != "cuda" or torch.version.hip is not None:
+        return f"cuDNN does not run on {'AMD GPUs' if conditions.device == 'cuda' else conditions.device}"
+    if not conditions.is_half:
+        return "it needs --bf16 or --fp16"
+    if conditions.head_dim is not None and conditions.head_dim % _MULTIPLE:
+        return f"the width of heads must be a multiple of {_MULTIPLE}, and the model's are {conditions.head_dim} wide"
+    if not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    return triton_fused.refusal(conditions)
+
+
+def prepare(layout: Layout, device: torch.device) -> CudnnCalls | TileTables:
+    """Return the calls that compute attention over the layout, or the tables of `triton`."""
+    return layout.once(CudnnCalls.of) or triton_fused.prepare(layout, device)
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Compute the same as `naive.attention`, without a window."""
+    assert window is None
+    calls = find_tables(layout, q_THD.device, CudnnCalls.of)
+    if calls is None:
+        return triton_fused.attention(q_THD, k_TGD, v_TGD, layout, scale)
+    out_THD: torch.Tensor = _Joined.apply(q_THD, k_TGD, v_TGD, calls, scale)
+    return out_THD
+
+
+class _Attended(NamedTuple):
+    """The results of a forward call, and what its backward needs besides them."""
+
+    out_BHRD: torch.Tensor
+    lse: torch.Tensor
+    """[B, H, R], or [B, H, R, 1] in some versions of torch."""
+    rest: tuple[Any, ...]
+
+    def part(self, number: int | None = None) -> AttentionPart:
+        """Return the result of all sequences, or of one alone."""
+        out_BRHD = self.out_BHRD.transpose(1, 2)
+        lse_BHR = self.lse.reshape(self.lse.shape[:3])
+        if number is None:
+            return AttentionPart(out_BRHD.flatten(0, 1).contiguous(), lse_BHR.contiguous())
+        return AttentionPart(out_BRHD[number].contiguous(), lse_BHR[number].contiguous())
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, calls: CudnnCalls, scale: float
+    ) -> torch.Tensor:
+        inputs = [make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
+        out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        causal = {call.queries.start: _attend(call, inputs, scale) for call in calls.causal}
+        above = [_attend(call, inputs, scale) for call in calls.above]
+        joined = _join_all(calls, causal, above, out_THD)
+        for call in calls.causal:
+            if call.queries.start not in joined:
+                call.queries.view(out_THD).copy_(causal[call.queries.start].out_BHRD.transpose(1, 2))
+        lses = [joined.get(start, attended.lse) for start, attended in causal.items()]
+        ctx.save_for_backward(*inputs, out_THD, *lses, *(attended.lse for attended in above))
+        ctx.rests = [attended.rest for attended in (*causal.values(), *above)]
+        ctx.calls, ctx.scale = calls, scale
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        *inputs, out_THD = ctx.saved_tensors[:4]
+        calls: CudnnCalls = ctx.calls
+        # A plan of torch's is kept for the layout of queries, keys and values, and reads the others as the first time.
+        outputs = (grad_out_THD.contiguous(), out_THD)
+        parts = [
+            _differentiate(call, inputs, outputs, lse, rest, ctx.scale)
+            for call, lse, rest in zip((*calls.causal, *calls.above), ctx.saved_tensors[4:], ctx.rests, strict=True)
+        ]
+        num_causal = len(calls.causal)
+        sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+        for number, total in enumerate(sums):
+            added = {
+                start: part_RHD
+                for call, of_call in zip(calls.above, parts[num_causal:], strict=True)
+                for start, part_RHD in _divide(call[min(number, 1)], of_call[number])
+            }
+            for call, of_call in zip(calls.causal, parts[:num_causal], strict=True):
+                _add_up(call.queries, total, of_call[number], added)
+        return (*sums, None, None)
+
+
+def _join_all(
+    calls: CudnnCalls, causal: dict[int, _Attended], above: Sequence[_Attended], out_THD: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Join what strands see above them with their own results; return their joined logarithms by their first row.
+
+    The logarithms of the calls in `above` become the joined ones.
+    """
+    joined = {}
+    for call, attended in zip(calls.above, above, strict=True):
+        for number, (start, end) in enumerate(_list_bounds(call.queries)):
+            own = causal[start]
+            joined[start] = torch.empty_like(own.lse, memory_format=torch.contiguous_format)
+            of_above = attended.part(number)
+            lse_BHR = joined[start].view(joined[start].shape[:3])
+            join(own.part(), of_above, out_THD[start:end], lse_BHR, attended.lse[number].view(of_above.lse.shape))
+    return joined
+
+
+def _attend(call: FlashCall, inputs: Sequence[torch.Tensor], scale: float) -> _Attended:
+    out_BHRD, lse, *rest = OPERATORS._scaled_dot_product_cudnn_attention(
+        *call.views(inputs), None, True, 0.0, call.is_causal, False, scale=scale
+    )
+    return _Attended(out_BHRD, lse.contiguous(), tuple(rest))
+
+
+def _differentiate(
+    call: FlashCall,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    lse: torch.Tensor,
+    rest: Sequence[Any],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Compute the call's part of the gradients, [B, R, H, D] and twice [B, M, G, D].
+
+    `outputs` are the output's gradient and the joined output.
+    """
+    grad_out_BHRD, out_BHRD = (call.queries.view(tensor).transpose(1, 2) for tensor in outputs)
+    ends_q, ends_k, longest_q, longest_k, seed, offset = rest[:6]
+    found = OPERATORS._scaled_dot_product_cudnn_attention_backward(
+        grad_out_BHRD, *call.views(inputs), out_BHRD, lse, seed, offset, None,
+        ends_q, ends_k, longest_q, longest_k, 0.0, call.is_causal, scale=scale,
+    )  # fmt: skip
+    return [part.transpose(1, 2) for part in found]
+
+
+def _list_bounds(ranges: RowRanges) -> list[tuple[int, int]]:
+    firsts = [ranges.start + number * ranges.stride for number in range(ranges.number)]
+    return [(first, first + ranges.length) for first in firsts]
+
+
+def _divide(ranges: RowRanges, part_BRHD: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return the parts of the sequences, each with its first row."""
+    return [(start, part_BRHD[number]) for number, (start, _) in enumerate(_list_bounds(ranges))]
+
+
+def _add_up(rows: RowRanges, total_THD: torch.Tensor, part_BRHD: torch.Tensor, added: dict[int, torch.Tensor]) -> None:
+    """Write the gradients of a causal call's rows: its own part, and the part of rows that another call has too."""
+    whole = added.get(rows.start)
+    if whole is not None and len(whole) == rows.number * rows.length:
+        # All strands that see the same rows.
+        torch.add(part_BRHD.flatten(0, 1), whole, out=total_THD[rows.start : rows.start + len(whole)])
+        return
+    if all(start not in added for start, _ in _list_bounds(rows)):
+        rows.view(total_THD).copy_(part_BRHD)
+        return
+    for (start, end), part_RHD in zip(_list_bounds(rows), part_BRHD, strict=True):
+        # The first rows of a strand may be seen by others.
+        num_seen = len(added.get(start, ()))
+        if num_seen:
+            torch.add(part_RHD[:num_seen], added[start], out=total_THD[start : start + num_seen])
+        total_THD[start + num_seen : end].copy_(part_RHD[num_seen:])
