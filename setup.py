@@ -19,6 +19,7 @@ setup(
     package_data={
         "megatron_rl": ["needs.toml"],
         "megatron_rl.config.command_line": ["megatron_flags.toml", "other_flags.toml"],
+        "megatron_rl.ops.shared_prompt": ["measured.json"],
         "megatron_rl.migrate": ["translations.toml"],
         "megatron_rl.analysis.report": ["parts/*"],
     },

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
 from megatron_rl.ops.shared_prompt.backends import gather
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
+from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured
 
 # Matrix products in bf16 on an H200.
 FLOPS_PER_MS = 790e9
@@ -105,6 +106,13 @@ class Row:
     def floor(self) -> Times:
         forward = self.shape.flops(is_shared=True) / FLOPS_PER_MS
         return Times(forward, BACKWARD * forward)
+
+    def describe_for(self, chip: str) -> Measured:
+        """Return the times of the backends as `auto` reads them."""
+        shape, responses = self.shape, self.shape.responses
+        heads = shape.num_heads, shape.num_groups, shape.head_dim
+        group = GroupShape(shape.prompt, round(sum(responses) / len(responses)), len(responses), *heads)
+        return Measured(chip, group, {name: times.both for name, times in self.shared.items()})
 
     def tflops(self, name: str) -> str:
         """Return the speed of forward and of backward, counting the operations that must be computed."""

@@ -1,8 +1,17 @@
-"""Time shared-prompt attention beside the same sequences whole, at the shapes of `make gpu-check`."""
+"""Time shared-prompt attention beside the same sequences whole, at the shapes of `make gpu-check`.
+
+The times of the backends are written to a file too, from which `--shared-prompt-backend auto` chooses.
+"""
+
+import torch
 
 from benchmarks import gpu_times
 from benchmarks.gpu.work import Work
 from megatron_rl.ops.shared_prompt import BACKENDS
+from megatron_rl.ops.shared_prompt.measured import FLAG, Measured, write_times
+
+# Beside the rows of the part.
+FILE = "attention-times.json"
 
 # Seconds that a way may take of a shape; `make gpu-check` takes longer, and checks what is computed.
 SECONDS_OF_A_WAY = 0.5
@@ -16,11 +25,18 @@ def measure(work: Work) -> None:
     names = [name for name in BACKENDS if name != "naive"]
     shapes = gpu_times.shapes(work.device)
     rows = gpu_times.measure(names, work.device, SECONDS_OF_A_WAY)
+    chip = torch.cuda.get_device_name() if work.device == "cuda" else "CPU"
+    measured: list[Measured] = []
+    file = work.rows.with_name(FILE)
     for number, shape in enumerate(shapes):
         if number and not work.has_time("attention", shape.name, SECONDS_OF_A_SHAPE):
             continue
         with work.spared("attention", shape.name):
-            _add(work, next(rows))
+            row = next(rows)
+            _add(work, row)
+            measured.append(row.describe_for(chip))
+            write_times(measured, file)
+    print(f"written: {file}, for {FLAG}")
 
 
 def _add(work: Work, row: gpu_times.Row) -> None:

@@ -61,6 +61,11 @@ class AttentionConfig:
         "The implementation of shared-prompt attention; `auto` takes the fastest that can run.",
         "--shared-prompt-backend",
     )
+    times: Path | None = own_flag(
+        None,
+        "Measured times that `auto` takes the fastest implementation from, a file of `make gpu-bench`.",
+        "--shared-prompt-times",
+    )
     is_shared: bool = own_flag(
         True, "Give each response a copy of its prompt: the same numbers from more tokens.", "--no-shared-prompt"
     )

@@ -194,6 +194,10 @@ class Platform(abc.ABC):
         """Return the bytes of the smallest of the first devices; None if ranks do not have devices of their own."""
         return None
 
+    def device_name(self) -> str | None:
+        """Return the name of the first device, by which measured times are found; None if there is none."""
+        return None
+
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
         """Reset `MemoryFigures.peak`."""

@@ -143,6 +143,9 @@ class CudaPlatform(Platform):
         numbers = range(min(num_devices, torch.cuda.device_count()))
         return min(torch.cuda.get_device_properties(number).total_memory for number in numbers)
 
+    def device_name(self) -> str | None:
+        return torch.cuda.get_device_name(0) if torch.cuda.device_count() else None
+
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_bench
-from benchmarks.gpu import engine, page, publish, schedules, step, turns
+from benchmarks.gpu import attention, engine, page, publish, schedules, step, turns
 from benchmarks.gpu.page import Circumstances, Outcome
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.step import Shape
@@ -22,6 +22,7 @@ from benchmarks.gpu_bench import Gpu, find_reason, run_all, run_part
 from benchmarks.overlap import Iteration
 from megatron_rl import platforms
 from megatron_rl.observe.trace import SERVICE, Span
+from megatron_rl.ops.shared_prompt.measured import read_times
 from megatron_rl.platforms import Platform
 from megatron_rl.shared.weights.families import derive_config
 from megatron_rl.sidecar import settings as sidecar_settings
@@ -134,6 +135,9 @@ def test_kernels_alone_are_measured_with_torch_and_numpy(tmp_path) -> None:
     assert {row.table for row in rows} == {"attention", "output_layer"}
     assert all(set(row.figures) == set(TABLES[row.table].figures) for row in rows)
     assert all(figure >= 0 for row in rows for figure in row.figures.values())
+    times = read_times(tmp_path / attention.FILE)
+    assert [one.shape.num_responses for one in times] == [2, 3]
+    assert all(one.milliseconds.keys() == {"merge", "gather"} for one in times)
 
 
 def test_a_row_beyond_the_memory_is_left_out_and_the_next_one_is_measured(tmp_path) -> None:

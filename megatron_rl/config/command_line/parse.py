@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line import checks, describe, flags, model, resolve
+from megatron_rl.config.command_line import attention_times, checks, describe, flags, model, resolve
 from megatron_rl.config.command_line.algorithm_checks import note_filter
 from megatron_rl.config.command_line.derive import Derivation, drop_longest_sequence
 from megatron_rl.config.command_line.flags import MEANT, OWN, SECONDARY, Given
@@ -90,6 +90,8 @@ class _Reading:
     input_error: InputError | None = None
     # The bytes of the smallest device of a rank; None if ranks have none of their own, or if it is not known here.
     device: int | None = None
+    # The name of this host's devices; None if they are another host's.
+    chip: str | None = None
     # The flags that were written, each with its values.
     written: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     # Flags of other projects that mean one of ours, by project.
@@ -151,14 +153,15 @@ def _read(argv: Sequence[str] | None, device: int | None = None) -> _Reading:
     """Read the command line, as far as it can be understood; `device` has the bytes of another host's devices."""
     words = list(sys.argv[1:] if argv is None else argv)
     platform = platforms.select(find_platform_name(words))
-    absence = None
+    absence = chip = None
     if "--print-config" in words:
         absence = platforms.install_for_reading(platform)
     else:
         platform.install()
     if device is None and absence is None:
         device = find_smallest_device(platform.smallest_device(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    reading = _Reading(flags.list_flags(), platform, device=device)
+        chip = platform.device_name()
+    reading = _Reading(flags.list_flags(), platform, device=device, chip=chip)
     if absence is not None:
         reading.notes.append(
             f"the platform {platform.name} is not on this machine ({absence}): values that depend on its packages are "
@@ -382,8 +385,17 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
     """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     conditions = shared_prompt.Conditions(device, dtype, architecture.sliding_window, architecture.kv_channels)
+    try:
+        near = attention_times.find_measured(settings, architecture, reading.chip)
+    except UsageError as error:
+        reading.consider(error.problems)
+        return settings
     settings = _choose_backend(
-        settings, "attention.backend", reading, lambda name: shared_prompt.choose_backend(name, conditions)
+        settings,
+        "attention.backend",
+        reading,
+        lambda name: shared_prompt.choose_backend(name, conditions, near),
+        is_said=near is not None,
     )
     settings = _choose_backend(
         settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
@@ -404,7 +416,11 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
 
 
 def _choose_backend(
-    settings: DraftSettings, target: str, reading: _Reading, choose: Callable[[str], Choice]
+    settings: DraftSettings,
+    target: str,
+    reading: _Reading,
+    choose: Callable[[str], Choice],
+    is_said: bool = False,
 ) -> DraftSettings:
     """Return the settings with a field's backend chosen; if the named one cannot run, add that to the problems."""
     subject, field = target.split(".")
@@ -418,7 +434,7 @@ def _choose_backend(
     sources = dict(settings.sources)
     if choice.notes:
         sources[target] = "; ".join(choice.notes)
-    notes = (*settings.notes, *(choice.notes if settings.observe.verbose else ()))
+    notes = (*settings.notes, *(choice.notes if is_said or settings.observe.verbose else ()))
     return dataclasses.replace(settings, **changed, sources=sources, notes=notes)
 
 

@@ -1,5 +1,7 @@
 """Attention in which the responses of a group share one copy of their prompt."""
 
+import dataclasses
+
 import torch
 
 from megatron_rl.errors import UsageError
@@ -16,6 +18,7 @@ from megatron_rl.ops.shared_prompt.backends import (
     triton_fused,
 )
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.ops.shared_prompt.measured import Measured
 
 __all__ = [
     "BACKENDS",
@@ -48,10 +51,18 @@ def find_backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def choose_backend(name: str, conditions: Conditions) -> Choice:
-    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run."""
-    order = _ORDERS.get(conditions.device, tuple(BACKENDS))
-    return choose_by_flag("--shared-prompt-backend", name, order, lambda one: find_backend(one).refusal(conditions))
+def choose_backend(name: str, conditions: Conditions, measured: Measured | None = None) -> Choice:
+    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run.
+
+    The fastest are those that were measured for such groups, and then those of the general order.
+    """
+    timed = [one for one in measured.fastest_first if one in BACKENDS] if measured is not None else []
+    order = dict.fromkeys((*timed, *_ORDERS.get(conditions.device, BACKENDS)))
+    choice = choose_by_flag("--shared-prompt-backend", name, order, lambda one: find_backend(one).refusal(conditions))
+    if name != "auto" or choice.name not in timed:
+        return choice
+    (note,) = choice.notes
+    return dataclasses.replace(choice, notes=(f"{note}; the nearest measured group is {measured}",))
 
 
 def shared_prompt_attention(

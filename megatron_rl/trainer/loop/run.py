@@ -21,7 +21,6 @@ from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops import main_gradients
 from megatron_rl.ops.log_probs import trial as output_layer_trial
-from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
@@ -30,7 +29,12 @@ from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
-from megatron_rl.trainer.loop.settling import settle_elementwise_backend, settle_qkv_backend
+from megatron_rl.trainer.loop.settling import (
+    settle_attention_backend,
+    settle_elementwise_backend,
+    settle_qkv_backend,
+    try_attention,
+)
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
@@ -66,6 +70,7 @@ def train(
                 session = start_session(settings, _find_waiting(settings), functools.partial(meet, watch))
                 startup.end_part("process groups")
                 check_agreement(session.gather(settings.training.micro_batch_size))
+                check_same_attention(session.gather(settings.attention.backend))
                 if not session.broadcast(inputs.is_finished):
                     settings = _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe, startup, parts)
@@ -122,6 +127,15 @@ def check_agreement(sizes: Sequence[int]) -> None:
         )
 
 
+def check_same_attention(names: Sequence[str]) -> None:
+    """Raise unless all ranks compute attention by the same backend, which may follow from each host's devices."""
+    if len(set(names)) > 1:
+        raise UsageError(
+            f"the ranks' devices differ, and --shared-prompt-backend auto takes {' or '.join(sorted(set(names)))} on "
+            f"them: write --shared-prompt-backend {names[0]}"
+        )
+
+
 def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> RunSettings:
     """Place this rank on its cores, and try its kernels; raise on every rank if that fails on any.
 
@@ -131,6 +145,8 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     startup.say(describe_model(settings, session.platform.name, session.world_size))
     if settings.platform == "cpu":
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
+    if session.device.type != "cpu":
+        settings = settle_attention_backend(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
     if session.device.type == "cpu":
         return settings
@@ -142,17 +158,8 @@ def _try_kernels(settings: Settings, device: torch.device) -> None:
     """Raise unless an accelerator computes attention and log-probs: tests on a CPU have not run its kernels."""
     if device.type == "cpu":
         return
-    one = settings.architecture
     dtype = settings.transformer.params_dtype
-    attention_trial.check_backend(
-        settings.attention.backend,
-        device,
-        dtype,
-        one.num_attention_heads,
-        one.num_query_groups,
-        one.kv_channels,
-        one.sliding_window,
-    )
+    try_attention(settings, device)
     output_layer_trial.check_backend(settings.model.output_layer_backend, device, dtype)
     if settings.transformer.gradient_accumulation_fusion:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)

@@ -179,7 +179,11 @@ def describe_rounding(settings: Settings) -> dict[str, Any]:
     """Describe what may follow from devices, and changes the order of sums."""
     config = settings.transformer
     modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
-    return {"micro_batch_size": settings.training.micro_batch_size, "recomputes_norms": "layernorm" in modules}
+    return {
+        "micro_batch_size": settings.training.micro_batch_size,
+        "recomputes_norms": "layernorm" in modules,
+        "attention": settings.attention.backend,
+    }
 
 
 def compare_rounding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
@@ -195,6 +199,12 @@ def compare_rounding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterat
         yield (
             f"norms {words} computed again in the backward pass before, which rounds gradients in another way: "
             f"{remedy} keeps that"
+        )
+    name, before = own["attention"], saved.get("attention", own["attention"])
+    if name != before:
+        yield (
+            f"attention is computed by {name}, and was by {before} before, which sums in another order: "
+            f"--shared-prompt-backend {before} keeps that"
         )
 
 

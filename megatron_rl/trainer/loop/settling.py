@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.elementwise import trial as elementwise_trial
 from megatron_rl.ops.qkv import trial as qkv_trial
+from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.trainer.mcore.session import Session
 
 T = TypeVar("T", bound=Settings)
@@ -23,7 +26,7 @@ def settle_elementwise_backend(settings: T, session: Session, say: Callable[[str
             settings.model.elementwise_backend, session.device, settings.transformer.params_dtype
         )
 
-    return _settle("elementwise_backend", check, settings, session, say)
+    return _settle("model.elementwise_backend", "--elementwise-backend", "torch", check, settings, session, say)
 
 
 def settle_qkv_backend(settings: T, session: Session, say: Callable[[str], None]) -> T:
@@ -36,14 +39,52 @@ def settle_qkv_backend(settings: T, session: Session, say: Callable[[str], None]
             settings.model.qkv_backend, session.device, settings.transformer.params_dtype, queries, one.kv_channels
         )
 
-    return _settle("qkv_backend", check, settings, session, say)
+    return _settle("model.qkv_backend", "--qkv-backend", "torch", check, settings, session, say)
 
 
-def _settle(field: str, check: Callable[[], None], settings: T, session: Session, say: Callable[[str], None]) -> T:
-    if getattr(settings.model, field) == "torch":
+def settle_attention_backend(settings: T, session: Session, say: Callable[[str], None]) -> T:
+    """Do the same for `cudnn`, which packs of other lengths leave for `triton` anyway; others end the run."""
+    if settings.attention.backend != "cudnn":
         return settings
-    flag = f"--{field.replace('_', '-')}"
-    is_chosen = settings.sources.get(f"model.{field}", "").startswith(f"{flag} auto")
+    return _settle(
+        "attention.backend",
+        "--shared-prompt-backend",
+        "triton",
+        lambda: try_attention(settings, session.device),
+        settings,
+        session,
+        say,
+    )
+
+
+def try_attention(settings: Settings, device: torch.device) -> None:
+    """Raise unless the device computes attention."""
+    one = settings.architecture
+    attention_trial.check_backend(
+        settings.attention.backend,
+        device,
+        settings.transformer.params_dtype,
+        one.num_attention_heads,
+        one.num_query_groups,
+        one.kv_channels,
+        one.sliding_window,
+    )
+
+
+def _settle(
+    target: str,
+    flag: str,
+    instead: str,
+    check: Callable[[], None],
+    settings: T,
+    session: Session,
+    say: Callable[[str], None],
+) -> T:
+    subject, field = target.split(".")
+    config: Any = getattr(settings, subject)
+    if getattr(config, field) == instead:
+        return settings
+    is_chosen = settings.sources.get(target, "").startswith(f"{flag} auto")
 
     def find_fault() -> str | None:
         try:
@@ -58,6 +99,6 @@ def _settle(field: str, check: Callable[[], None], settings: T, session: Session
     faults = [fault for fault in session.gather_or_raise_everywhere(find_fault) if fault is not None]
     if not faults:
         return settings
-    say(f"{flag} auto takes torch after a trial: {faults[0]}")
-    changes: dict[str, Any] = {field: "torch"}
-    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
+    say(f"{flag} auto takes {instead} after a trial: {faults[0]}")
+    changes: dict[str, Any] = {subject: dataclasses.replace(config, **{field: instead})}
+    return dataclasses.replace(settings, **changes)
