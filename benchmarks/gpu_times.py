@@ -107,12 +107,12 @@ class Row:
         forward = self.shape.flops(is_shared=True) / FLOPS_PER_MS
         return Times(forward, BACKWARD * forward)
 
-    def describe_for(self, chip: str) -> Measured:
-        """Return the times of the backends as `auto` reads them."""
+    def describe_for(self, chip: str, blocks: str | None = None) -> Measured:
+        """Return the times of the backends as `auto` reads them, and the fastest blocks of `triton`."""
         shape, responses = self.shape, self.shape.responses
         heads = shape.num_heads, shape.num_groups, shape.head_dim
         group = GroupShape(shape.prompt, round(sum(responses) / len(responses)), len(responses), *heads)
-        return Measured(chip, group, {name: times.both for name, times in self.shared.items()})
+        return Measured(chip, group, {name: times.both for name, times in self.shared.items()}, blocks)
 
     def tflops(self, name: str) -> str:
         """Return the speed of forward and of backward, counting the operations that must be computed."""
@@ -125,12 +125,12 @@ class Way:
     """One way of computing it, on tensors of its own."""
 
     def __init__(self, attention: Attention, shapes: Sequence[tuple[int, ...]], device: str) -> None:
-        self._attention = attention
+        self.attention = attention
         self._inputs = [torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for shape in shapes]
         self._grad_out = torch.randn(shapes[0], dtype=torch.bfloat16, device=device)
 
     def forward(self) -> None:
-        self._out = self._attention(*self._inputs)
+        self._out = self.attention(*self._inputs)
 
     def backward(self) -> None:
         self._gradients = torch.autograd.grad(self._out, self._inputs, self._grad_out)
@@ -154,7 +154,7 @@ def measure(names: list[str], device: str, seconds: float = SECONDS) -> Iterator
     """
     for shape in shapes(device):
         print(f"\n{shape.name}, ms forward + backward (TFLOP/s)")
-        times = _taking_turns({**_whole(shape, device), **shared(shape, names, device)}, device, seconds)
+        times = take_turns({**_whole(shape, device), **shared(shape, names, device)}, device, seconds)
         row = Row(
             shape,
             {name: value for name, value in times.items() if name not in BACKENDS},
@@ -285,8 +285,8 @@ def _varying(lengths: list[int], device: str) -> Attention:
     return attention
 
 
-def _taking_turns(makers: Mapping[str, Callable[[], Way]], device: str, seconds: float) -> dict[str, Times]:
-    """Return the medians of those that could run."""
+def take_turns(makers: Mapping[str, Callable[[], Way]], device: str, seconds: float) -> dict[str, Times]:
+    """Return the medians of those that could run; each may take this many seconds."""
     ways = {}
     for name, make in makers.items():
         try:

@@ -6,9 +6,10 @@ The times of the backends are written to a file too, from which `--shared-prompt
 import torch
 
 from benchmarks import gpu_times
+from benchmarks.gpu.attention_blocks import try_blocks
 from benchmarks.gpu.work import Work
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.measured import FLAG, Measured, write_times
+from megatron_rl.ops.shared_prompt.measured import FLAG, write_times
 
 # Beside the rows of the part.
 FILE = "attention-times.json"
@@ -17,6 +18,8 @@ FILE = "attention-times.json"
 SECONDS_OF_A_WAY = 0.5
 # Seconds that a further shape may take.
 SECONDS_OF_A_SHAPE = 6.0
+# Seconds in which the kernels of other blocks are compiled and timed.
+SECONDS_TO_COMPILE = 45.0
 
 
 def measure(work: Work) -> None:
@@ -26,7 +29,7 @@ def measure(work: Work) -> None:
     shapes = gpu_times.shapes(work.device)
     rows = gpu_times.measure(names, work.device, SECONDS_OF_A_WAY)
     chip = torch.cuda.get_device_name() if work.device == "cuda" else "CPU"
-    measured: list[Measured] = []
+    timed: list[gpu_times.Row] = []
     file = work.rows.with_name(FILE)
     for number, shape in enumerate(shapes):
         if number and not work.has_time("attention", shape.name, SECONDS_OF_A_SHAPE):
@@ -34,8 +37,15 @@ def measure(work: Work) -> None:
         with work.spared("attention", shape.name):
             row = next(rows)
             _add(work, row)
-            measured.append(row.describe_for(chip))
-            write_times(measured, file)
+            timed.append(row)
+            write_times([one.describe_for(chip) for one in timed], file)
+    blocks: dict[str, str | None] = {}
+    for row in timed:
+        # The first shape's kernels are compiled, which the others have.
+        if "triton" not in row.shared or work.seconds_left < (SECONDS_OF_A_SHAPE if blocks else SECONDS_TO_COMPILE):
+            break
+        blocks[row.shape.name] = try_blocks(row.shape, work.device)
+        write_times([one.describe_for(chip, blocks.get(one.shape.name)) for one in timed], file)
     print(f"written: {file}, for {FLAG}")
 
 

@@ -66,6 +66,11 @@ class AttentionConfig:
         "Measured times that `auto` takes the fastest implementation from, a file of `make gpu-bench`.",
         "--shared-prompt-times",
     )
+    blocks: str = own_flag(
+        "auto",
+        "The rows that programs of `triton` have at once: numbers, or `chip`; `auto` takes measured ones, or `chip`.",
+        "--shared-prompt-blocks",
+    )
     is_shared: bool = own_flag(
         True, "Give each response a copy of its prompt: the same numbers from more tokens.", "--no-shared-prompt"
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +13,20 @@ import pytest
 import torch
 
 from megatron_rl import platforms
+from megatron_rl.config.command_line.attention_times import choose_blocks
 from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.ops.shared_prompt import Conditions, choose_backend
 from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times, write_times
 from megatron_rl.trainer.loop.run import check_same_attention
 from megatron_rl.trainer.loop.saver import compare_rounding, describe_rounding
-from megatron_rl.trainer.loop.settling import settle_attention_backend
+from megatron_rl.trainer.loop.settling import settle_attention
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run
 from tests.documents import read
 
 CHIP = "NVIDIA H200"
 SHAPE = GroupShape(512, 1024, 16, 32, 8, 128)
+BLOCKS, OTHER_BLOCKS = "128x64x8x3,128x64x8x2,32x128x8x2", "64x64x4x3,64x64x4x2,64x64x4x2"
 
 
 def measure(shape: GroupShape = SHAPE, chip: str = CHIP, **milliseconds: float) -> Measured:
@@ -98,7 +101,10 @@ def test_auto_takes_the_fastest_of_a_measurement_that_can_run(monkeypatch: pytes
 
 
 def test_a_file_of_times_is_read_as_it_was_written(tmp_path: Path) -> None:
-    times = [measure(triton=1.25, merge=2.5), measure(resize(prompt=77), "a chip", gather=0.5)]
+    times = [
+        dataclasses.replace(measure(triton=1.25, merge=2.5), blocks=BLOCKS),
+        measure(resize(prompt=77), "a chip", gather=0.5),
+    ]
     write_times(times, tmp_path / "times")
     assert read_times(tmp_path / "times") == times
 
@@ -109,6 +115,7 @@ def test_a_file_of_times_is_read_as_it_was_written(tmp_path: Path) -> None:
         lambda entry: entry.pop("chip"),
         lambda entry: entry.update(prompt=0),
         lambda entry: entry.update(prompt="long"),
+        lambda entry: entry.update(tiles=3),
         lambda entry: entry.update(blocks=3),
         lambda entry: entry["milliseconds"].update(merge=float("nan")),
         lambda entry: entry["milliseconds"].update(merge=-1),
@@ -161,20 +168,53 @@ def test_a_run_takes_what_was_fastest_on_its_devices_and_says_so(words: list[str
         parse_run(*words, flag)
 
 
-def test_ranks_that_would_compute_by_other_backends_end_by_name() -> None:
-    check_same_attention(["triton", "triton"])
-    with pytest.raises(UsageError, match="auto takes cudnn or triton on them: write --shared-prompt-backend triton"):
-        check_same_attention(["triton", "cudnn", "triton"])
+def test_ranks_that_would_compute_in_other_ways_end_by_name() -> None:
+    one, another = AttentionConfig(backend="triton", blocks="chip"), AttentionConfig(backend="triton", blocks=BLOCKS)
+    check_same_attention([one, one])
+    with pytest.raises(UsageError, match=f"--shared-prompt-blocks {BLOCKS}; .*--shared-prompt-blocks chip: write one"):
+        check_same_attention([one, another, one])
+    with pytest.raises(UsageError, match="--shared-prompt-backend cudnn .*; --shared-prompt-backend triton .*: write"):
+        check_same_attention([dataclasses.replace(one, backend="cudnn"), one])
 
 
-def test_a_run_that_resumes_with_another_backend_says_so(words: list[str]) -> None:
-    merge, gather = (
-        describe_rounding(parse_run(*words, f"--shared-prompt-backend {name}")) for name in ("merge", "gather")
+def test_a_run_that_resumes_with_another_backend_or_other_blocks_says_so(words: list[str]) -> None:
+    merge, gather, blocks = (
+        describe_rounding(parse_run(*words, flags))
+        for flags in (
+            "--shared-prompt-backend merge",
+            "--shared-prompt-backend gather",
+            f"--shared-prompt-backend merge --shared-prompt-blocks {BLOCKS}",
+        )
     )
     (note,) = compare_rounding(merge, gather)
-    assert note.startswith("attention is computed by gather, and was by merge before")
-    assert note.endswith("--shared-prompt-backend merge keeps that")
+    assert note.startswith("attention was computed with --shared-prompt-backend merge before, and is with gather")
+    (note,) = compare_rounding(blocks, merge)
+    assert note.startswith(f"attention was computed with --shared-prompt-blocks {BLOCKS} before, and is with chip")
     assert not list(compare_rounding({}, gather))
+
+
+def test_measured_blocks_are_taken_where_triton_may_compute(words: list[str]) -> None:
+    settings = parse_run(*words)
+    assert settings.attention.blocks == "chip"
+
+    def choose(backend: str, blocks: str = "auto", near: Measured | None = None) -> tuple[str, tuple[str, ...]]:
+        changed = dataclasses.replace(
+            settings,
+            attention=AttentionConfig(backend=backend, blocks=blocks),
+            notes=(),  # type: ignore[arg-type]
+        )
+        chosen = choose_blocks(changed, near)
+        return chosen.attention.blocks, chosen.notes
+
+    near = dataclasses.replace(measure(triton=1.0), blocks=BLOCKS)
+    for backend in ("triton", "cudnn"):
+        blocks, (note,) = choose(backend, near=near)
+        assert blocks == BLOCKS
+        assert note.startswith(f"--shared-prompt-blocks auto takes {BLOCKS}, measured for 512/1024/16 with")
+    assert choose("merge", near=near) == ("chip", ())
+    assert choose("triton", near=measure(triton=1.0)) == ("chip", ())
+    assert choose("triton", "chip", near) == ("chip", ())
+    assert choose("triton", OTHER_BLOCKS, near) == (OTHER_BLOCKS, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,22 +227,41 @@ class StandIn:
     transformer: Any
 
 
-def test_auto_leaves_cudnn_for_triton_if_its_trial_fails_and_a_named_one_is_an_error() -> None:
-    def settle(backend: str, source: str, fault: Exception | None) -> tuple[str, list[str]]:
-        session: Any = SimpleNamespace(
-            device=torch.device("cpu"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
-        )
-        settings: Any = StandIn(
-            AttentionConfig(backend=backend), {"attention.backend": source}, mock.Mock(), mock.Mock()
-        )
-        said: list[str] = []
-        with mock.patch("megatron_rl.ops.shared_prompt.trial.check_backend", side_effect=fault):
-            return settle_attention_backend(settings, session, said.append).attention.backend, said
+def settle(
+    attention: AttentionConfig, sources: dict[str, str], can_run: Callable[[AttentionConfig], bool]
+) -> tuple[AttentionConfig, list[str]]:
+    """Return what is left after the trials, which end as `can_run` says, and what was said."""
+    session: Any = SimpleNamespace(
+        device=torch.device("cpu"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
+    )
+    settings: Any = StandIn(attention, sources, mock.Mock(), mock.Mock())
+    said: list[str] = []
 
-    auto, fault = "--shared-prompt-backend auto takes cudnn; the nearest", PlatformError("no plan")
+    def try_attention(settings: Any, device: torch.device) -> None:
+        if not can_run(settings.attention):
+            raise PlatformError("no plan")
+
+    with mock.patch("megatron_rl.trainer.loop.settling.try_attention", try_attention):
+        return settle_attention(settings, session, said.append).attention, said
+
+
+def test_auto_leaves_cudnn_for_triton_if_its_trial_fails_and_a_named_one_is_an_error() -> None:
+    cudnn, triton, merge = (AttentionConfig(backend=name, blocks="chip") for name in ("cudnn", "triton", "merge"))
+    auto = {"attention.backend": "--shared-prompt-backend auto takes cudnn; the nearest"}
     line = "--shared-prompt-backend auto takes triton after a trial: no plan"
-    assert settle("cudnn", auto, None) == ("cudnn", [])
-    assert settle("cudnn", auto, fault) == ("triton", [line])
-    assert settle("merge", auto, fault) == ("merge", [])
+    assert settle(cudnn, auto, lambda one: True) == (cudnn, [])
+    assert settle(cudnn, auto, lambda one: one.backend != "cudnn") == (triton, [line])
+    # A later trial ends the run.
+    assert settle(merge, auto, lambda one: False) == (merge, [])
     with pytest.raises(PlatformError, match="no plan"):
-        settle("cudnn", "--shared-prompt-backend cudnn", fault)
+        settle(cudnn, {"attention.backend": "--shared-prompt-backend cudnn"}, lambda one: False)
+
+
+def test_measured_blocks_that_fail_are_left_for_those_of_the_chip_and_named_ones_are_an_error() -> None:
+    measured, chip = (AttentionConfig(backend="triton", blocks=blocks) for blocks in (BLOCKS, "chip"))
+    auto = {"attention.blocks": f"--shared-prompt-blocks auto takes {BLOCKS}, measured"}
+    line = "--shared-prompt-blocks auto takes chip after a trial: no plan"
+    assert settle(measured, auto, lambda one: True) == (measured, [])
+    assert settle(measured, auto, lambda one: one.blocks == "chip") == (chip, [line])
+    with pytest.raises(PlatformError, match="no plan"):
+        settle(measured, {}, lambda one: False)

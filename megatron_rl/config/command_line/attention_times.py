@@ -1,8 +1,11 @@
 """The measured times of attention for the groups of a run, from which `auto` chooses."""
 
+import dataclasses
+
 import torch
 
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import BY_CHIP, FLAG, read_blocks
 from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times
 from megatron_rl.types import Architecture
 
@@ -17,6 +20,24 @@ def find_measured(settings: DraftSettings, architecture: Architecture, chip: str
     if chip is None or shape is None:
         return None
     return find_nearest_measured(chip, shape, own) or find_nearest_measured(chip, shape, read_times())
+
+
+def choose_blocks(settings: DraftSettings, measured: Measured | None) -> DraftSettings:
+    """Return the settings with the blocks of `triton` chosen; raise a UsageError if no kernel can have the named ones.
+
+    `cudnn` leaves packs to `triton`.
+    """
+    name, sources, notes = settings.attention.blocks, dict(settings.sources), settings.notes
+    if name == "auto":
+        name = BY_CHIP
+        if measured is not None and measured.blocks is not None and settings.attention.backend in ("triton", "cudnn"):
+            name = measured.blocks
+            sources["attention.blocks"] = f"{FLAG} auto takes {name}, measured for {measured}"
+            notes = (*notes, sources["attention.blocks"])
+    elif name != BY_CHIP:
+        read_blocks(name)
+    attention = dataclasses.replace(settings.attention, blocks=name)
+    return dataclasses.replace(settings, attention=attention, sources=sources, notes=notes)
 
 
 def _find_shape(settings: DraftSettings, architecture: Architecture) -> GroupShape | None:

@@ -385,18 +385,7 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
     """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     conditions = shared_prompt.Conditions(device, dtype, architecture.sliding_window, architecture.kv_channels)
-    try:
-        near = attention_times.find_measured(settings, architecture, reading.chip)
-    except UsageError as error:
-        reading.consider(error.problems)
-        return settings
-    settings = _choose_backend(
-        settings,
-        "attention.backend",
-        reading,
-        lambda name: shared_prompt.choose_backend(name, conditions, near),
-        is_said=near is not None,
-    )
+    settings = _choose_attention(settings, architecture, reading, conditions)
     settings = _choose_backend(
         settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
     )
@@ -413,6 +402,25 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
         reading,
         lambda name: qkv.choose_backend(name, device, dtype, architecture.kv_channels),
     )
+
+
+def _choose_attention(
+    settings: DraftSettings, architecture: Architecture, reading: _Reading, conditions: shared_prompt.Conditions
+) -> DraftSettings:
+    """Return the settings with the backend of attention, from measured times if there are any, and its blocks."""
+    try:
+        near = attention_times.find_measured(settings, architecture, reading.chip)
+        settings = _choose_backend(
+            settings,
+            "attention.backend",
+            reading,
+            lambda name: shared_prompt.choose_backend(name, conditions, near),
+            is_said=near is not None,
+        )
+        return attention_times.choose_blocks(settings, near)
+    except UsageError as error:
+        reading.consider(error.problems)
+        return settings
 
 
 def _choose_backend(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UsageError
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import read_blocks
 
 SHIPPED = Path(__file__).with_name("measured.json")
 # Of a length or a number that is further away than this factor, a measurement says too little.
@@ -57,6 +58,8 @@ class Measured:
     shape: GroupShape
     milliseconds: Mapping[str, float]
     """The time of forward and backward in bf16, by backend."""
+    blocks: str | None = None
+    """The name of the blocks with which `triton` was fastest; None if no others were tried, or none were faster."""
 
     @property
     def fastest_first(self) -> list[str]:
@@ -97,15 +100,23 @@ def read_times(file: Path = SHIPPED) -> list[Measured]:
 def write_times(times: Sequence[Measured], file: Path) -> None:
     """Write the file that `read_times` reads."""
     entries = [
-        {"chip": one.chip, **dataclasses.asdict(one.shape), "milliseconds": dict(one.milliseconds)} for one in times
+        {
+            "chip": one.chip,
+            **dataclasses.asdict(one.shape),
+            "milliseconds": dict(one.milliseconds),
+            **({} if one.blocks is None else {"blocks": one.blocks}),
+        }
+        for one in times
     ]
     file.write_text(json.dumps(entries, indent=1) + "\n")
 
 
 def _read_one(entry: dict[str, Any]) -> Measured:
-    chip, milliseconds = entry.pop("chip"), entry.pop("milliseconds")
+    chip, milliseconds, blocks = entry.pop("chip"), entry.pop("milliseconds"), entry.pop("blocks", None)
+    if blocks is not None:
+        read_blocks(blocks)
     shape = GroupShape(**entry)
     for what, number in (*dataclasses.asdict(shape).items(), *milliseconds.items()):
         if not (isinstance(number, int | float) and 0 < number < math.inf):
             raise ValueError(f"{what} must be a number above 0, not {number!r}")
-    return Measured(chip, shape, milliseconds)
+    return Measured(chip, shape, milliseconds, blocks)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import AttentionConfig, Settings
 from megatron_rl.errors import ExitCode, UsageError, room_checked
 from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe.run_folder import keep_warnings
@@ -30,7 +30,7 @@ from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.settling import (
-    settle_attention_backend,
+    settle_attention,
     settle_elementwise_backend,
     settle_qkv_backend,
     try_attention,
@@ -70,7 +70,7 @@ def train(
                 session = start_session(settings, _find_waiting(settings), functools.partial(meet, watch))
                 startup.end_part("process groups")
                 check_agreement(session.gather(settings.training.micro_batch_size))
-                check_same_attention(session.gather(settings.attention.backend))
+                check_same_attention(session.gather(settings.attention))
                 if not session.broadcast(inputs.is_finished):
                     settings = _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe, startup, parts)
@@ -127,13 +127,11 @@ def check_agreement(sizes: Sequence[int]) -> None:
         )
 
 
-def check_same_attention(names: Sequence[str]) -> None:
-    """Raise unless all ranks compute attention by the same backend, which may follow from each host's devices."""
-    if len(set(names)) > 1:
-        raise UsageError(
-            f"the ranks' devices differ, and --shared-prompt-backend auto takes {' or '.join(sorted(set(names)))} on "
-            f"them: write --shared-prompt-backend {names[0]}"
-        )
+def check_same_attention(of_ranks: Sequence[AttentionConfig]) -> None:
+    """Raise unless all ranks compute attention in the same way, which may follow from each host's devices."""
+    ways = {f"--shared-prompt-backend {one.backend} --shared-prompt-blocks {one.blocks}" for one in of_ranks}
+    if len(ways) > 1:
+        raise UsageError(f"the ranks' devices differ, and each takes one of {'; '.join(sorted(ways))}: write one")
 
 
 def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -> RunSettings:
@@ -146,7 +144,7 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     if settings.platform == "cpu":
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
     if session.device.type != "cpu":
-        settings = settle_attention_backend(settings, session, startup.say)
+        settings = settle_attention(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
     if session.device.type == "cpu":
         return settings

@@ -183,6 +183,7 @@ def describe_rounding(settings: Settings) -> dict[str, Any]:
         "micro_batch_size": settings.training.micro_batch_size,
         "recomputes_norms": "layernorm" in modules,
         "attention": settings.attention.backend,
+        "attention_blocks": settings.attention.blocks,
     }
 
 
@@ -200,12 +201,12 @@ def compare_rounding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterat
             f"norms {words} computed again in the backward pass before, which rounds gradients in another way: "
             f"{remedy} keeps that"
         )
-    name, before = own["attention"], saved.get("attention", own["attention"])
-    if name != before:
-        yield (
-            f"attention is computed by {name}, and was by {before} before, which sums in another order: "
-            f"--shared-prompt-backend {before} keeps that"
-        )
+    for key, flag in (("attention", "--shared-prompt-backend"), ("attention_blocks", "--shared-prompt-blocks")):
+        if (before := saved.get(key, own[key])) != own[key]:
+            yield (
+                f"attention was computed with {flag} {before} before, and is with {own[key]}, which sums in another "
+                "order: that flag keeps it"
+            )
 
 
 def find_missing_hf(settings: Settings, version: int) -> Path | None:

@@ -10,6 +10,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.ops.elementwise import trial as elementwise_trial
 from megatron_rl.ops.qkv import trial as qkv_trial
 from megatron_rl.ops.shared_prompt import trial as attention_trial
+from megatron_rl.ops.shared_prompt.backends.triton_blocks import use_blocks
 from megatron_rl.trainer.mcore.session import Session
 
 T = TypeVar("T", bound=Settings)
@@ -42,8 +43,20 @@ def settle_qkv_backend(settings: T, session: Session, say: Callable[[str], None]
     return _settle("model.qkv_backend", "--qkv-backend", "torch", check, settings, session, say)
 
 
-def settle_attention_backend(settings: T, session: Session, say: Callable[[str], None]) -> T:
-    """Do the same for `cudnn`, which packs of other lengths leave for `triton` anyway; others end the run."""
+def settle_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:
+    """Do the same for measured blocks, and for `cudnn`, which packs of other lengths leave for `triton` anyway.
+
+    Any other backend that fails ends the run, in a later trial.
+    """
+    settings = _settle(
+        "attention.blocks",
+        "--shared-prompt-blocks",
+        "chip",
+        lambda: try_attention(settings, session.device),
+        settings,
+        session,
+        say,
+    )
     if settings.attention.backend != "cudnn":
         return settings
     return _settle(
@@ -58,7 +71,8 @@ def settle_attention_backend(settings: T, session: Session, say: Callable[[str],
 
 
 def try_attention(settings: Settings, device: torch.device) -> None:
-    """Raise unless the device computes attention."""
+    """Raise unless the device computes attention; from now on kernels are launched with the blocks of the settings."""
+    use_blocks(settings.attention.blocks)
     one = settings.architecture
     attention_trial.check_backend(
         settings.attention.backend,
