@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from megatron_rl.ops.shared_prompt import Conditions
 from megatron_rl.ops.shared_prompt.backends import triton_fused
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import choose_blocks, find_chip
-from megatron_rl.ops.shared_prompt.backends.triton_tables import MOST_PARTS, TILE, TileTables
+from megatron_rl.ops.shared_prompt.backends.triton_tables import FEW_PARTS, MOST_PARTS, SHORT_ITEM, TILE, TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.processes import run_module
 from tests.processes import run_python
 
 tile_sizes = st.integers(1, 5)
+short_items = st.one_of(st.none(), st.integers(1, 9))
 
 
 @settings(max_examples=200)
@@ -37,8 +38,8 @@ def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> 
 
 
 @settings(max_examples=200)
-@given(layouts(), tile_sizes, st.integers(1, 9))
-def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, short_item: int) -> None:
+@given(layouts(), tile_sizes, short_items)
+def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, short_item: int | None) -> None:
     tables = TileTables.of(layout, tile, short_item)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
     for first, num_keys, start, end, _ in tables.key_items.tolist():
@@ -50,8 +51,8 @@ def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, sho
 
 
 @settings(max_examples=200)
-@given(layouts(), tile_sizes, st.integers(1, 9))
-def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int) -> None:
+@given(layouts(), tile_sizes, short_items)
+def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int | None) -> None:
     tables = TileTables.of(layout, tile, short_item)
     items = tables.key_items.tolist()
     writes = [(first, num_keys) for first, num_keys, _, _, slot in items if slot == -1]
@@ -78,12 +79,26 @@ def test_the_longest_work_is_first() -> None:
 
 
 def test_responses_that_lie_side_by_side_are_one_range_of_queries() -> None:
-    tables = TileTables.of(Layout.of_groups([(TILE, [TILE] * 4)]))
+    tables = TileTables.of(Layout.of_groups([(TILE, [TILE] * 4)]), short_item=SHORT_ITEM)
     assert tables.key_items.tolist() == [
         [0, TILE, 0, 5 * TILE, -1],
         *([start * TILE, TILE, start * TILE, (start + 1) * TILE, -1] for start in (1, 2, 3, 4)),
     ]
     assert tables.num_slots == 0
+
+
+def test_little_work_is_divided_so_that_it_occupies_a_gpu_and_much_work_is_not_divided_more() -> None:
+    small, large = Layout.of_groups([(512, [64] * 8)]), Layout.of_groups([(1024, [4096] * 4)])
+    before, after = (TileTables.of(small, short_item=short_item).key_items for short_item in (SHORT_ITEM, None))
+    lengths = after[:, 3] - after[:, 2]
+    # Programs that a GPU has at once: an item for each head of keys and values.
+    assert (len(before), len(after)) == (12, 34)
+    assert (before[:, 3] - before[:, 2]).max() == 8 * TILE
+    assert lengths.max() == TILE
+    assert lengths.sum() == (before[:, 3] - before[:, 2]).sum()
+    of_large = [TileTables.of(large, short_item=short_item).key_items for short_item in (SHORT_ITEM, None)]
+    assert torch.equal(*of_large)
+    assert len(of_large[0]) > FEW_PARTS
 
 
 def test_partial_sums_take_bounded_memory() -> None:

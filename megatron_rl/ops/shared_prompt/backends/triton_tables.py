@@ -17,9 +17,11 @@ from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 # The same for all precisions and head dimensions: if programs have room for fewer rows, several share a tile.
 TILE = 128
-# An item has at most this fraction (1 / MOST_PARTS) of all items' length, unless it is short.
+# An item has at most this fraction (1 / MOST_PARTS) of all items' length, unless it is short: parts must be summed.
 MOST_PARTS = 256
 SHORT_ITEM = 1024
+# With less work, items are shorter, down to a tile. This number, for each head of keys and values, occupies a GPU.
+FEW_PARTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,8 @@ class TileTables:
     tile: int
 
     @classmethod
-    def of(cls, layout: Layout, tile: int = TILE, short_item: int = SHORT_ITEM) -> "TileTables":
-        """Make all tables."""
+    def of(cls, layout: Layout, tile: int = TILE, short_item: int | None = None) -> "TileTables":
+        """Make all tables. Items of at most `short_item` queries are short; without it, the work decides."""
         cut = _Cut.of(layout, tile)
         *of_keys, num_slots = _make_key_items(cut, short_item)
         tables = (_make_query_tiles(cut), cut.ranges, *of_keys)
@@ -96,7 +98,7 @@ def _make_query_tiles(cut: _Cut) -> np.ndarray:
     return table[np.argsort(-num_keys_N, kind="stable")]
 
 
-def _make_key_items(cut: _Cut, short_item: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _make_key_items(cut: _Cut, short_item: int | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Make the tables of items and of sums, and count the slots."""
     tile_I, start_I, end_I, end_key_I = _split(*_find_views(cut), cut.tile, short_item)
     num_items_N = np.bincount(tile_I, minlength=len(cut.first_row_N))
@@ -135,11 +137,14 @@ def _find_views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 
 def _split(
-    tiles: np.ndarray, starts: np.ndarray, ends: np.ndarray, end_keys: np.ndarray, tile: int, short_item: int
+    tiles: np.ndarray, starts: np.ndarray, ends: np.ndarray, end_keys: np.ndarray, tile: int, short_item: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Split long ranges into equal parts. Each part except the last consists of whole tiles."""
     lengths = ends - starts
-    longest = max(short_item, _ceil_divide(int(lengths.sum()), MOST_PARTS))
+    total = int(lengths.sum())
+    if short_item is None:
+        short_item = min(SHORT_ITEM, max(tile, _ceil_divide(total, FEW_PARTS)))
+    longest = max(short_item, _ceil_divide(total, MOST_PARTS))
     steps = _ceil_divide(_ceil_divide(lengths, _ceil_divide(lengths, longest)), tile) * tile
     whole, number = _number_each(_ceil_divide(lengths, steps))
     parts = starts[whole] + number * steps[whole]
