@@ -63,7 +63,7 @@ class Question:
     window: int | None = None
 
     def conditions(self, device: str) -> Conditions:
-        return Conditions(device, DTYPES[self.dtype_name], self.window)
+        return Conditions(device, DTYPES[self.dtype_name], self.window, self.head_dim)
 
     def case(self, device: str, draw: int = 0) -> Case:
         return Case.draw(self.layout, self.heads, self.head_dim, DTYPES[self.dtype_name], self.window, draw).on(device)

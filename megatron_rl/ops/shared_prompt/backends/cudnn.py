@@ -23,9 +23,10 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
 
 OPERATORS = torch.ops.aten
-WIDEST = 256
 # Rows of heads begin at multiples of 16 bytes.
 _MULTIPLE = 8
+# Wider heads have kernels on compute capability 9.0 alone, from this version of cuDNN on.
+NARROW, WIDE_CAPABILITY, WIDE_VERSION = 128, (9, 0), 91000
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -38,7 +39,14 @@ def refusal(conditions: Conditions) -> str | None:
         return f"the width of heads must be a multiple of {_MULTIPLE}, and the model's are {conditions.head_dim} wide"
     if not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
+    if conditions.head_dim is not None and conditions.head_dim > NARROW and not _has_wide_heads():
+        return f"cuDNN has no heads wider than {NARROW} here, and the model's are {conditions.head_dim} wide"
     return triton_fused.refusal(conditions)
+
+
+def _has_wide_heads() -> bool:
+    version = torch.backends.cudnn.version() or 0
+    return version >= WIDE_VERSION and torch.cuda.get_device_capability() == WIDE_CAPABILITY
 
 
 def prepare(layout: Layout, device: torch.device) -> CudnnCalls | TileTables:

@@ -7,6 +7,7 @@ Letters: T tokens.
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -100,8 +101,12 @@ def _describe_kind(call: FlashCall) -> FlashCall:
 def _admit(kinds: set[FlashCall]) -> bool:
     """Count new kinds of calls, unless they are too many."""
     if len(_KINDS | kinds) > MOST_KINDS:
-        if len(_KINDS) < MOST_KINDS:
-            _log.info("attention has plans for %d kinds of calls; packs that need others go to triton", len(_KINDS))
+        _say_full()
         return False
     _KINDS.update(kinds)
     return True
+
+
+@functools.cache
+def _say_full() -> None:
+    _log.warning("attention has plans for %d kinds of calls; packs that need more go through triton", len(_KINDS))
