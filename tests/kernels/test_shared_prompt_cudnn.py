@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.errors import PlatformError
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
 from megatron_rl.ops.shared_prompt.backends import cudnn, cudnn_calls, triton_fused
 from megatron_rl.ops.shared_prompt.backends.cudnn_calls import CudnnCalls
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+from megatron_rl.ops.shared_prompt.trial import check_backend
 from tests.kernels.cudnn_operators import CudnnOperators
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.processes import run_module
@@ -185,6 +187,26 @@ def test_inputs_and_gradients_may_be_views(operators: CudnnOperators) -> None:
     found = differentiate(cudnn.attention, torch.float32)
     truth = differentiate(BACKENDS["naive"].attention, torch.float64)
     assert (found - truth).abs().max() <= 2.4e-6 * truth.abs().max()
+
+
+def test_the_trial_before_training_reaches_the_calls_and_says_how_they_fail(
+    operators: CudnnOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_fused, "attention", BACKENDS["naive"].attention)
+    check_backend("cudnn", torch.device("cpu"), torch.bfloat16, 4, 2, 64)
+    assert operators.calls
+    name = "_scaled_dot_product_cudnn_attention_backward"
+    true = getattr(operators, name)
+    monkeypatch.setattr(operators, name, lambda *given, **named: [1.1 * part for part in true(*given, **named)])
+    with pytest.raises(PlatformError, match="backend cudnn does not compute attention on cpu: the gradient of queries"):
+        check_backend("cudnn", torch.device("cpu"), torch.bfloat16, 4, 2, 64)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no engine\n for this")
+
+    monkeypatch.setattr(operators, name, fail)
+    with pytest.raises(PlatformError, match="on cpu: it fails with RuntimeError: no engine for this"):
+        check_backend("cudnn", torch.device("cpu"), torch.bfloat16, 4, 2, 64)
 
 
 @pytest.mark.parametrize(
