@@ -82,8 +82,10 @@ def _batch(listed: Sequence[tuple[Rows, ...]]) -> list[tuple[RowRanges, ...]]:
 
 
 def _continues(ranges: RowRanges, rows: Rows) -> bool:
-    is_next = ranges.number == 1 or ranges.start + ranges.number * ranges.stride == rows.start
-    return is_next and ranges.length == rows.length
+    is_next = rows.start == ranges.start + ranges.number * ranges.stride
+    # The second one decides how far apart they are, and must come later.
+    is_second = ranges.number == 1 and rows.start > ranges.start
+    return ranges.length == rows.length and (is_next or is_second)
 
 
 def _extend(ranges: RowRanges, rows: Rows) -> RowRanges:
