@@ -143,7 +143,7 @@ def _split(
     lengths = ends - starts
     total = int(lengths.sum())
     if short_item is None:
-        short_item = min(SHORT_ITEM, max(tile, _ceil_divide(total, FEW_PARTS)))
+        short_item = min(SHORT_ITEM, _ceil_divide(total, FEW_PARTS))
     longest = max(short_item, _ceil_divide(total, MOST_PARTS))
     steps = _ceil_divide(_ceil_divide(lengths, _ceil_divide(lengths, longest)), tile) * tile
     whole, number = _number_each(_ceil_divide(lengths, steps))
