@@ -21,6 +21,8 @@ class Rope:
     kind: RopeKind = RopeKind.DEFAULT
     factor: float = 1.0
     original_max_positions: int | None = None
+    turned: float = 1.0
+    """The part of a head's dimensions that turns: its first ones."""
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -40,6 +42,21 @@ class Experts:
     ffn_hidden_size: int
     normalize_weights: bool = True
     """Whether the weights of the chosen experts are scaled to sum to one."""
+    score: str = "softmax"
+    """The function of an expert's score: "softmax" over all experts, or "sigmoid" of its own logit, in float32."""
+    has_bias: bool = False
+    """Whether a stored bias is added to each score to choose experts; their weights are without it."""
+    scaling_factor: float = 1.0
+    """The factor of the chosen experts' weights."""
+    num_groups: int = 1
+    num_active_groups: int = 1
+    """Number of groups that a token's experts are chosen from: those with the largest sums of two scores."""
+    num_dense_layers: int = 0
+    """Number of first layers that have an MLP in place of experts."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the expert that every token passes; 0 if there is none."""
+    has_shared_gate: bool = False
+    """Whether each token weighs the shared expert's output by a sigmoid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +86,15 @@ class Architecture:
     """Number of tokens that attention reaches back; None for all of them."""
     dtype: str = "float32"
     """Dtype of the stored weights: "float32", "bfloat16" or "float16"."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Check whether a layer, counted from zero, has experts; it has an MLP otherwise."""
+        return self.experts is not None and layer >= self.experts.num_dense_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
 
 @dataclasses.dataclass(frozen=True)

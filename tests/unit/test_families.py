@@ -18,7 +18,19 @@ _BASE: dict[str, Any] = {
 _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "head_dim": 16,
+    },
+}  # fmt: skip
+GATED = Experts(4, 2, 48, False, shared_ffn_hidden_size=80, has_shared_gate=True)
+SIGMOID = Experts(
+    16, 4, 48, score="sigmoid", has_bias=True, scaling_factor=2.5, num_groups=4, num_active_groups=2,
+    num_dense_layers=1, shared_ffn_hidden_size=96,
+)  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
@@ -64,6 +76,29 @@ def read(name: str, **changes: Any) -> Architecture:
         ("qwen3_moe", {}, "experts", Experts(4, 2, 48, False)),
         ("qwen3_moe", {"norm_topk_prob": True}, "experts", Experts(4, 2, 48, True)),
         ("qwen3_moe", {"num_experts": None, "num_local_experts": 6}, "experts", Experts(6, 2, 48, False)),
+        ("qwen2_moe", {}, "experts", GATED),
+        ("qwen2_moe", {"norm_topk_prob": True}, "experts", dataclasses.replace(GATED, normalize_weights=True)),
+        ("qwen2_moe", {}, "qkv_bias", True),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias", False),
+        ("glm4_moe", {}, "experts", SIGMOID),
+        ("glm4_moe", {"n_shared_experts": None}, "experts", dataclasses.replace(SIGMOID, shared_ffn_hidden_size=48)),
+        ("glm4_moe", {"n_routed_experts": None, "num_local_experts": 8}, "experts",
+         dataclasses.replace(SIGMOID, num_experts=8)),
+        ("glm4_moe", {"first_k_dense_replace": 0}, "experts", dataclasses.replace(SIGMOID, num_dense_layers=0)),
+        ("glm4_moe", {"n_group": None, "topk_group": None, "routed_scaling_factor": None}, "experts",
+         dataclasses.replace(SIGMOID, num_groups=1, num_active_groups=1, scaling_factor=1.0)),
+        ("glm4_moe", {}, "qk_layernorm", False),
+        ("glm4_moe", {"use_qk_norm": True}, "qk_layernorm", True),
+        ("glm4_moe", {}, "qkv_bias", False),
+        ("glm4_moe", {"attention_bias": True}, "qkv_bias", True),
+        ("glm4_moe", {}, "norm_epsilon", 1e-5),
+        ("glm4_moe", {}, "rope", Rope(turned=0.5)),
+        ("glm4_moe", {"partial_rotary_factor": 0.25}, "rope", Rope(turned=0.25)),
+        # Among the rope parameters it wins, as in transformers.
+        ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {"partial_rotary_factor": 1}}, "rope", Rope()),
+        ("seed_oss", {}, "qkv_bias", True),
+        ("seed_oss", {"attention_bias": False}, "qkv_bias", False),
+        ("seed_oss", {}, "kv_channels", 128),
     ],
 )  # fmt: skip
 def test_a_key_of_config_json_gives_a_field_of_the_architecture(
@@ -121,6 +156,23 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("glm4_moe", {"num_experts_per_tok": 1, "topk_group": 1}, "one expert for each token"),
+        ("glm4_moe", {"n_group": 3}, "16 experts cannot be divided into 3 groups"),
+        ("glm4_moe", {"topk_group": 5}, "5 active groups of 4"),
+        ("glm4_moe", {"topk_group": 1}, "4 experts from 1 groups: engines compare groups by their two largest scores"),
+        ("glm4_moe", {"n_group": 16, "topk_group": 2}, "4 experts from 2 groups of 1"),
+        ("glm4_moe", {"first_k_dense_replace": 4}, "4 dense layers leave none of the 4 layers"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+        ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor = 0"),
+        ("glm4_moe", {"partial_rotary_factor": 0.2}, "must turn an even number of the 16 dimensions"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, "must turn an even number of the 16 dimensions"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
+        ("seed_oss", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama", {"is_causal": False}, "is_causal = False"),
         ("mistral", {"logit_scale": 0.5}, "logit_scale = 0.5"),
         ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 2}}}, "per_layer_config"),

@@ -205,6 +205,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
+        self.left_out: list[str] = []
+        """The tensors that are not read, once the folder is checked."""
         self._files = contextlib.ExitStack()
         self._file_of: dict[str, safe_open] = {}
         for path in self._paths():
@@ -249,7 +251,7 @@ class Checkpoint:
 
     def check(self, mapping: Mapping) -> None:
         """Raise unless the folder holds exactly the architecture's tensors, with their shapes and dtype."""
-        wanted = {spec.name: spec.shape for spec in mapping.manifest()}
+        wanted = {spec.name: (spec.shape, spec.dtype) for spec in mapping.manifest()}
         found = set(self.names())
         has_head = mapping.architecture.tied_embeddings and _HEAD in found
         if has_head:
@@ -257,14 +259,16 @@ class Checkpoint:
         where = f"{self.folder} does not hold what its config.json describes"
         if missing := [name for name in wanted if name not in found]:
             raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
-        if extra := sorted(found - wanted.keys()):
+        self.left_out = sorted(filter(mapping.is_left_out, found))
+        if extra := sorted(found - wanted.keys() - {*self.left_out}):
             raise InputError(
                 f"{where}: {_some(extra)} not part of a {mapping.architecture.family} model with these settings; "
                 f"use the config.json that belongs to these weights"
             )
-        for name, shape in wanted.items():
+        for name, (shape, dtype) in wanted.items():
             spec = self.spec(name)
-            if spec.dtype != mapping.architecture.dtype:
+            # A tensor with a dtype of its own may also be stored in the model's.
+            if spec.dtype not in (dtype, mapping.architecture.dtype):
                 raise InputError(
                     f"{where}: {name} is stored as {spec.dtype}, and config.json says {mapping.architecture.dtype}; "
                     f"write the dtype of the weights into config.json, or weights of that dtype into the folder"

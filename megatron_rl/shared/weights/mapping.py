@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_family
-from megatron_rl.shared.weights.families.family import Name, Split
+from megatron_rl.shared.weights.families.names import Name, Split
 from megatron_rl.types import Architecture
 
 Shape = tuple[int, ...]
@@ -79,18 +79,28 @@ class Mapping:
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
-        self._names = [name for name in find_family(architecture.family).names if name.when(architecture)]
+        self._family = find_family(architecture.family)
+        self._names = [name for name in self._family.names if name.when(architecture)]
         self._by_parameter = {parameter: name for name in self._names for parameter in name.parameters}
 
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:
-        """List every tensor of the checkpoint, in the order of the layers; tied tensors appear once."""
+        """List every tensor of the checkpoint, in the order of the layers; tied tensors appear once.
+
+        `dtype` is that of tensors whose dtype the family does not set.
+        """
         dtype = dtype or self.architecture.dtype
         specs = []
         for name, layer, expert in self._instances():
             if name.exported:
                 for source, shape in zip(name.sources, self._source_shapes(name), strict=True):
-                    specs.append(TensorSpec(source.format(layer=layer, expert=expert), shape, dtype))
+                    specs.append(TensorSpec(source.format(layer=layer, expert=expert), shape, name.dtype or dtype))
         return specs
+
+    def is_left_out(self, tensor: str) -> bool:
+        """Check whether a tensor belongs to a layer after the model's own that the family leaves out."""
+        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
+        is_after = layer is not None and int(layer.group(1)) >= self.architecture.num_layers
+        return is_after and self._family.has_prediction_layers
 
     def shard(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> ShardMap:
         """Map the shard of `parameter` at these coordinates; the name has global layer and expert numbers."""
@@ -124,11 +134,12 @@ class Mapping:
         yield from ((name, None, None) for name in outer if name.parameters[0].startswith("embedding"))
         num_experts = self.architecture.experts.num_experts if self.architecture.experts else 0
         for layer in range(self.architecture.num_layers):
-            for name in layered:
+            of_layer = [name for name in layered if name.layers.contain(self.architecture, layer)]
+            for name in of_layer:
                 if "{expert}" not in name.parameters[0]:
                     yield name, layer, None
             for expert in range(num_experts):
-                yield from ((name, layer, expert) for name in layered if "{expert}" in name.parameters[0])
+                yield from ((name, layer, expert) for name in of_layer if "{expert}" in name.parameters[0])
         yield from ((name, None, None) for name in outer if not name.parameters[0].startswith("embedding"))
 
     def _resolve(self, parameter: str) -> tuple[Name, int | None, int | None]:
@@ -144,7 +155,11 @@ class Mapping:
         a = self.architecture
         query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
         parameter = name.parameters[0]
-        ffn = a.experts.ffn_hidden_size if a.experts and "{expert}" in parameter else a.ffn_hidden_size
+        ffn = a.ffn_hidden_size
+        if a.experts and "{expert}" in parameter:
+            ffn = a.experts.ffn_hidden_size
+        elif a.experts and "shared_experts" in parameter:
+            ffn = a.experts.shared_ffn_hidden_size
         if name.split is Split.VOCABULARY:
             shapes: list[Shape] = [(a.vocab_size, a.hidden_size)]
         elif name.split is Split.QKV:
@@ -153,8 +168,12 @@ class Mapping:
             shapes = [(ffn, a.hidden_size)] * 2
         elif name.split is Split.COLUMNS:
             shapes = [(a.hidden_size, query if "self_attention" in parameter else ffn)]
-        elif "router" in parameter:
+        elif parameter.endswith("router.weight"):
             shapes = [(_num_experts(a), a.hidden_size)]
+        elif parameter.endswith("router.expert_bias"):
+            shapes = [(_num_experts(a),)]
+        elif parameter.endswith("gate_weight"):
+            shapes = [(1, a.hidden_size)]
         elif parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")):
             shapes = [(a.kv_channels,)]
         else:

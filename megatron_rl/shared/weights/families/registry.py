@@ -1,6 +1,15 @@
-"""The model families that can be trained. Each states its differences; `family.py` holds what they share."""
+"""The model families that can be trained. Each states its differences; the modules beside it hold what they share."""
 
-from megatron_rl.shared.weights.families.family import ATTENTION, DENSE_MLP, STEM, ExpertKeys, Family, experts_mlp
+from megatron_rl.shared.weights.families.experts import ExpertKeys
+from megatron_rl.shared.weights.families.family import Family
+from megatron_rl.shared.weights.families.names import (
+    ATTENTION,
+    DENSE_MLP,
+    STEM,
+    experts_mlp,
+    router_bias,
+    shared_expert,
+)
 
 LLAMA = Family(
     name="llama",
@@ -74,5 +83,77 @@ MIXTRAL = Family(
 )
 """Mixtral: Mistral's attention, experts in every layer; the experts' weights always sum to one."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    hf_class="Qwen2MoeForCausalLM",
+    names=STEM
+    + ATTENTION
+    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    + shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate"),
+    switches={"qkv_bias": ("qkv_bias",)},
+    requires={
+        "hidden_act": ("silu",),
+        "use_sliding_window": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+    defaults={"qkv_bias": True},
+    experts=ExpertKeys(
+        num_experts=("num_experts",),
+        ffn_hidden_size="moe_intermediate_size",
+        normalize_weights="norm_topk_prob",
+        others={"shared_ffn_hidden_size": "shared_expert_intermediate_size"},
+        constants={"has_shared_gate": True},
+    ),
+)
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts in every layer, and a shared one with a gate."""
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    hf_class="Glm4MoeForCausalLM",
+    names=STEM
+    + ATTENTION
+    + DENSE_MLP
+    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    + router_bias("mlp.gate.e_score_correction_bias")
+    + shared_expert("mlp.shared_experts"),
+    switches={"qkv_bias": ("attention_bias",), "qk_layernorm": ("use_qk_norm",)},
+    requires={"hidden_act": ("silu",), "norm_topk_prob": (True,)},
+    defaults={
+        "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
+        "n_group": 1, "topk_group": 1,
+    },
+    experts=ExpertKeys(
+        num_experts=("n_routed_experts", "num_local_experts"),
+        ffn_hidden_size="moe_intermediate_size",
+        others={
+            "num_dense_layers": "first_k_dense_replace", "scaling_factor": "routed_scaling_factor",
+            "num_groups": "n_group", "num_active_groups": "topk_group",
+        },
+        num_shared="n_shared_experts",
+        constants={"score": "sigmoid", "has_bias": True},
+    ),
+    has_prediction_layers=True,
+    default_turned=0.5,
+)  # fmt: skip
+"""GLM-4.5 to 4.7: the first layers are dense, and a sigmoid with a bias chooses the experts of the others."""
+
+SEED_OSS = Family(
+    name="seed_oss",
+    hf_class="SeedOssForCausalLM",
+    names=STEM + ATTENTION + DENSE_MLP,
+    switches={"qkv_bias": ("attention_bias",)},
+    requires={
+        "hidden_act": ("silu",),
+        "attention_out_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1, None),
+    },
+    defaults={"head_dim": 128, "attention_bias": True},
+)
+"""Seed-OSS: biases of queries, keys and values, and of no other layer."""
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS)
+}
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -1,0 +1,168 @@
+"""The names of a family's tensors, and their splits over ranks.
+
+A family's table of names is a tuple of `Name`s; most families combine the blocks below. `{layer}` and `{expert}` stand
+for global numbers, counted from zero.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.types import Architecture
+
+
+class Split(enum.Enum):
+    """The layout of the sources in the parameter, and the part of it that a tensor-parallel rank holds."""
+
+    WHOLE = "every rank holds all of it"
+    ROWS = "rows of the one source are divided over ranks"
+    COLUMNS = "columns of the one source are divided over ranks"
+    VOCABULARY = "rows are divided over ranks after padding to a multiple that Megatron chooses"
+    QKV = "for each group its queries, its key, its value; groups are divided over ranks"
+    GATE_UP = "each rank holds its rows of the gate, then its rows of the up projection"
+
+
+class Layers(enum.Enum):
+    """The layers that have a parameter."""
+
+    ALL = "all layers"
+    DENSE = "layers with an MLP"
+    SPARSE = "layers with experts"
+
+    def contain(self, architecture: Architecture, layer: int) -> bool:
+        """Check whether a layer, counted from zero, is one of these."""
+        return self is Layers.ALL or architecture.has_experts(layer) is (self is Layers.SPARSE)
+
+
+def _always(_: Architecture) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """One Megatron parameter and the tensors that it consists of."""
+
+    parameters: tuple[str, ...]
+    """The parameter's possible names: Megatron's local layer spec, TransformerEngine's fused one."""
+    sources: tuple[str, ...]
+    split: Split
+    when: Callable[[Architecture], bool] = _always
+    exported: bool = True
+    """Whether this parameter exports the tensors; False for a copy, since another parameter exports them."""
+    layers: Layers = Layers.ALL
+    dtype: str | None = None
+    """The dtype in which the tensors are stored and published; None for that of the model."""
+
+
+_LAYER = "decoder.layers.{layer}"
+_HF_LAYER = "model.layers.{layer}"
+
+
+def _linear(parameter: str, sources: tuple[str, ...], split: Split, kind: str = "weight", **options: Any) -> Name:
+    return Name(
+        (f"{_LAYER}.{parameter}.{kind}",), tuple(f"{_HF_LAYER}.{source}.{kind}" for source in sources), split, **options
+    )
+
+
+_QKV_SOURCES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP_SOURCES = ("mlp.gate_proj", "mlp.up_proj")
+
+STEM = (
+    Name(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Split.VOCABULARY),
+    Name(
+        (f"{_LAYER}.input_layernorm.weight", f"{_LAYER}.self_attention.linear_qkv.layer_norm_weight"),
+        (f"{_HF_LAYER}.input_layernorm.weight",),
+        Split.WHOLE,
+    ),
+    Name(
+        (f"{_LAYER}.pre_mlp_layernorm.weight", f"{_LAYER}.mlp.linear_fc1.layer_norm_weight"),
+        (f"{_HF_LAYER}.post_attention_layernorm.weight",),
+        Split.WHOLE,
+    ),
+    Name(("decoder.final_layernorm.weight",), ("model.norm.weight",), Split.WHOLE),
+    Name(("output_layer.weight",), ("lm_head.weight",), Split.VOCABULARY, when=lambda a: not a.tied_embeddings),
+    # With tied embeddings and several pipeline stages, the last stage holds a copy of the first stage's embedding.
+    Name(
+        ("output_layer.weight",),
+        ("model.embed_tokens.weight",),
+        Split.VOCABULARY,
+        when=lambda a: a.tied_embeddings,
+        exported=False,
+    ),
+)
+
+ATTENTION = (
+    _linear("self_attention.linear_qkv", _QKV_SOURCES, Split.QKV),
+    _linear("self_attention.linear_qkv", _QKV_SOURCES, Split.QKV, "bias", when=lambda a: a.qkv_bias or a.linear_bias),
+    _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.COLUMNS),
+    _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.WHOLE, "bias", when=lambda a: a.linear_bias),
+    _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
+    _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
+)
+
+DENSE_MLP = (
+    _linear("mlp.linear_fc1", _GATE_UP_SOURCES, Split.GATE_UP, layers=Layers.DENSE),
+    _linear(
+        "mlp.linear_fc1", _GATE_UP_SOURCES, Split.GATE_UP, "bias", when=lambda a: a.linear_bias, layers=Layers.DENSE
+    ),
+    _linear("mlp.linear_fc2", ("mlp.down_proj",), Split.COLUMNS, layers=Layers.DENSE),
+    _linear(
+        "mlp.linear_fc2", ("mlp.down_proj",), Split.WHOLE, "bias", when=lambda a: a.linear_bias, layers=Layers.DENSE
+    ),
+)
+
+
+def experts_mlp(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
+    """Name the router and the experts, which are stored under `block`; each expert has its own tensors."""
+    expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
+    experts = f"{_LAYER}.mlp.experts"
+    return (
+        Name(
+            (f"{_LAYER}.mlp.router.weight",),
+            (f"{_HF_LAYER}.{block}.gate.weight",),
+            Split.WHOLE,
+            layers=Layers.SPARSE,
+        ),
+        Name(
+            (f"{experts}.local_experts.{{expert}}.linear_fc1.weight", f"{experts}.linear_fc1.weight{{expert}}"),
+            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            Split.GATE_UP,
+            layers=Layers.SPARSE,
+        ),
+        Name(
+            (f"{experts}.local_experts.{{expert}}.linear_fc2.weight", f"{experts}.linear_fc2.weight{{expert}}"),
+            (f"{expert}.{down}.weight",),
+            Split.COLUMNS,
+            layers=Layers.SPARSE,
+        ),
+    )
+
+
+def router_bias(source: str) -> tuple[Name, ...]:
+    """Name the bias that chooses experts, which is stored in float32 in models of any dtype."""
+    return (
+        Name(
+            (f"{_LAYER}.mlp.router.expert_bias",),
+            (f"{_HF_LAYER}.{source}",),
+            Split.WHOLE,
+            when=lambda a: a.experts is not None and a.experts.has_bias,
+            layers=Layers.SPARSE,
+            dtype="float32",
+        ),
+    )
+
+
+def shared_expert(block: str, gate: str | None = None) -> tuple[Name, ...]:
+    """Name the expert that every token passes, which is stored under `block`, and the `gate` of its output."""
+    shared, sources = "mlp.shared_experts", tuple(f"{block}.{name}_proj" for name in ("gate", "up", "down"))
+    names = (
+        _linear(f"{shared}.linear_fc1", sources[:2], Split.GATE_UP, layers=Layers.SPARSE),
+        _linear(f"{shared}.linear_fc2", sources[2:], Split.COLUMNS, layers=Layers.SPARSE),
+    )
+    if gate is None:
+        return names
+    weight = Name(
+        (f"{_LAYER}.{shared}.gate_weight",), (f"{_HF_LAYER}.{gate}.weight",), Split.WHOLE, layers=Layers.SPARSE
+    )
+    return (*names, weight)

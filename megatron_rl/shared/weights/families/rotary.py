@@ -1,0 +1,108 @@
+"""The rotary positions of a config.json, read and written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
+from megatron_rl.types import Rope, RopeKind
+
+_ROPE_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_positions",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+}
+_OTHER_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
+_ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
+    RopeKind.DEFAULT: (),
+    RopeKind.LINEAR: ("factor",),
+    RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor"),
+    RopeKind.YARN: ("factor",),
+}
+
+
+def read_rope(config: Mapping[str, Any], default_turned: float | None = None) -> Rope:
+    """Read the rope in either form: rope_theta with rope_scaling, or the rope_parameters of transformers 5.
+
+    `default_turned` is the part of a head that turns without a partial_rotary_factor; None if whole heads must turn.
+    """
+    parameters = _rope_parameters(config)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in list(RopeKind):
+        supported = ", ".join(RopeKind)
+        raise InputError(f"rope type {kind!r} in config.json is not supported: the supported ones are {supported}")
+    for key in ("mscale", "mscale_all_dim"):
+        if parameters.get(key):
+            raise InputError(f"{key} in config.json's rope parameters is not supported: write attention_factor instead")
+    if default_turned is None and parameters.get("partial_rotary_factor", 1) != 1:
+        raise InputError("partial_rotary_factor in config.json's rope parameters is not supported: it must be 1.0")
+    base = read_positive({"rope_theta": config["rope_theta"], **parameters}, "rope_theta")
+    turned = 1.0 if default_turned is None else _read_turned(config, parameters, default_turned)
+    if kind == RopeKind.DEFAULT:
+        return Rope(base=base, turned=turned)
+    if missing := [key for key in _ROPE_NEEDS[RopeKind(kind)] if key not in parameters]:
+        raise InputError(f"config.json's rope parameters must have {missing[0]}, which {kind} needs")
+    if kind in (RopeKind.LLAMA3, RopeKind.YARN):
+        # transformers prefers the length beside the rope parameters to the length among them.
+        beside = config.get("original_max_position_embeddings")
+        length = beside or parameters.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+        parameters["original_max_position_embeddings"] = read_count(config, "original_max_position_embeddings", length)
+    fields = {field: _rope_value(parameters, key) for key, field in _ROPE_KEYS.items() if key in parameters}
+    return Rope(base=base, kind=RopeKind(kind), turned=turned, **fields)
+
+
+def _read_turned(config: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
+    """Return the part of a head that turns; transformers prefers the key among the rope parameters."""
+    key = "partial_rotary_factor"
+    turned = read_positive({key: default, **{k: v for k, v in config.items() if k == key}, **parameters}, key)
+    width = config["head_dim"]
+    if turned > 1 or int(width * turned) % 2 or not int(width * turned):
+        raise InputError(
+            f"{key} = {turned:g} in config.json must turn an even number of the {width} dimensions of a head"
+        )
+    return turned
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dictionary that holds the rope parameters, without those that are null."""
+    found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, parameters in found.items():
+        if not isinstance(parameters, dict):
+            raise InputError(f"{key} = {parameters!r} in config.json must be a dictionary")
+        if unknown := sorted(parameters.keys() - _ROPE_KEYS.keys() - set(_OTHER_ROPE_KEYS)):
+            raise InputError(f"{unknown[0]!r} in config.json's {key} is not supported: remove it if it has no effect")
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        raise InputError(
+            "rope_scaling and rope_parameters in config.json contradict each other: write all keys into "
+            "rope_parameters, rope_theta too, and remove rope_scaling"
+        )
+    parameters = next(iter(found.values()), {})
+    # A truncate that is null is kept, to be refused: transformers reads it as false, not as the default.
+    return {key: value for key, value in parameters.items() if value is not None or key == "truncate"}
+
+
+def _rope_value(parameters: Mapping[str, Any], key: str) -> Any:
+    if key == "truncate":
+        return read_boolean(parameters, key)
+    return parameters[key] if key == "original_max_position_embeddings" else read_positive(parameters, key)
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """Write the rope in the older form, which every reader understands."""
+    if rope.kind == RopeKind.DEFAULT:
+        return {"rope_theta": rope.base}
+    used = {
+        RopeKind.LINEAR: ("factor",),
+        RopeKind.LLAMA3: ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        RopeKind.YARN: (
+            "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate",
+        ),
+    }[rope.kind]  # fmt: skip
+    scaling = {key: getattr(rope, _ROPE_KEYS[key]) for key in used}
+    present = {key: value for key, value in scaling.items() if value is not None}
+    return {"rope_theta": rope.base, "rope_scaling": {"rope_type": str(rope.kind), **present}}
