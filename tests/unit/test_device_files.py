@@ -22,10 +22,16 @@ from megatron_rl.shared.weights.device_weights import DeviceWeights
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.shared.weights.parcels import plan_parcels
 from megatron_rl.shared.weights.shards import Digests, Shard, export, map_shards
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Experts
 from tests.command_lines import QWEN3
 
 SMALL = dataclasses.replace(QWEN3, num_layers=2)
+# Its routers' biases are published in float32, whatever the dtype of the others.
+MIXED = dataclasses.replace(
+    SMALL,
+    family="glm4_moe",
+    experts=Experts(4, 2, 32, score="sigmoid", has_bias=True, num_dense_layers=1, shared_ffn_hidden_size=32),
+)
 
 
 def draw_shards(architecture: Architecture, size: int = 1, dtype: torch.dtype = torch.float32) -> list[list[Shard]]:
@@ -35,7 +41,8 @@ def draw_shards(architecture: Architecture, size: int = 1, dtype: torch.dtype = 
     names = [name.parameters[0].format(layer=layer, expert=expert) for name, layer, expert in mapping._instances()]
     ranks = []
     for rank in range(size):
-        coordinates = Coordinates(tensor_rank=rank, tensor_size=size)
+        # Experts are not divided, and the first rank writes them.
+        coordinates = Coordinates(tensor_rank=rank, tensor_size=size, expert_data_rank=rank)
         generator = torch.Generator().manual_seed(rank)
         parameters = [
             (name, torch.randn(mapping.shard(name, coordinates, padded).shape, generator=generator).to(dtype))
@@ -88,15 +95,26 @@ def read(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("refusal", [None, "no memory may be locked"])
 @pytest.mark.parametrize(
-    ("size", "dtype", "exported"),
-    [(1, torch.float32, "float32"), (1, torch.float32, "bfloat16"), (2, torch.bfloat16, "bfloat16")],
+    ("architecture", "size", "dtype", "exported"),
+    [
+        (SMALL, 1, torch.float32, "float32"),
+        (SMALL, 1, torch.float32, "bfloat16"),
+        (SMALL, 2, torch.bfloat16, "bfloat16"),
+        (MIXED, 2, torch.bfloat16, "bfloat16"),
+    ],
 )
 def test_files_hold_the_bytes_that_are_written_block_by_block(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, refusal: str | None, size: int, dtype: torch.dtype, exported: str
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: str | None,
+    architecture: Architecture,
+    size: int,
+    dtype: torch.dtype,
+    exported: str,
 ) -> None:
-    monkeypatch.setattr(files, "_MAX_FILE_BYTES", 100_000)
-    ranks = draw_shards(SMALL, size, dtype)
-    plan = files.FilePlan(Mapping(SMALL).manifest(exported))
+    monkeypatch.setattr(files, "_MAX_FILE_BYTES", 60_000 if architecture is MIXED else 100_000)
+    ranks = draw_shards(architecture, size, dtype)
+    plan = files.FilePlan(Mapping(architecture).manifest(exported))
     assert len(plan.sizes) > 1
     wanted = write_plainly(ranks, plan, memory / "plain")
     files.create(memory / "device", plan)
@@ -184,9 +202,12 @@ def test_a_refusal_is_said_once_with_its_reason(memory: Path, caplog: pytest.Log
     written.close()
 
 
-def test_parameters_that_are_moved_are_written_and_digested_where_they_lie_now(memory: Path) -> None:
-    (shards,) = draw_shards(SMALL)
-    plan = files.FilePlan(Mapping(SMALL).manifest())
+@pytest.mark.parametrize("architecture", [SMALL, MIXED], ids=lambda one: one.family)
+def test_parameters_that_are_moved_are_written_and_digested_where_they_lie_now(
+    memory: Path, architecture: Architecture
+) -> None:
+    (shards,) = draw_shards(architecture)
+    plan = files.FilePlan(Mapping(architecture).manifest("float32" if architecture is SMALL else "bfloat16"))
     device_weights = DeviceWeights(Device(), shards, plan)
     for version in range(2):
         for shard in shards:

@@ -49,11 +49,11 @@ class DeviceFiles:
         self._platform = platform
         self._shards = shards
         self._plan = plan
-        self._dtype = DTYPES[next(iter(plan.specs.values())).dtype]
+        self._dtypes = {name: DTYPES[spec.dtype] for name, spec in plan.specs.items()}
         self._parcels = plan_parcels(shards, plan, most_bytes)
         self._buffer_bytes = max((parcel.num_bytes for parcel in self._parcels), default=0)
         self._staging: list[torch.Tensor] = []
-        self._packer: SlicePacker | None = None
+        self._packers: list[SlicePacker] = []
         self._addresses: list[int] = []
         self._locked: dict[_FileId, torch.Tensor] = {}
         self._folders: collections.deque[frozenset[_FileId]] = collections.deque()
@@ -62,7 +62,7 @@ class DeviceFiles:
     def write(self, folder: Path, count: Count | None = None) -> None:
         """Write all that this rank owns; `count` learns of the elements of each tensor that have arrived."""
         files = self._open(folder)
-        packer, platform = self._get_packer(), self._platform
+        packers, platform = self._get_packers(), self._platform
         device = self._shards[0].parameter.device
         buffers = [
             torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device) for _ in self._parcels[:_NUM_BUFFERS]
@@ -72,7 +72,8 @@ class DeviceFiles:
         try:
             for number, parcel in enumerate(self._parcels):
                 buffer = buffers[number % _NUM_BUFFERS]
-                packer.pack(number, buffer)
+                for packer in packers:
+                    packer.pack(number, buffer)
                 packed = platform.event()
                 packed.record(platform.current_stream())
                 copies.wait_event(packed)
@@ -120,8 +121,8 @@ class DeviceFiles:
             if sent.staged is not None and (self._refusal is not None or not part.is_run):
                 _copy_rows(sent.staged, sent.files[sent.parcel.file], part)
         if count is not None:
-            for name, num_elements in sent.parcel.count_elements(self._dtype.itemsize).items():
-                count(name, num_elements)
+            for name, num_bytes in sent.parcel.count_bytes().items():
+                count(name, num_bytes // self._dtypes[name].itemsize)
 
     def _stage(self, number: int) -> torch.Tensor:
         """Return the page-locked buffer of a parcel, whose numbers take turns."""
@@ -129,16 +130,22 @@ class DeviceFiles:
             self._staging.append(self._platform.host_buffer(self._buffer_bytes))
         return self._staging[number % _NUM_BUFFERS]
 
-    def _get_packer(self) -> SlicePacker:
-        """Build the packer when it is first used, and again if a parameter lies elsewhere than before."""
+    def _get_packers(self) -> list[SlicePacker]:
+        """Build a packer for each dtype when they are first used, and again if a parameter lies elsewhere."""
         addresses = find_addresses(self._shards)
-        if self._packer is None or addresses != self._addresses:
-            batches = [
-                [Placed(part.values(self._shards), part.first_byte) for part in parcel.parts]
-                for parcel in self._parcels
+        if not self._packers or addresses != self._addresses:
+            self._packers = [
+                build_slice_packer([self._list_placed(parcel, dtype) for parcel in self._parcels], dtype)
+                for dtype in dict.fromkeys(self._dtypes.values())
             ]
-            self._packer, self._addresses = build_slice_packer(batches, self._dtype), addresses
-        return self._packer
+            self._addresses = addresses
+        return self._packers
+
+    def _list_placed(self, parcel: Parcel, dtype: torch.dtype) -> list[Placed]:
+        parts = [part for part in parcel.parts if self._dtypes[part.piece.name] == dtype]
+        # Tensors have even numbers of elements, so that wider ones lie well after narrower ones.
+        assert all(part.first_byte % dtype.itemsize == 0 for part in parts)
+        return [Placed(part.values(self._shards), part.first_byte) for part in parts]
 
     def _open(self, folder: Path) -> dict[str, torch.Tensor]:
         """Map the folder's files that this rank writes; lock those that are new, and unlock those of old folders."""

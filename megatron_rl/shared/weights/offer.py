@@ -22,7 +22,7 @@ from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.platforms.device_sharing import MemoryHandle
 
 OFFER_FILE = "offer"
-OFFER_VERSION = 1
+OFFER_VERSION = 2
 _POLL_SECONDS = 0.0005
 _NAMESPACES = ("pid", "ipc")
 
@@ -64,6 +64,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: list[tuple[str, tuple[int, ...]]]
     """The names and shapes."""
     ranks: list[RankOffer]
+    other_dtypes: dict[str, str] = {}
+    """The dtypes of tensors that have another one."""
     wire: int = OFFER_VERSION
 
 

@@ -57,12 +57,17 @@ class OfferedShards:
         return RankOffer(self._generation, handles, pieces)
 
 
-def find_other_dtypes(shards: Sequence[Shard], dtype: str) -> list[str]:
-    """Return why these shards cannot be offered in a dtype: they would have to be converted."""
-    owned = {shard.parameter_name: shard.parameter.dtype for shard in shards if shard.map.owned}
-    others = {name: found for name, found in owned.items() if found != DTYPES[dtype]}
+def find_other_dtypes(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> list[str]:
+    """Return why these shards cannot be offered as tensors of these specs: they would have to be converted."""
+    published = {spec.name: DTYPES[spec.dtype] for spec in specs}
+    others = {
+        shard.parameter_name: (shard.parameter.dtype, published[shard.map.pieces[0].name])
+        for shard in shards
+        if shard.map.owned and shard.map.pieces and shard.parameter.dtype != published[shard.map.pieces[0].name]
+    }
     if not others:
         return []
-    dtypes = ", ".join(sorted({str(other).removeprefix("torch.") for other in others.values()}))
+    pairs = sorted({tuple(str(dtype).removeprefix("torch.") for dtype in pair) for pair in others.values()})
+    dtypes = ", or ".join(f"trained in {trained} and published in {wanted}" for trained, wanted in pairs)
     names = ", ".join(sorted(others)[:_NAMED])
-    return [f"{len(others)} parameters are trained in {dtypes} and published in {dtype}: {names}"]
+    return [f"{len(others)} parameters are {dtypes}: {names}"]

@@ -90,11 +90,11 @@ class Parcel:
                 runs.append(Run(part.first_byte, part.file_byte, part.num_bytes))
         return runs
 
-    def count_elements(self, item_bytes: int) -> dict[str, int]:
-        """Count the elements of each tensor."""
+    def count_bytes(self) -> dict[str, int]:
+        """Count the bytes of each tensor."""
         counts: dict[str, int] = {}
         for part in self.parts:
-            counts[part.piece.name] = counts.get(part.piece.name, 0) + part.num_bytes // item_bytes
+            counts[part.piece.name] = counts.get(part.piece.name, 0) + part.num_bytes
         return counts
 
 

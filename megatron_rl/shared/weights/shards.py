@@ -243,6 +243,9 @@ class WeightStream:
         owned = [_owned_pieces(mapping, peer, padded_vocab_size) for peer in peers]
         held = {piece.name for pieces in owned for _, piece in pieces}
         specs = [spec for spec in mapping.manifest(dtype) if spec.name in held]
+        # A bucket travels as one tensor, of one dtype. Tensors of another dtype than the first come last.
+        first_dtype = specs[0].dtype if specs else ""
+        specs.sort(key=lambda spec: spec.dtype != first_dtype)
         self._buckets = _split(specs, bucket_bytes)
         self._bucket_of = {spec.name: i for i, bucket in enumerate(self._buckets) for spec in bucket}
         self._pieces = [self._by_bucket(pieces) for pieces in owned]
@@ -305,7 +308,7 @@ def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSp
     filled = bucket_bytes
     for spec in specs:
         num_bytes = spec.num_elements * DTYPES[spec.dtype].itemsize
-        if filled + num_bytes > bucket_bytes:
+        if filled + num_bytes > bucket_bytes or spec.dtype != buckets[-1][-1].dtype:
             buckets.append([])
             filled = 0
         buckets[-1].append(spec)

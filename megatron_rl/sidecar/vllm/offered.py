@@ -65,13 +65,15 @@ class OpenedMemory:
         ]
         named = {(*key, handle) for key, rank in zip(keys, offer.ranks, strict=True) for handle in rank.handles}
         self._kept = {key: memory for key, memory in self._kept.items() if key in named}
-        specs = tuple(TensorSpec(name, shape, offer.dtype) for name, shape in offer.tensors)
+        others = offer.other_dtypes
+        specs = tuple(TensorSpec(name, shape, others.get(name, offer.dtype)) for name, shape in offer.tensors)
         pieces: dict[str, list[OpenedPiece]] = {spec.name: [] for spec in specs}
         for rank, memory in zip(offer.ranks, memories, strict=True):
             for piece in rank.pieces:
                 place = Rectangle(piece.first_row, piece.first_column, piece.num_rows, piece.num_columns)
-                values_RC = _view(memory[piece.memory].view(DTYPES[offer.dtype]), piece)
-                pieces[specs[piece.tensor].name].append(OpenedPiece(place, values_RC))
+                spec = specs[piece.tensor]
+                values_RC = _view(memory[piece.memory].view(DTYPES[spec.dtype]), piece)
+                pieces[spec.name].append(OpenedPiece(place, values_RC))
         _must_cover(specs, pieces)
         opened = OpenedOffer(specs, pieces)
         self._last = unnamed, opened

@@ -49,7 +49,7 @@ class Offers:
             is_one_host = len(set(session.gather(identify_host()))) == 1
             own = [] if is_one_host else ["the trainer's ranks are in several namespaces, or on several hosts"]
             own += [f"the trainer's {obstacle}" for obstacle in sharing.find_obstacles()]
-            own += find_other_dtypes(weights.shards, self._dtype)
+            own += find_other_dtypes(weights.shards, self._specs)
             reasons = list(dict.fromkeys(reason for of_rank in session.gather(own) for reason in of_rank))
         if sharing is None or reasons:
             self._give_up(reasons)
@@ -67,7 +67,8 @@ class Offers:
             return False
         self._ranks = [new or old for new, old in zip(changed, self._ranks, strict=True)]
         tensors = [(spec.name, spec.shape) for spec in self._specs]
-        offer = Offer(fingerprint, identify_host(), self._run, self._dtype, tensors, self._ranks)
+        others = {spec.name: spec.dtype for spec in self._specs if spec.dtype != self._dtype}
+        offer = Offer(fingerprint, identify_host(), self._run, self._dtype, tensors, self._ranks, others)
         session.run_or_raise_everywhere(lambda: write_offer(folder, offer) if session.rank == 0 else None)
         return True
 
