@@ -44,8 +44,22 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "norm_topk_prob": False},
     ),
     "mixtral": (transformers.MixtralConfig, {**_EXPERTS, "num_local_experts": 4}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+         "n_shared_experts": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16,
+         "attention_bias": True, "use_qk_norm": True},
+    ),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
 }  # fmt: skip
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral")
+# Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
+COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss")
+_ROUTER_BIAS = "e_score_correction_bias"
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe")
 
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
@@ -60,6 +74,9 @@ def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in parameter_name else 0.15 * noise)
+        for buffer_name, bias in model.named_buffers():
+            if buffer_name.endswith(_ROUTER_BIAS):
+                bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
 
@@ -99,7 +116,8 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
         model.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        saved = load_file(Path(folder) / "model.safetensors")
+        return {name: gradient for name, gradient in saved.items() if not name.endswith(_ROUTER_BIAS)}
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:

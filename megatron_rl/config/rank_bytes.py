@@ -18,7 +18,10 @@ class ParameterCounts:
     """Counts of a model's parameters."""
 
     of_layer: int
-    """Parameters of a layer that every token passes, attention included; norms are left out."""
+    """Parameters of a layer that every token passes, attention included; norms are left out.
+
+    Counts of a layer are means over all layers, of which the first ones may have no experts.
+    """
     of_experts: int
     """Parameters of all experts of a layer."""
     of_active: int
@@ -45,16 +48,20 @@ def count_parameters(architecture: Architecture) -> ParameterCounts:
     queries = architecture.num_attention_heads * architecture.kv_channels
     groups = architecture.num_query_groups * architecture.kv_channels
     attention = hidden * (2 * queries + 2 * groups)
-    experts = architecture.experts
-    dense = 0 if experts else 3 * hidden * architecture.ffn_hidden_size
+    experts, num_layers = architecture.experts, architecture.num_layers
+    num_dense = experts.num_dense_layers if experts else num_layers
     of_expert = 3 * hidden * experts.ffn_hidden_size if experts else 0
-    router = hidden * experts.num_experts if experts else 0
+    of_all = hidden * (experts.num_experts + 3 * experts.shared_ffn_hidden_size) if experts else 0
+
+    def average(of_dense_layer: int, of_other_layer: int) -> int:
+        return (num_dense * of_dense_layer + (num_layers - num_dense) * of_other_layer) // num_layers
+
     return ParameterCounts(
-        of_layer=attention + dense + router,
-        of_experts=of_expert * experts.num_experts if experts else 0,
-        of_active=of_expert * experts.num_active if experts else 0,
+        of_layer=attention + average(3 * hidden * architecture.ffn_hidden_size, of_all),
+        of_experts=average(0, of_expert * experts.num_experts) if experts else 0,
+        of_active=average(0, of_expert * experts.num_active) if experts else 0,
         of_vocabulary=hidden * architecture.vocab_size,
-        num_layers=architecture.num_layers,
+        num_layers=num_layers,
         is_tied=architecture.tied_embeddings,
     )
 
@@ -218,4 +225,5 @@ def count_kept_of_layer(
         return of_norms / split.row_ranks + (of_attention + of_columns) / (split.tensor * split.context)
     of_experts = experts.num_active * item * (3 * hidden * split.expert_tensor + 5 * experts.ffn_hidden_size)
     of_experts += 4 * experts.num_experts
-    return (of_norms + of_experts) / split.row_ranks + of_attention / (split.tensor * split.context)
+    of_columns = 5 * item * experts.shared_ffn_hidden_size
+    return (of_norms + of_experts) / split.row_ranks + (of_attention + of_columns) / (split.tensor * split.context)

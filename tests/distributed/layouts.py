@@ -24,6 +24,7 @@ from megatron_rl.trainer.mcore.session import ParallelSizes, Session
 from megatron_rl.trainer.mcore.step import auxiliary
 from megatron_rl.trainer.mcore.step.forward_step import ForwardStep, Report, compute_log_probs, loss_scale, run_schedule
 from megatron_rl.types import Architecture
+from tests import hf_models
 from tests.nursery import platform_name
 
 
@@ -69,6 +70,15 @@ DENSE_LAYOUTS = (
     "TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2", "CP2", "CP4", "CP2xPP2", "TP2+SPxCP2",
 )  # fmt: skip
 EXPERT_LAYOUTS = ("TP1", "EP2", "EP2xCP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
+# Virtual stages must find the layers that have experts.
+LAYOUTS_WITH_DENSE_LAYERS = (*EXPERT_LAYOUTS, "PP2xVPP2")
+
+
+def list_layouts(model: str) -> tuple[str, ...]:
+    """List the layouts that a model of `hf_models` is compared in."""
+    if model == "glm4_moe":
+        return LAYOUTS_WITH_DENSE_LAYERS
+    return EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS
 
 
 def divisor(sizes: ParallelSizes) -> int:
@@ -136,7 +146,8 @@ class Model:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients under the names and in the shapes of the checkpoint; on rank 0, elsewhere nothing."""
-        return self.whole({name: parameter.main_grad for name, parameter in gpt.named_shards(self.chunks)})
+        trained = [item for item in gpt.named_shards(self.chunks) if item[1].requires_grad]
+        return self.whole({name: parameter.main_grad for name, parameter in trained})
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return weights likewise."""
@@ -157,9 +168,10 @@ class Model:
         if session.rank != 0:
             return {}
         whole = {spec.name: torch.full(spec.shape, float("nan")) for spec in mapping.manifest()}
-        for piece, values in (item for items in everyone for item in items):
+        given = [item for items in everyone for item in items]
+        for piece, values in given:
             whole[piece.name].narrow(piece.dim, piece.source, piece.length).copy_(values)
-        return whole
+        return {name: whole[name] for name in whole.keys() & {piece.name for piece, _ in given}}
 
     def _everywhere(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         everyone: list[Any] = [None] * self.session.world_size

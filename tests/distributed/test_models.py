@@ -10,10 +10,15 @@ import torch
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
 from tests import hf_models
 from tests.distributed import parity
-from tests.distributed.layouts import CASES, DENSE_LAYOUTS, EXPERT_LAYOUTS
+from tests.distributed.layouts import CASES, list_layouts
 from tests.ranks import run_ranks
 
 WORLD_SIZES = [1, 2, pytest.param(4, marks=pytest.mark.each_change)]
+
+MODELS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in hf_models.COMPARED_LESS_OFTEN else name
+    for name in hf_models.CONFIGS
+]
 
 Computed = dict[tuple[str, str], tuple[parity.Computed, str]]
 
@@ -30,15 +35,15 @@ def expected(folders: dict[str, Path]) -> Callable[[str, float], parity.Expected
 
 
 @pytest.fixture(scope="module")
-def computed(folders: dict[str, Path]) -> Callable[[int], Computed]:
+def computed(folders: dict[str, Path]) -> Callable[..., Computed]:
     """Compute results by layout and model, in all layouts of a number of ranks."""
-    experts = {name: folder for name, folder in folders.items() if name in hf_models.WITH_EXPERTS}
-    dense = {name: folder for name, folder in folders.items() if name not in hf_models.WITH_EXPERTS}
 
     @functools.cache
-    def of(world_size: int) -> Computed:
+    def of(world_size: int, is_less_often: bool = False) -> Computed:
         results: Computed = {}
-        for names, models in ((DENSE_LAYOUTS, dense), (EXPERT_LAYOUTS, experts)):
+        chosen = [name for name in folders if (name in hf_models.COMPARED_LESS_OFTEN) is is_less_often]
+        for names in {list_layouts(name): None for name in chosen}:
+            models = {name: folders[name] for name in chosen if list_layouts(name) == names}
             cases = [name for name in names if CASES[name].world_size == world_size]
             results |= run_ranks(parity.run_layouts, world_size, cases, models)[0]
         return results
@@ -46,15 +51,17 @@ def computed(folders: dict[str, Path]) -> Callable[[int], Computed]:
     return of
 
 
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_log_probs_and_gradients_equal_those_of_transformers_in_every_layout(name, world_size, computed, expected):
     of_transformers = expected(name, parity.TEMPERATURE)
     for tensor, gradient in of_transformers.truth.gradients.items():
         assert gradient.any(), f"no gradient reaches {tensor}"
-    ours = {layout: results for (layout, of), (results, _) in computed(world_size).items() if of == name}
-    layouts = EXPERT_LAYOUTS if name in hf_models.WITH_EXPERTS else DENSE_LAYOUTS
-    assert ours.keys() == {layout for layout in layouts if CASES[layout].world_size == world_size}
+    is_less_often = name in hf_models.COMPARED_LESS_OFTEN
+    found = {layout: one for (layout, of), one in computed(world_size, is_less_often).items() if of == name}
+    assert len({fingerprint for _, fingerprint in found.values()}) == 1
+    ours = {layout: results for layout, (results, _) in found.items()}
+    assert ours.keys() == {layout for layout in list_layouts(name) if CASES[layout].world_size == world_size}
     for layout, results in ours.items():
         worst = of_transformers.worst(results)
         print(f"{layout:>18} {name:<14} error / bound: {worst}")

@@ -8,12 +8,10 @@ import transformers
 from safetensors.torch import load_file
 
 from tests import hf_models
-from tests.distributed.layouts import CASES, DENSE_LAYOUTS, EXPERT_LAYOUTS, Case, build, start_session
+from tests.distributed.layouts import CASES, Case, build, list_layouts, start_session
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
-
-MODELS = tuple(hf_models.CONFIGS)
 
 
 def round_trip(case: Case, folder: Path, out: Path) -> dict[str, object]:
@@ -42,21 +40,22 @@ def round_trips(world_size: int, folders: dict[str, Path], out: Path) -> dict[tu
     results = {}
     for model, folder in folders.items():
         source = folder
-        for name in EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS:
+        for name in list_layouts(model):
             if CASES[name].world_size == world_size:
                 results[name, model] = round_trip(CASES[name], source, out / name / model)
                 source = out / name / model / "same"
     return results
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["common", "others"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: hf_models.draw(name, root / name) for name in MODELS}
+    names = [name for name in hf_models.CONFIGS if (name in hf_models.COMPARED_LESS_OFTEN) is request.param]
+    return {name: hf_models.draw(name, root / name) for name in names}
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("out")
 
 
@@ -98,9 +97,9 @@ def test_the_stream_yields_every_tensor_once_over_the_stages(trips, folders) -> 
                 assert torch.equal(tensor, given[name]), (layout, model, name)
 
 
-def test_the_fingerprint_belongs_to_the_weights_and_not_to_the_layout(trips) -> None:
+def test_the_fingerprint_belongs_to_the_weights_and_not_to_the_layout(trips, folders) -> None:
     for key in ("saved", "doubled", "fingerprint", "half"):
-        for model in MODELS:
+        for model in folders:
             seen = {rank[key] for (_, name), ranks in trips.items() if name == model for rank in ranks}
             assert len(seen) == 1, (key, model)
     for ranks in trips.values():
@@ -110,9 +109,13 @@ def test_the_fingerprint_belongs_to_the_weights_and_not_to_the_layout(trips) -> 
 
 def test_transformers_loads_what_was_saved(folders, out) -> None:
     tokens = torch.tensor([hf_models.sequences([30])[0]])
-    for model, layout in (("qwen3", "TP2xPP2"), ("qwen3_moe", "EP2xPP2"), ("llama_biased", "PP2xVPP2")):
+    pairs = {
+        "qwen3": "TP2xPP2", "qwen3_moe": "EP2xPP2", "llama_biased": "PP2xVPP2", "glm4_moe": "PP2xVPP2",
+        "qwen2_moe": "EP2xPP2", "seed_oss": "TP2xPP2",
+    }  # fmt: skip
+    for model in folders.keys() & pairs.keys():
         logits = [
             transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
-            for folder in (folders[model], out / layout / model / "same")
+            for folder in (folders[model], out / pairs[model] / model / "same")
         ]
         assert torch.equal(*logits)

@@ -28,5 +28,8 @@ def test_auxiliary_losses_are_taken_once_and_averaged_over_ranks(form, monkeypat
     form(monkeypatch)
     monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_world_size", lambda: 2)
     # A mean over layers; of two ranks' means of the second loss a half each.
-    assert take_losses() == {"moe_load_balancing_loss": 3.0, "moe_z_loss": 4.0}
-    assert take_losses() == {}
+    assert take_losses(2) == {"moe_load_balancing_loss": 3.0, "moe_z_loss": 4.0}
+    assert take_losses(2) == {}
+    form(monkeypatch)
+    # A layer without experts records nothing.
+    assert take_losses(1) == {"moe_load_balancing_loss": 6.0, "moe_z_loss": 8.0}

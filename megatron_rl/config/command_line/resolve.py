@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron_rl.config.command_line.flags import Given
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.trainer.mcore.configs import find_megatron_version, import_configs
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
 
 Reasons = dict[str, tuple[Any, str]]
@@ -74,6 +74,27 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
             # A softmax over the chosen experts alone equals a softmax over all of them, scaled to sum to one.
             "moe_router_pre_softmax": not experts.normalize_weights,
         }
+        fields |= _list_special_fields(architecture, experts)
+    return fields
+
+
+def _list_special_fields(architecture: Architecture, experts: Experts) -> dict[str, Any]:
+    """Return the fields about experts that only some models have."""
+    fields: dict[str, Any] = {}
+    if experts.score != "softmax":
+        # Models with such scores compute them in float32, whatever the dtype of their weights.
+        fields |= {"moe_router_score_function": experts.score, "moe_router_dtype": "fp32"}
+    if experts.has_bias:
+        fields |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+    if experts.scaling_factor != 1:
+        fields["moe_router_topk_scaling_factor"] = experts.scaling_factor
+    if experts.num_groups > 1:
+        fields |= {"moe_router_num_groups": experts.num_groups, "moe_router_group_topk": experts.num_active_groups}
+    if experts.num_dense_layers:
+        fields["moe_layer_freq"] = [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)]
+    if experts.shared_ffn_hidden_size:
+        fields["moe_shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
+        fields["moe_shared_expert_gate"] = experts.has_shared_gate
     return fields
 
 
@@ -175,6 +196,11 @@ def resolve_fields(
     if architecture is not None:
         for field, value in list_architecture_fields(architecture).items():
             fields.transformer.setdefault(field, value)
+        has_bias = architecture.experts is not None and architecture.experts.has_bias
+        if has_bias and not fields.transformer["moe_router_bias_update_rate"]:
+            fields.notes.append(
+                "the bias that helps to choose experts stays what was loaded: --moe-router-bias-update-rate is 0"
+            )
     _derive_layout(fields, given, architecture)
     _unwrap_single_values(fields)
     _derive_precision(fields, given)

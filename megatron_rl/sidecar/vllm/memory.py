@@ -120,7 +120,9 @@ def count_needs(
     size, item = tensor_parallel_size, _ITEM_BYTES[dtype]
     tensors = [spec.num_elements for spec in Mapping(architecture).manifest()]
     experts = architecture.experts
-    columns = experts.num_active * experts.ffn_hidden_size if experts else architecture.ffn_hidden_size
+    columns = architecture.ffn_hidden_size
+    if experts:
+        columns = experts.num_active * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
     step = _STEP_TOKENS * (4 * architecture.hidden_size + 3 * math.ceil(columns / size)) * item
     logits = _LOGITS_COPIES * max_num_seqs * architecture.vocab_size * _ITEM_BYTES["float32"]
     # A published tensor lies beside its place until it is copied.

@@ -273,13 +273,19 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
     if size < 1:
         return
     groups = model.num_query_groups
-    columns = model.experts.ffn_hidden_size if model.experts else model.ffn_hidden_size
+    experts = model.experts
+    shared = experts.shared_ffn_hidden_size if experts else 0
     uneven = [
         what
         for is_even, what in (
             (model.num_attention_heads % size == 0, f"{model.num_attention_heads} attention heads"),
             (max(groups, size) % min(groups, size) == 0, f"{groups} heads of keys and values"),
-            (columns % size == 0, f"{columns} columns of {'an expert' if model.experts else 'the MLP'}"),
+            (
+                not experts or experts.ffn_hidden_size % size == 0,
+                f"{experts and experts.ffn_hidden_size} columns of an expert",
+            ),
+            (shared % size == 0, f"{shared} columns of the shared expert"),
+            (model.has_experts(0) or model.ffn_hidden_size % size == 0, f"{model.ffn_hidden_size} columns of the MLP"),
         )
         if not is_even
     ]

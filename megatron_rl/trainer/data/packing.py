@@ -28,6 +28,8 @@ class Pack:
     target_tokens_N: torch.Tensor
     target_sequences_N: torch.Tensor
     """Number of the response that the target belongs to, counted over the pack."""
+    num_padding: int = 0
+    """Number of the last tokens that only fill the buffer."""
     places_of_parts: tuple[torch.Tensor, ...] = ()
     """For each part of the rows, [M]: the targets that it predicts. Ranks that share a pack have one part each."""
 
@@ -110,6 +112,7 @@ def _pack(
         target_rows_N=torch.from_numpy(rows),
         target_tokens_N=torch.from_numpy(tokens),
         target_sequences_N=torch.from_numpy(sequences),
+        num_padding=padding,
     )
 
 

@@ -72,7 +72,7 @@ class Learner:
                 updates.append(self._step(slots, update, of_update))
             statistics += of_update
         with self._timeline.part("report"):
-            measures = Measures(sums=take_losses())
+            measures = Measures(sums=take_losses(self._policy.chunks[0].architecture.num_expert_layers))
             log_probs: dict[int, np.ndarray] = {}
             if is_reporter():
                 log_probs = {slot: kept_N.float().cpu().numpy() for slot, kept_N in self._kept.items()}

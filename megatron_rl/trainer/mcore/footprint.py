@@ -243,7 +243,7 @@ def _stand_in(chunk: PackedGPTModel) -> None:
             if isinstance(child, SharedPromptAttention):
                 setattr(module, name, _Attention(child.context_group))
             elif isinstance(child, MoELayer):
-                setattr(module, name, _Experts(child.config))
+                setattr(module, name, _Experts(child))
 
 
 class _Attention(torch.nn.Module):
@@ -262,11 +262,15 @@ class _Attention(torch.nn.Module):
 
 
 class _Experts(torch.nn.Module):
-    """A stand-in for experts. It keeps what Megatron's dispatcher and experts keep for an equal share of tokens."""
+    """A stand-in for experts. It keeps what Megatron's dispatcher and experts keep for an equal share of tokens.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    A shared expert reads no numbers, and stays.
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
         super().__init__()
-        self.config = config
+        self.config = layer.config
+        self.shared_experts = layer.shared_experts
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         config = self.config
@@ -278,7 +282,8 @@ class _Experts(torch.nn.Module):
         widths = (wide, wide, 2 * columns, columns, columns, columns, wide)
         kept = [like.new_empty(routed, width) for width in widths]
         scores = like.new_empty(num_rows, config.num_moe_experts, dtype=torch.float32)
-        return _Keeps.apply(like.shape, like, scores, *kept), None
+        out = _Keeps.apply(like.shape, like, scores, *kept)
+        return (out if self.shared_experts is None else out + self.shared_experts(hidden_states)), None
 
 
 class _Keeps(torch.autograd.Function):

@@ -98,7 +98,7 @@ class SupervisedLearner:
         with self._timeline.part("optimizer"):
             denominator = sum_over_replicas(self._session, packs.num_targets)
             outcome = make_update(self._policy, denominator, lambda: self._timeline.span("update"))
-        measures = Measures(sums=take_losses())
+        measures = Measures(sums=take_losses(self._policy.chunks[0].architecture.num_expert_layers))
         if is_reporter():
             measures.merge(_measure(packs, sum(losses)))
         return Learned([outcome], measures)

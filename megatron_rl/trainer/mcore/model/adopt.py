@@ -27,6 +27,7 @@ from megatron_rl.trainer.mcore.model import rope
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, mark_tensor_parallel
+from megatron_rl.trainer.mcore.model.router import freeze_router_biases
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
 from megatron_rl.types import Architecture, RopeKind
 
@@ -64,6 +65,7 @@ def adopt(
     packed.__class__ = type(f"Packed{kind.__name__}", (PackedGPTModel, kind), {"__module__": kind.__module__})
     packed.take_packs(architecture, output_layer_backend, qkv_backend)
     fuse_layers(packed, elementwise_backend)
+    freeze_router_biases(packed)
     mark_tensor_parallel(packed)
     return packed
 

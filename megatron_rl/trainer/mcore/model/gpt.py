@@ -25,6 +25,7 @@ from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
+from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
 
@@ -63,12 +64,13 @@ class PackedGPTModel(GPTModel):
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         rotation_R2F = self._make_rotation(pack.positions_T[rows]) if self.qkv_backend == "triton" else None
-        return super().forward(
-            input_ids=pack.tokens_T[None, rows],
-            position_ids=pack.positions_T[None, rows],
-            attention_mask=None,
-            packed_seq_params=PackParams.of(pack, temperature, with_entropies, rotation_R2F),
-        )
+        with counting(self, pack, rows):
+            return super().forward(
+                input_ids=pack.tokens_T[None, rows],
+                position_ids=pack.positions_T[None, rows],
+                attention_mask=None,
+                packed_seq_params=PackParams.of(pack, temperature, with_entropies, rotation_R2F),
+            )
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Make the table by which all layers turn queries and keys, with the factor of Megatron's operations."""
@@ -157,6 +159,8 @@ def build_chunks(
         chunks = _build_stages(
             config, architecture, vocab_divisible_by, attention_backend, output_layer_backend, qkv_backend
         )
+        for chunk in chunks:
+            freeze_router_biases(chunk)
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
     return chunks

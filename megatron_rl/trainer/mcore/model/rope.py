@@ -8,9 +8,12 @@ from megatron_rl.types import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Compute a frequency for each pair of a head's dimensions, in fp32, and on the host: all devices get the same."""
+    """Compute a frequency for each pair of dimensions that turns, in fp32, and on the host: all devices get the same.
+
+    The result is as short as the part of a head that turns, and Megatron leaves the other dimensions as they are.
+    """
     with torch.device("cpu"):
-        return _inverse_frequencies(rope, head_dim)
+        return _inverse_frequencies(rope, int(head_dim * rope.turned))
 
 
 def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -35,13 +38,13 @@ def attention_factor(rope: Rope) -> float:
 
 
 def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """Compute the angle of each of a head's dimensions at each position, in Megatron's shape: [T, 1, 1, D]."""
+    """Compute the angle of each dimension that turns at each position, in Megatron's shape: [T, 1, 1, D]."""
     angles_TF = pair_angles(frequencies_F, positions_T)
     return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
 
 
 def pair_angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """Compute the angle of each pair of a head's dimensions at each position."""
+    """Compute the angle of each pair of dimensions that turns at each position."""
     return torch.outer(positions_T.float(), frequencies_F)
 
 

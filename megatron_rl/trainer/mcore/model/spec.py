@@ -6,6 +6,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
@@ -21,24 +22,30 @@ def block_spec(
     qkv_backend: str,
 ) -> TransformerBlockSubmodules:
     """Specify the layers of this pipeline stage and its final norm."""
-    layer, norm = _local_layer(config) if config.transformer_impl == "local" else _engine_layer(config)
-    if qkv_backend == "triton":
-        layer.submodules.self_attention.module = FusedSelfAttention
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
-    )
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    make_layer = _local_layer if config.transformer_impl == "local" else _engine_layer
+    layers: dict[bool, ModuleSpec] = {}
+    for has_experts in sorted({architecture.has_experts(number) for number in range(architecture.num_layers)}):
+        layer, norm = make_layer(config, config.num_moe_experts if has_experts else None)
+        if qkv_backend == "triton":
+            layer.submodules.self_attention.module = FusedSelfAttention
+        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+            module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
+        )
+        layers[has_experts] = layer
+    layer_specs = [layers[architecture.has_experts(number)] for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
-    if config.num_moe_experts:
+    if num_experts:
         # Checkpoints keep the name of the norm before experts. The local spec would name it after a dense layer's fc1.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -48,11 +55,11 @@ def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     return layer, RMSNorm
 
 
-def _engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+def _engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         use_te_activation_func=config.use_te_activation_func,

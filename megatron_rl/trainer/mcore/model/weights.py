@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
@@ -33,6 +34,7 @@ from megatron_rl.shared.weights.shards import (
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.trainer.mcore.session import Session
 
+_log = logging.getLogger(__name__)
 # Files beside the weights, which engines and users need. They are copied unchanged.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
@@ -65,6 +67,9 @@ class ModelWeights:
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
+            if self._session.rank == 0 and (names := checkpoint.left_out):
+                what = f"{len(names)} tensors of layers that predict several tokens, such as {names[0]}"
+                _log.warning("%s in %s are neither trained nor exported", what, folder)
             self._session.run_or_raise_everywhere(lambda: load_shards(self.shards, checkpoint))
 
     def zero_padding(self) -> None:

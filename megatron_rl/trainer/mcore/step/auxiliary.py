@@ -29,18 +29,17 @@ def weigh_losses(output: torch.Tensor, share: float, config: TransformerConfig) 
     output.register_hook(lambda _: MoEAuxLossAutoScaler.set_loss_scale(factor))
 
 
-def take_losses() -> dict[str, float]:
+def take_losses(num_layers: int) -> dict[str, float]:
     """Return and clear this rank's part of each auxiliary loss, without its coefficient.
 
-    A part is a sum over micro-batches of means over layers; all ranks' parts add up to the sum over all replicas.
+    A part is a sum over micro-batches of means over the layers with experts, of which the model has `num_layers`. All
+    ranks' parts add up to the sum over all replicas.
     """
     recorded = _take_recorded()
     # A rank holds its own tokens' part of the first loss, and the mean over its tokens of the second.
     num_means = {"load_balancing_loss": 1, "z_loss": parallel_state.get_tensor_and_context_parallel_world_size()}
     return {
-        f"moe_{name}": sum(recorded[name]) / len(recorded[name]) / count
-        for name, count in num_means.items()
-        if name in recorded
+        f"moe_{name}": sum(recorded[name]) / num_layers / count for name, count in num_means.items() if name in recorded
     }
 
 
