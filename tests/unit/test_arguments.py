@@ -236,7 +236,7 @@ def test_flags_without_effect_are_said_once_and_grouped_by_reason() -> None:
 
 
 def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
-    words = "--context-parallel-size 1 --mtp-num-layers 0 --moe-router-score-function softmax --lr-warmup-samples 0"
+    words = "--context-parallel-size 1 --mtp-num-layers 0 --softmax-type vanilla --lr-warmup-samples 0"
     assert parse(*DENSE, words).notes == parse(*DENSE).notes
 
 
@@ -397,7 +397,7 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     assert parse(*DENSE, "--recompute-activations").transformer.recompute_modules == ["core_attn"]
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
     assert sparse.transformer.moe_aux_loss_coeff == 0.01
-    assert sparse.transformer.moe_layer_freq == [1] * 8
+    assert sparse.transformer.moe_layer_freq == 1
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ FOLDERS = {
     "expert run": dataclasses.replace(
         MODEL, family="qwen3_moe", experts=Experts(num_experts=8, num_active=2, ffn_hidden_size=32)
     ),
+    "sigmoid run": dataclasses.replace(
+        MODEL,
+        family="glm4_moe",
+        experts=Experts(8, 2, 32, score="sigmoid", has_bias=True, shared_ffn_hidden_size=32),
+    ),
     "yarn run": dataclasses.replace(
         MODEL, rope=Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
     ),
@@ -46,6 +51,10 @@ NUM_RANKS = 8
 DESCRIBED = {
     "dense": [*DENSE],
     "sparse": [*SPARSE],
+    "sigmoid": [
+        *[*SPARSE, "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+        *["--moe-shared-expert-intermediate-size", "48"],
+    ],
     "biased": without(DENSE, "--disable-bias-linear"),
     "yarn": [
         *without(DENSE, "--position-embedding-type"),
@@ -178,7 +187,7 @@ ROWS: dict[str, Row] = {
     ),
     "--use-rotary-position-embeddings": Row("--use-rotary-position-embeddings", "error", on="yarn"),
     "--rotary-base": _on_model("--rotary-base", "500000", "positions.frequencies"),
-    "--rotary-percent": _on_model("--rotary-percent", "0.5", "error"),
+    "--rotary-percent": _on_model("--rotary-percent", "0.5", "positions.frequencies", on="sigmoid"),
     "--rotary-seq-len-interpolation-factor": _on_model(
         "--rotary-seq-len-interpolation-factor", "2", "positions.frequencies"
     ),
@@ -201,7 +210,7 @@ ROWS: dict[str, Row] = {
     "--rope-type": _on_model("--rope-type", "yarn", "error"),
     "--window-size": _on_model("--window-size", "31,0", "transformer.window_size"),
     "--num-experts": _instead("--num-experts 4", "transformer.num_moe_experts", on="sparse"),
-    "--moe-layer-freq": _on_model("--moe-layer-freq", "2", "error", on="sparse"),
+    "--moe-layer-freq": _on_model("--moe-layer-freq", "[0]*2+[1]*6", "transformer.moe_layer_freq", on="sigmoid"),
     "--moe-router-load-balancing-type": Row(
         "--moe-router-load-balancing-type none", "transformer.moe_router_load_balancing_type", on="expert run"
     ),
@@ -333,6 +342,22 @@ ROWS: dict[str, Row] = {
     "--moe-router-pre-softmax": _on_model(
         "--moe-router-pre-softmax", "", "transformer.moe_router_pre_softmax", on="sparse"
     ),
+    "--moe-router-score-function": Row("--moe-router-score-function sigmoid", "error", on="expert run"),
+    "--moe-router-enable-expert-bias": Row("--moe-router-enable-expert-bias", "error", on="expert run"),
+    "--moe-router-bias-update-rate": Row(
+        "--moe-router-bias-update-rate 0.1", "transformer.moe_router_bias_update_rate", on="sigmoid run"
+    ),
+    "--moe-router-topk-scaling-factor": _on_model(
+        "--moe-router-topk-scaling-factor", "2", "transformer.moe_router_topk_scaling_factor", on="sigmoid"
+    ),
+    "--moe-router-num-groups": _on_model(
+        "--moe-router-num-groups", "2", "transformer.moe_router_num_groups", on="sigmoid"
+    ),
+    "--moe-router-group-topk": Row("--moe-router-group-topk 2", "error", on="expert run"),
+    "--moe-shared-expert-intermediate-size": _instead(
+        "--moe-shared-expert-intermediate-size 96", "transformer.moe_shared_expert_intermediate_size", on="sigmoid"
+    ),
+    "--moe-shared-expert-gate": Row("--moe-shared-expert-gate", "error", on="expert run"),
     "--moe-router-dtype": Row("--moe-router-dtype fp64", "transformer.moe_router_dtype", on="expert run"),
     "--moe-grouped-gemm": Row("--moe-grouped-gemm", "transformer.moe_grouped_gemm", on="expert run", elsewhere=True),
     "--moe-z-loss-coeff": Row("--moe-z-loss-coeff 0.1", "transformer.moe_z_loss_coeff", on="expert run"),

@@ -54,7 +54,7 @@ def test_each_project_and_family_has_blocks_and_most_parse() -> None:
     assert len(BLOCKS) >= 60
     assert len({block.repository for block in BLOCKS}) == 4
     families = {read_models()[block.model]["model_type"] for block in BLOCKS}
-    assert families == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+    assert families == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"}
     assert sum(not block.refused for block in BLOCKS) >= 55
 
 

@@ -3,6 +3,7 @@
 The bound of a single number belongs to its flag, and is checked when the flag is read.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,7 @@ from megatron_rl.config.command_line.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.command_line.stage import check_stage
 from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.shared.protocol.probe import can_hold
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
 
 
@@ -290,10 +291,15 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     sharded = "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"
     yield ddp.use_distributed_optimizer, "without --use-distributed-optimizer", "ddp", sharded
     yield ddp.nccl_ub, "without --use-nccl-ub", "ddp", "disable_symmetric_registration"
+    has_bias = model.experts is not None and model.experts.has_bias
+    yield has_bias, "in a model whose routers have no bias", "transformer", "moe_router_bias_update_rate"
     routed = "moe_router_dtype moe_router_load_balancing_type moe_layer_recompute moe_token_dispatcher_type"
     yield model.experts is not None, "in a model without experts", "transformer", routed
-    experts = "experts.num_active experts.ffn_hidden_size experts.normalize_weights"
+    experts = " ".join(f"experts.{field.name}" for field in dataclasses.fields(Experts)[1:] if field.name != "score")
     yield model.experts is not None, "in a model without experts", "architecture", experts
+    # A softmax is what holds without the flag.
+    is_softmax = settings.sources.get("architecture.experts.score", "").endswith(" softmax")
+    yield model.experts is not None or is_softmax, "in a model without experts", "architecture", "experts.score"
     yield is_saved or is_exported, "without --save or --save-hf", "checkpoint", "save_interval"
     yield checkpoint.save_interval is not None, "without --save-interval", "checkpoint", "save_retain_interval"
     saving = "keep_last async_save no_save_optim no_save_rng ckpt_fully_parallel_save"

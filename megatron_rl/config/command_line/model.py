@@ -36,7 +36,7 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
             said["rope.factor"] = given[name]
         elif name in given and given[name].value != 1 and "rope.kind" not in said:
             said["rope.kind"] = dataclasses.replace(given[name], value=kind)
-    return architecture, [
+    return architecture, [*_check_layer_pattern(given, architecture.num_layers)] + [
         f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"
         for path, item in said.items()
@@ -45,11 +45,13 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
 
 
 def _is_idle(architecture: Architecture, path: str) -> bool:
-    """Check whether a statement is about experts, in a model without them.
+    """Check whether Megatron does not read the flag of a statement: about experts, in a model without them.
 
-    Without --num-experts, Megatron reads no flag of experts.
+    It normalizes the weights of experts with sigmoids with and without --moe-router-pre-softmax.
     """
-    return architecture.experts is None and path.startswith("experts.") and path != "experts.num_experts"
+    if architecture.experts is None:
+        return path.startswith("experts.") and path != "experts.num_experts"
+    return path == "experts.normalize_weights" and architecture.experts.score == "sigmoid"
 
 
 def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[str]]:
@@ -64,7 +66,11 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
             f"no model is given: write --hf-model with a Hugging Face folder, or describe one with Megatron's flags, "
             f"of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         ]
-    problems = [*_check_supported(given), *_check_effects(said, given)]
+    problems = [
+        *_check_supported(given),
+        *_check_effects(said, given),
+        *_check_layer_pattern(given, said["num_layers"]),
+    ]
     fields: dict[str, Any] = {path: value for path, value in said.items() if "." not in path}
     heads = fields["num_attention_heads"]
     if "kv_channels" not in fields:
@@ -101,6 +107,10 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
     if "experts.num_experts" in said and said["experts.num_experts"].value == 0:
         # In Megatron's flags, 0 means a model without experts.
         said["experts.num_experts"] = dataclasses.replace(said["experts.num_experts"], value=None)
+    if "described.moe_layer_freq" in given:
+        pattern = given["described.moe_layer_freq"]
+        dense = pattern.value.count(0) if isinstance(pattern.value, tuple) else 0
+        said["experts.num_dense_layers"] = dataclasses.replace(pattern, value=dense)
     if "described.position_embedding_type" in given and given["described.position_embedding_type"].value == "yarn":
         said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
     if "rope.kind" in said:
@@ -129,6 +139,21 @@ def _check_supported(given: Mapping[str, Given]) -> Iterator[str]:
             )
 
 
+def _check_layer_pattern(given: Mapping[str, Given], num_layers: int) -> Iterator[str]:
+    """Check that experts are in all layers after the first ones without."""
+    if "described.moe_layer_freq" not in given:
+        return
+    item = given["described.moe_layer_freq"]
+    pattern = item.value if isinstance(item.value, tuple) else (item.value,)
+    if isinstance(item.value, tuple) and len(pattern) != num_layers:
+        yield f"--moe-layer-freq describes {len(pattern)} layers, and the model has {num_layers}: drop the flag"
+    elif set(pattern) - {0, 1} or list(pattern) != sorted(pattern) or not pattern[-1]:
+        yield (
+            f"{item.source}: in every supported model all layers have experts but the first ones, if any; write a 0 "
+            "for each of these and a 1 for each other layer, as [0]*1+[1]*47, or drop the flag"
+        )
+
+
 def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
     """Yield each flag that describes a part that the model lacks."""
     kind = said.get("rope.kind", RopeKind.DEFAULT)
@@ -144,9 +169,10 @@ def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Itera
     if groups is not None and groups.value != said["num_attention_heads"]:
         yield f"{groups.source} has no effect without --group-query-attention: add it, or drop the flag"
     if not said.get("experts.num_experts"):
-        for field in ("num_active", "ffn_hidden_size", "normalize_weights"):
-            if f"experts.{field}" in said:
-                source = given[f"architecture.experts.{field}"].source
+        for field in dataclasses.fields(Experts)[1:]:
+            item = given.get(f"architecture.experts.{field.name}")
+            if item is not None and item.value != field.default:
+                source = item.source
                 yield f"{source} has no effect without --num-experts: add it, or drop the flag"
 
 
@@ -167,12 +193,11 @@ def _describe_rope(said: Mapping[str, Any]) -> Rope:
 def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
     if not said.get("experts.num_experts"):
         return None
-    return Experts(
-        num_experts=said["experts.num_experts"],
-        num_active=said.get("experts.num_active", 2),
-        ffn_hidden_size=said.get("experts.ffn_hidden_size", ffn_hidden_size),
-        normalize_weights=said.get("experts.normalize_weights", True),
-    )
+    fields = {path.removeprefix("experts."): value for path, value in said.items() if path.startswith("experts.")}
+    if fields.get("score") == "sigmoid":
+        # Megatron normalizes the weights of experts with sigmoids in any case.
+        fields.pop("normalize_weights", None)
+    return Experts(**{"num_active": 2, "ffn_hidden_size": ffn_hidden_size, **fields})
 
 
 def _find_dtype(given: Mapping[str, Given]) -> str:
@@ -189,7 +214,12 @@ def _look_up(architecture: Architecture, path: str) -> object:
     return value
 
 
-_ROPE_KEYS = {"base": "rope_theta", "kind": "rope_type", "original_max_positions": "original_max_position_embeddings"}
+_ROPE_KEYS = {
+    "base": "rope_theta",
+    "kind": "rope_type",
+    "original_max_positions": "original_max_position_embeddings",
+    "turned": "partial_rotary_factor",
+}
 
 
 def _name_key(architecture: Architecture, path: str) -> str:
@@ -200,11 +230,7 @@ def _name_key(architecture: Architecture, path: str) -> str:
     if subject != "experts":
         return families.find_config_key(path)
     keys = families.find_family(architecture.family).experts
-    if keys is None or field == "num_experts":
-        return keys.num_experts[0] if keys else "num_experts"
-    return {"num_active": keys.num_active, "ffn_hidden_size": keys.ffn_hidden_size}.get(
-        field, keys.normalize_weights or field
-    )
+    return (keys.find_key(field) if keys else None) or field
 
 
 def _write_json(value: object) -> str:

@@ -35,9 +35,11 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
         )
     if model.kv_channels % 2:
         yield f"--kv-channels {model.kv_channels} must be even, because rotary positions turn pairs: write another"
-    pattern = settings.transformer.moe_layer_freq
-    if isinstance(pattern, list) and len(pattern) != model.num_layers:
-        yield f"--moe-layer-freq describes {len(pattern)} layers, and the model has {model.num_layers}: drop the flag"
+    elif int(model.kv_channels * model.rope.turned) % 2 or not int(model.kv_channels * model.rope.turned):
+        yield (
+            f"--rotary-percent {model.rope.turned:g} must turn an even number of the {model.kv_channels} dimensions of "
+            "a head: write another"
+        )
     experts = model.experts
     if experts is None:
         return
@@ -55,8 +57,10 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
 
 def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
     divided = {"attention heads": model.num_attention_heads, "query groups": model.num_query_groups}
-    if not model.experts:
+    if not model.has_experts(0):
         divided["columns of the MLP (ffn_hidden_size)"] = model.ffn_hidden_size
+    if model.experts and model.experts.shared_ffn_hidden_size:
+        divided["columns of the shared expert"] = model.experts.shared_ffn_hidden_size
     undivided = [f"{size} {what}" for what, size in divided.items() if size % sizes.tensor]
     if undivided:
         yield f"{TP} {sizes.tensor} does not divide the {undivided[0]}: write one of {list_divisors(*divided.values())}"
@@ -196,9 +200,10 @@ def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> I
     """Yield modules that the model lacks; those that only TransformerEngine's layers recompute are already removed."""
     config = settings.transformer
     can = {"core_attn", "layernorm"} | ({"moe"} if model.experts else set())
+    can |= {"shared_experts"} if model.experts and model.experts.shared_ffn_hidden_size else set()
     if config.transformer_impl != "local":
         can |= {"moe_act"} if model.experts and config.moe_grouped_gemm else set()
-        can |= set() if model.experts else {"mlp"}
+        can |= set() if model.has_experts(0) else {"mlp"}
     for module in sorted(set(config.recompute_modules or ()) - can):
         yield (
             f"--recompute-modules {module}: the model has no module of that name to recompute: leave it out, or write "
