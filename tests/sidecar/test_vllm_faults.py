@@ -265,6 +265,9 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
         ("llama", {}),
         ("qwen3_moe", {"moe_intermediate_size": 64}),
         ("qwen3_moe", {"moe_intermediate_size": 48}),
+        pytest.param("glm4_moe", {"moe_intermediate_size": 64}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, marks=pytest.mark.slow),
+        pytest.param("seed_oss", {}, marks=pytest.mark.slow),
     ],
 )
 def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, tmp_path, request, family, changes):
@@ -275,10 +278,14 @@ def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, tmp_
             models = vllm_models.draw(family, tmp_path, **changes)
             supervisor = stack.enter_context(supervised(run, models))
         asked = [group_of(number, temperature=0.0, max_tokens=16, ignore_eos=True) for number in range(24)]
+        sampled = [group_of(number, temperature=0.8, max_tokens=16, ignore_eos=True) for number in range(24, 32)]
         continuations = []
         for version, model in enumerate((models.first, models.second)):
-            groups = run(greedy(supervisor, model, version, asked))
+            groups = run(greedy(supervisor, model, version, [*asked, *sampled]))
             reference = Reference(model)
+            pairs = [(req, group[0]) for req, group in zip(sampled, groups[len(asked) :], strict=True)]
+            assert reference.error_over_bound(pairs) <= 1
+            groups = groups[: len(asked)]
             counts = [reference.num_greedy(req, group[0]) for req, group in zip(asked, groups, strict=True)]
             num_engines = len({group[0].engine for group in groups})
             print(f"{family} {changes or ''} version {version}: {sum(counts)} of 384 tokens, {num_engines} engines")
