@@ -77,6 +77,30 @@ class Worker:
                 layer.quant_method.process_weights_after_loading(layer)
 
 
+class SharingWorker(Worker):
+    """A worker whose experts have the norm's parameter too, as vLLM's have the bias of their router."""
+
+    def __init__(self, is_copy: bool) -> None:
+        super().__init__(torch.float32)
+        self.is_copy = is_copy
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().load(tensors)
+        weight, experts = self.model["norm"].weight, self.model["experts"]
+        if not self.is_copy:
+            experts.shared = weight
+        elif not hasattr(experts, "shared"):
+            experts.shared = torch.nn.Parameter(weight.clone(), requires_grad=False)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_second_name_of_a_parameter_is_proved_with_the_first_and_a_copy_is_not(is_copy):
+    worker = SharingWorker(is_copy)
+    worker.load(drawn(torch.float32))
+    order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
+    assert order.unknown == (("embed.scale", "experts.shared") if is_copy else ("embed.scale",))
+
+
 def specs_of(dtype: str) -> list[TensorSpec]:
     return [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
 

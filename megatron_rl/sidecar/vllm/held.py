@@ -14,7 +14,7 @@ Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -182,12 +182,20 @@ def prove_order(
         load(given)
     in_place = {name for name, is_right in readings.in_place.items() if is_right}
     packed = {name for name, is_right in readings.handed_over.items() if is_right} - in_place
+    all_read = readings.in_place.keys() | readings.handed_over.keys()
     return Order(
         rows={name: found[name, name in in_place] for name in sorted(in_place | packed)},
         packed=frozenset(packed),
         handed_over=frozenset(readings.handed_over),
-        unknown=tuple(sorted((readings.in_place.keys() | readings.handed_over.keys()) - in_place - packed)),
+        unknown=tuple(sorted(all_read - in_place - packed - _find_second_names(model, in_place))),
     )
+
+
+def _find_second_names(model: torch.nn.Module, names: Collection[str]) -> set[str]:
+    """Return the other names of these parameters: a layer may have a parameter of another one, as experts a bias."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in every if first[id(parameter)] in names and first[id(parameter)] != name}
 
 
 def _find_code(dtype: torch.dtype) -> torch.dtype:
