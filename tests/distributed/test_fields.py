@@ -38,6 +38,7 @@ _OFFLOADED = "--optimizer-cpu-offload reads it, which needs TransformerEngine"
 _BUILT = "it is read when the configuration is built"
 # Fields that nothing reads on a CPU, with the code that does, or the code that reads another field in their place.
 ELSEWHERE = {
+    "transformer.moe_layer_freq": "the model's own pattern of layers is read, which another value contradicts",
     "transformer.moe_router_bias_update_rate": "routers with a bias read it, which these models do not have",
     "transformer.attention_dropout": _ALLOWS_ONE,
     "transformer.cp_comm_type": "with context-parallel ranks another than the one that runs is an error",

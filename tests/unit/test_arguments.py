@@ -397,7 +397,7 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     assert parse(*DENSE, "--recompute-activations").transformer.recompute_modules == ["core_attn"]
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
     assert sparse.transformer.moe_aux_loss_coeff == 0.01
-    assert sparse.transformer.moe_layer_freq == 1
+    assert sparse.transformer.moe_layer_freq == [1] * 8
 
 
 @pytest.mark.parametrize(
