@@ -16,6 +16,8 @@ from tests.distributed import parity
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.each_change
+
 _BIAS = "e_score_correction_bias"
 BIAS = f"model.layers.1.mlp.gate.{_BIAS}"
 RATE = 0.125
@@ -116,7 +118,6 @@ def update_by_transformers(folder: Path) -> Update:
     return {name: (counts[name], bias + RATE * moved[name]) for name, bias in biases.items()}
 
 
-@pytest.mark.each_change
 def test_an_update_moves_the_bias_towards_experts_with_fewer_tokens_in_every_layout(tmp_path: Path) -> None:
     folder = hf_models.draw("glm4_moe", tmp_path / "model")
     expected = update_by_transformers(folder)
