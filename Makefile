@@ -20,7 +20,7 @@ RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,17 +37,18 @@ test-first: env
 	$(FIRST)
 
 test-all: ## what CI runs for each change: make test and all other tests that are fast enough; 30 minutes
-	@echo "Now style, types and six lots of tests, three at once; each is shown when it is through, in some 15 minutes."
+	@echo "Now style, types and seven lots of tests, three at once; each is shown when it is through, in some 15 minutes."
 	$(MAKE) --jobs 3 --keep-going --output-sync=line $(LOTS)
 
-# Several at once, for all mostly wait: for ranks, or for what they have started. The matrix installs while others do,
-# and the longest begin.
-LOTS := test-each-change-matrix lint types test-each-change-ranks test-each-change-rest test-first test-each-change-benchmarks test-each-change-runs
+# Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin, and the shortest
+# end.
+LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
 OF_RANKS := tests/distributed
 OF_RUNS := tests/e2e
+OF_KERNELS := tests/kernels tests/rehearsal
 OF_BENCHMARKS := tests/e2e/test_benchmarks.py
-test-each-change: test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest
+test-each-change: test-each-change-ranks test-each-change-runs test-each-change-kernels test-each-change-benchmarks test-each-change-rest
 
 test-each-change-ranks: env
 	$(EACH_CHANGE) $(OF_RANKS)
@@ -58,8 +59,11 @@ test-each-change-runs: env
 test-each-change-benchmarks: env
 	$(EACH_CHANGE) $(OF_BENCHMARKS)
 
+test-each-change-kernels: env
+	$(EACH_CHANGE) $(OF_KERNELS)
+
 test-each-change-rest: env
-	$(EACH_CHANGE) $(addprefix --ignore=,$(OF_RANKS) $(OF_RUNS))
+	$(EACH_CHANGE) $(addprefix --ignore=,$(OF_RANKS) $(OF_RUNS) $(OF_KERNELS))
 
 # With its environments in one turn: between two targets, others would take it.
 test-each-change-matrix:
