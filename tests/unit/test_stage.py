@@ -28,7 +28,8 @@ from tests.command_lines import (
 
 # The fields that --stage sft reads of the subjects that it does not read wholly.
 READ = {
-    "rollout.folder", "publish.dtype", "attention.backend", "data.prompts", "data.eval_prompts", "data.held_out",
+    "rollout.folder", "publish.dtype", "attention.backend", "attention.blocks",
+    "data.prompts", "data.eval_prompts", "data.held_out",
     "data.prompt_key", "data.completion_key", "data.messages_key", "data.chat", "data.system_message", "data.shuffle",
     "loop.max_tokens_per_microbatch", "loop.exit_interval", "loop.exit_minutes", "loop.grace_seconds",
     "evaluation.interval", "evaluation.num_prompts", "observe.log_interval", "observe.progress", "observe.verbose",

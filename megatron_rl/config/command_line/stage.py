@@ -17,7 +17,7 @@ _READ_BY_BOTH: Mapping[str, tuple[str, ...]] = {
 }
 # The fields of the other subjects that are about sampling, and those that are about demonstrations.
 _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
-    "attention": ("is_shared",),
+    "attention": ("is_shared", "times"),
     "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
     "loop": ("schedule", "consume_order", "frozen_offload", "tri_model"),
     "evaluation": ("num_samples", "temperature", "pass_reward"),
