@@ -1,6 +1,7 @@
 """Run the demo: a tiny model that forgets carries learns not to, with real vLLM, two Megatron ranks, and a picture.
 
-python -m examples.arithmetic.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
+python -m examples.arithmetic.demo [--model qwen3|glm4_moe] [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER]
+                                   [-- flags of pretrain_grpo.py]
 
 With --gpu, one rank and one engine share a GPU, in bf16. Without a GPU the demo stops when the model is warmed up.
 
@@ -48,6 +49,7 @@ def main() -> None:
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--layout", choices=sorted(LAYOUTS), default="dp2", help="of two ranks, on the CPU")
     places.add_argument("--gpu", action="store_true", help="train and sample on one GPU")
+    parser.add_argument("--model", choices=model.FAMILIES, default="qwen3", help="the family of the tiny model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
@@ -56,12 +58,15 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python that trains; the rest stays on this one")
     parser.add_argument("flags", nargs="*", help="after --: flags for pretrain_grpo.py, which win over the demo's")
     arguments = parser.parse_args()
+    if arguments.recipe is not None and arguments.model != "qwen3":
+        parser.error("--recipe trains the Qwen3 that its flags describe: drop --model")
     start = time.monotonic()
     out = arguments.out
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     task.write_files(out, arguments.seed)
-    before = warm_up.make(out / "model", arguments.seed, warm_up.Recipe(forgotten=arguments.forgotten))
+    recipe = warm_up.Recipe(forgotten=arguments.forgotten)
+    before = warm_up.make(out / "model", arguments.seed, recipe, arguments.model)
     if arguments.gpu and not torch.cuda.is_available():
         print(describe_missing_gpu(out), file=sys.stderr)
         sys.exit(ExitCode.ENVIRONMENT)

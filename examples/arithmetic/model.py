@@ -1,10 +1,11 @@
-"""The untrained model: a Qwen3 of two layers, and a tokenizer with a token for each character.
+"""The untrained model: two layers of a family, and a tokenizer with a token for each character.
 
 It is as small as it may be: vLLM wants heads of at least 32 on a CPU, two tensor-parallel ranks want two heads of keys
 and values, and two pipeline stages want two layers.
 """
 
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -21,29 +22,41 @@ MEGATRON_FLAGS = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 10000 "
     "--norm-epsilon 1e-6 --qk-layernorm --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 ).split()
-"""The model as a script of Megatron's describes it. pretrain_grpo.py reads it from the model's config.json."""
+"""The Qwen3 as a script of Megatron's describes it. pretrain_grpo.py reads it from the model's config.json."""
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LENGTH,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "eos_token_id": TOKENS.index(END),
+    "pad_token_id": TOKENS.index(PAD),
+    "bos_token_id": None,
+}
+FAMILIES: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+    "qwen3": (transformers.Qwen3Config, {}),
+    # The first layer is dense; the second one has four experts, two for each token, and a shared one.
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+         "moe_intermediate_size": 96, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True},
+    ),
+}  # fmt: skip
+"""The families that the demo can train, with what their config.json has beside the sizes."""
 
 
-def draw(seed: int) -> transformers.Qwen3ForCausalLM:
+def draw(seed: int, family: str = "qwen3") -> transformers.PreTrainedModel:
     """Draw a model with fresh weights."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        eos_token_id=TOKENS.index(END),
-        pad_token_id=TOKENS.index(PAD),
-        bos_token_id=None,
-    )
+    make_config, others = FAMILIES[family]
+    config = make_config(**_SIZES, **others)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return transformers.Qwen3ForCausalLM(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -56,7 +69,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def save(model: transformers.Qwen3ForCausalLM, folder: Path) -> None:
+def save(model: transformers.PreTrainedModel, folder: Path) -> None:
     """Save a folder that transformers, vLLM and `--hf-model` load without the network."""
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id

@@ -43,7 +43,7 @@ class Recipe:
 
 
 def warm_up(
-    model: transformers.Qwen3ForCausalLM, sets: task.Split, seed: int, recipe: Recipe = Recipe()
+    model: transformers.PreTrainedModel, sets: task.Split, seed: int, recipe: Recipe = Recipe()
 ) -> Iterator[tuple[int, float, float]]:
     """Train in place; yield step, loss and accuracy at every check."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -71,7 +71,7 @@ def encode(problems: Sequence[Problem], solutions: Sequence[str] | None = None) 
     return torch.tensor([[ids[token] for token in (*row, *[tiny.PAD] * (width - len(row)))] for row in rows])
 
 
-def loss_of(model: transformers.Qwen3ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def loss_of(model: transformers.PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy of the answers, a mean over their tokens."""
     answers = batch[:, PROMPT_LENGTH:]
     targets = answers.masked_fill(answers == model.config.pad_token_id, _IGNORED)
@@ -80,7 +80,7 @@ def loss_of(model: transformers.Qwen3ForCausalLM, batch: torch.Tensor) -> torch.
 
 
 @torch.no_grad()
-def accuracy(model: transformers.Qwen3ForCausalLM, problems: Sequence[Problem]) -> float:
+def accuracy(model: transformers.PreTrainedModel, problems: Sequence[Problem]) -> float:
     """Return the share of problems that the most likely tokens answer."""
     rows = encode(problems)
     # The likeliest continuation is right if and only if each token of the answer is the likeliest after those before.
@@ -106,11 +106,11 @@ def main() -> None:
     make(arguments.folder / "model", arguments.seed)
 
 
-def make(folder: Path, seed: int, recipe: Recipe = Recipe()) -> float:
+def make(folder: Path, seed: int, recipe: Recipe = Recipe(), family: str = "qwen3") -> float:
     """Save a model that has been warmed up; return its accuracy on the held-out problems."""
     start = said = time.monotonic()
     sets = task.split(seed)
-    model = tiny.draw(seed)
+    model = tiny.draw(seed, family)
     for step, loss, right in warm_up(model, sets, seed, recipe):
         if time.monotonic() - said > 3:
             said = time.monotonic()

@@ -13,6 +13,7 @@ from examples.arithmetic import model as tiny
 from examples.arithmetic.task import Problem
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import metrics
+from megatron_rl.shared.weights.families import read_architecture
 from tests.unit.test_audit import write_log
 
 
@@ -63,6 +64,14 @@ def test_a_saved_folder_gives_back_model_and_tokenizer(sets: task.Split, tmp_pat
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (again.generation_config.eos_token_id, again.generation_config.pad_token_id) == (end, tokenizer.pad_token_id)
     assert torch.equal(again(row[None]).logits, model(row[None]).logits)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_of_the_demo_is_one_that_the_trainer_reads(family: str, tmp_path: Path) -> None:
+    drawn = tiny.draw(0, family)
+    tiny.save(drawn, tmp_path)
+    assert read_architecture(tmp_path).num_layers == 2
+    assert drawn.config.model_type == family
 
 
 def test_only_the_exact_answer_is_rewarded() -> None:
