@@ -60,6 +60,31 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearAttention:
+    """The linear layers of a model, which are gated delta nets, among layers of full attention."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """Number of value heads: a multiple of the key heads, each of which has as many in a row."""
+    key_head_dim: int
+    value_head_dim: int
+    window: int = 4
+    """Number of tokens that the convolution before the rule reads."""
+    full_interval: int = 4
+    """Number of layers from one layer of full attention to the next; the last of each run is one."""
+
+    @property
+    def channels_of_key_head(self) -> int:
+        """Number of channels of the convolution that a key head has: query, key, and values of its value heads."""
+        return 2 * self.key_head_dim + self.num_value_heads // self.num_key_heads * self.value_head_dim
+
+    @property
+    def columns_of_key_head(self) -> int:
+        """Number of columns of a key head in the first product: channels, and for each value head two and a gate."""
+        return self.channels_of_key_head + self.num_value_heads // self.num_key_heads * (self.value_head_dim + 2)
+
+
+@dataclasses.dataclass(frozen=True)
 class Architecture:
     """The architecture of a model, independent of sharding, training and storage.
 
@@ -82,6 +107,12 @@ class Architecture:
     qkv_bias: bool = False
     linear_bias: bool = False
     experts: Experts | None = None
+    linear: LinearAttention | None = None
+    """The layers without full attention; None if all layers attend fully."""
+    attention_gate: bool = False
+    """Whether attention's output is multiplied by a sigmoid, which has its own part of the queries' projection."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 plus their weight; the norms within linear layers never do."""
     sliding_window: int | None = None
     """Number of tokens that attention reaches back; None for all of them."""
     dtype: str = "float32"
@@ -90,6 +121,15 @@ class Architecture:
     def has_experts(self, layer: int) -> bool:
         """Check whether a layer, counted from zero, has experts; it has an MLP otherwise."""
         return self.experts is not None and layer >= self.experts.num_dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Check whether a layer, counted from zero, is linear; it attends fully otherwise."""
+        return self.linear is not None and (layer + 1) % self.linear.full_interval != 0
+
+    @property
+    def num_full_layers(self) -> int:
+        """Number of layers that attend fully."""
+        return self.num_layers - sum(map(self.is_linear, range(self.num_layers)))
 
     @property
     def num_expert_layers(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_family
 from megatron_rl.shared.weights.families.names import Name, Split
+from megatron_rl.shared.weights.linear_layers import list_blocks, list_shapes
 from megatron_rl.types import Architecture
 
 Shape = tuple[int, ...]
@@ -99,7 +100,9 @@ class Mapping:
     def is_left_out(self, tensor: str) -> bool:
         """Check whether a tensor belongs to a layer after the model's own that the family leaves out."""
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        is_after = layer is not None and int(layer.group(1)) >= self.architecture.num_layers
+        is_after = tensor.startswith("mtp.") or (
+            layer is not None and int(layer.group(1)) >= self.architecture.num_layers
+        )
         return is_after and self._family.has_prediction_layers
 
     def shard(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> ShardMap:
@@ -155,6 +158,9 @@ class Mapping:
         a = self.architecture
         query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
         parameter = name.parameters[0]
+        of_linear_layer = list_shapes(parameter, name.sources, a)
+        if of_linear_layer is not None:
+            return of_linear_layer
         ffn = a.ffn_hidden_size
         if a.experts and "{expert}" in parameter:
             ffn = a.experts.ffn_hidden_size
@@ -163,7 +169,7 @@ class Mapping:
         if name.split is Split.VOCABULARY:
             shapes: list[Shape] = [(a.vocab_size, a.hidden_size)]
         elif name.split is Split.QKV:
-            shapes = [(query, a.hidden_size), (key, a.hidden_size), (key, a.hidden_size)]
+            shapes = [(query * (1 + a.attention_gate), a.hidden_size), (key, a.hidden_size), (key, a.hidden_size)]
         elif name.split is Split.GATE_UP:
             shapes = [(ffn, a.hidden_size)] * 2
         elif name.split is Split.COLUMNS:
@@ -186,13 +192,17 @@ class Mapping:
         """Describe the whole parameter as a sequence of (tensor, first entry, length); tensor None is padding."""
         a = self.architecture
         if name.split is Split.QKV:
-            heads, width = a.num_attention_heads // a.num_query_groups * a.kv_channels, a.kv_channels
-            query, key, value = sources
+            width, (query, key, value) = a.kv_channels, sources
             return [
                 block
                 for group in range(a.num_query_groups)
-                for block in ((query, group * heads, heads), (key, group * width, width), (value, group * width, width))
-            ]
+                for block in (
+                    *_list_queries(query, group, a), (key, group * width, width), (value, group * width, width)
+                )
+            ]  # fmt: skip
+        if name.split is Split.KEY_HEADS:
+            assert a.linear is not None
+            return [*list_blocks(name.parameters[0], sources, a.linear)]
         if name.split is Split.GATE_UP:
             rows = shapes[0][0]
             if rows % size:
@@ -205,6 +215,15 @@ class Mapping:
         if name.split is Split.VOCABULARY:
             return [(sources[0], 0, a.vocab_size), (None, 0, padded_vocab_size - a.vocab_size)]
         return [(sources[0], 0, shapes[0][1 if name.split is Split.COLUMNS else 0])]
+
+
+def _list_queries(query: str, group: int, a: Architecture) -> list[tuple[str | None, int, int]]:
+    """List the rows of a group's queries. With a gate, each head of the source has its query and then its gate."""
+    heads, width = a.num_attention_heads // a.num_query_groups, a.kv_channels
+    if not a.attention_gate:
+        return [(query, group * heads * width, heads * width)]
+    numbers = range(group * heads, (group + 1) * heads)
+    return [(query, (2 * head + gate) * width, width) for gate in (0, 1) for head in numbers]
 
 
 def _num_experts(architecture: Architecture) -> int:
@@ -257,5 +276,5 @@ def measure_model(architecture: Architecture) -> ModelSize:
             num_multiplied += spec.num_elements * experts.num_active // experts.num_experts
         else:
             num_multiplied += spec.num_elements
-    width = architecture.num_layers * architecture.num_attention_heads * architecture.kv_channels
+    width = architecture.num_full_layers * architecture.num_attention_heads * architecture.kv_channels
     return ModelSize(sum(spec.num_elements for spec in specs), num_multiplied, width)

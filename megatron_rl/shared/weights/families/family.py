@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families.experts import ExpertKeys
+from megatron_rl.shared.weights.families.linear import read_linear, write_linear
 from megatron_rl.shared.weights.families.names import Name
 from megatron_rl.shared.weights.families.rotary import read_rope, write_rope
 from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
@@ -51,6 +52,8 @@ class Family:
     """Tokens of the window if config.json has no key for it; null in config.json always means no window."""
     has_prediction_layers: bool = False
     """True if folders may hold layers for multi-token prediction, after the model's own. They are left out."""
+    has_linear_layers: bool = False
+    """True if most layers are linear (`linear.py`)."""
     default_turned: float | None = None
     """The part of a head that turns if config.json has no partial_rotary_factor; None if whole heads always turn."""
 
@@ -69,11 +72,13 @@ class Family:
         window = (
             read_count(config, "sliding_window", window) if self._is_windowed(config) and window is not None else None
         )
-        _check_layers(config, window)
+        if not self.has_linear_layers:
+            _check_layers(config, window)
         return Architecture(
             family=self.name,
             rope=read_rope(config, self.default_turned),
             experts=None if self.experts is None else self.experts.read(config),
+            linear=read_linear(config) if self.has_linear_layers else None,
             sliding_window=window,
             **fields,
         )
@@ -94,6 +99,8 @@ class Family:
             config["partial_rotary_factor"] = architecture.rope.turned
         if self.experts and architecture.experts:
             config |= self.experts.write(architecture.experts)
+        if architecture.linear:
+            config |= write_linear(architecture.linear, architecture.num_layers)
         if self.has_window:
             config["sliding_window"] = architecture.sliding_window
         if self.window_key:
@@ -102,12 +109,14 @@ class Family:
 
     def find_unsupported(self, architecture: Architecture) -> str | None:
         """Return a feature of this architecture that the family cannot express; None if it can express all of them."""
-        for field in ("qk_layernorm", "qkv_bias", "linear_bias"):
+        for field in ("qk_layernorm", "qkv_bias", "linear_bias", "attention_gate", "zero_centered_norms"):
             value = getattr(architecture, field)
             if field not in self.switches and value != self.constants.get(field, False):
                 return f"{field} = {value}"
         if (architecture.experts is None) != (self.experts is None):
             return "experts" if architecture.experts else "no experts"
+        if (architecture.linear is not None) is not self.has_linear_layers:
+            return "linear layers" if architecture.linear else "no linear layers"
         if architecture.rope.turned != 1 and self.default_turned is None:
             return f"rope.turned = {architecture.rope.turned}"
         if architecture.experts and self.experts:

@@ -21,6 +21,7 @@ class Split(enum.Enum):
     VOCABULARY = "rows are divided over ranks after padding to a multiple that Megatron chooses"
     QKV = "for each group its queries, its key, its value; groups are divided over ranks"
     GATE_UP = "each rank holds its rows of the gate, then its rows of the up projection"
+    KEY_HEADS = "for each key head of a linear layer its rows of each source; key heads are divided over ranks"
 
 
 class Layers(enum.Enum):
@@ -29,9 +30,13 @@ class Layers(enum.Enum):
     ALL = "all layers"
     DENSE = "layers with an MLP"
     SPARSE = "layers with experts"
+    FULL = "layers of full attention"
+    LINEAR = "linear layers"
 
     def contain(self, architecture: Architecture, layer: int) -> bool:
         """Check whether a layer, counted from zero, is one of these."""
+        if self in (Layers.FULL, Layers.LINEAR):
+            return architecture.is_linear(layer) is (self is Layers.LINEAR)
         return self is Layers.ALL or architecture.has_experts(layer) is (self is Layers.SPARSE)
 
 
@@ -92,14 +97,34 @@ STEM = (
     ),
 )
 
-ATTENTION = (
-    _linear("self_attention.linear_qkv", _QKV_SOURCES, Split.QKV),
-    _linear("self_attention.linear_qkv", _QKV_SOURCES, Split.QKV, "bias", when=lambda a: a.qkv_bias or a.linear_bias),
-    _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.COLUMNS),
-    _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.WHOLE, "bias", when=lambda a: a.linear_bias),
-    _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
-    _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
+ATTENTION = tuple(
+    dataclasses.replace(name, layers=Layers.FULL)
+    for name in (
+        _linear("self_attention.linear_qkv", _QKV_SOURCES, Split.QKV),
+        _linear(
+            "self_attention.linear_qkv", _QKV_SOURCES, Split.QKV, "bias", when=lambda a: a.qkv_bias or a.linear_bias
+        ),
+        _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.COLUMNS),
+        _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.WHOLE, "bias", when=lambda a: a.linear_bias),
+        _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
+        _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
+    )
 )
+
+
+def linear_attention(*projections: str) -> tuple[Name, ...]:
+    """Name the linear layers, whose inputs come from `projections`: of all parts of key heads together, or of each."""
+    ours, theirs = f"{_LAYER}.self_attention", f"{_HF_LAYER}.linear_attn"
+    sources = tuple(f"{theirs}.{projection}.weight" for projection in projections)
+    return (
+        Name((f"{ours}.in_proj.weight",), sources, Split.KEY_HEADS, layers=Layers.LINEAR),
+        Name((f"{ours}.conv_weight",), (f"{theirs}.conv1d.weight",), Split.KEY_HEADS, layers=Layers.LINEAR),
+        Name((f"{ours}.A_log",), (f"{theirs}.A_log",), Split.ROWS, layers=Layers.LINEAR),
+        Name((f"{ours}.dt_bias",), (f"{theirs}.dt_bias",), Split.ROWS, layers=Layers.LINEAR),
+        Name((f"{ours}.norm_weight",), (f"{theirs}.norm.weight",), Split.WHOLE, layers=Layers.LINEAR),
+        Name((f"{ours}.out_proj.weight",), (f"{theirs}.out_proj.weight",), Split.COLUMNS, layers=Layers.LINEAR),
+    )
+
 
 DENSE_MLP = (
     _linear("mlp.linear_fc1", _GATE_UP_SOURCES, Split.GATE_UP, layers=Layers.DENSE),
