@@ -21,6 +21,11 @@ DENSE = (
     *["--group-query-attention", "--num-query-groups", "4", "--max-position-embeddings", "128", "--vocab-size", "100"],
     *["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"],
 )
+LINEAR = (
+    *DENSE, "--qk-layernorm", "--attention-output-gate", "--apply-layernorm-1p",
+    *["--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "4"],
+    *["--linear-num-key-heads", "4", "--linear-num-value-heads", "8"],
+)  # fmt: skip
 SPARSE = (*DENSE, "--qk-layernorm", *["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"])
 
 PROMPTS = ("--prompts", str(Path(__file__).with_name("prompts.jsonl")))

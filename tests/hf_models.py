@@ -16,6 +16,10 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 4, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+_LINEAR = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -54,12 +58,18 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
          "n_shared_experts": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16,
          "attention_bias": True, "use_qk_norm": True},
     ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {**_EXPERTS, **_LINEAR, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5": (transformers.Qwen3_5TextConfig, {**_LINEAR, "tie_word_embeddings": True}),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
-COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss")
+# The linear layers of the last two are compared in `tests/distributed/test_linear_layers.py` with each change.
+COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss", "qwen3_next", "qwen3_5")
 _ROUTER_BIAS = "e_score_correction_bias"
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next")
 
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
@@ -73,12 +83,23 @@ def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in parameter_name else 0.15 * noise)
+            parameter.copy_(_scale(parameter_name, noise))
         for buffer_name, bias in model.named_buffers():
             if buffer_name.endswith(_ROUTER_BIAS):
                 bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
+
+
+def _scale(name: str, noise: torch.Tensor) -> torch.Tensor:
+    """Scale the noise of a parameter; states of linear layers decay slowly enough that prompts reach far."""
+    if name.endswith("A_log"):
+        return noise - 3
+    if name.endswith("dt_bias"):
+        return noise
+    if "conv1d" in name:
+        return 0.5 * noise
+    return 1 + 0.3 * noise if "norm" in name else 0.15 * noise
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -47,7 +47,12 @@ def count_parameters(architecture: Architecture) -> ParameterCounts:
     hidden = architecture.hidden_size
     queries = architecture.num_attention_heads * architecture.kv_channels
     groups = architecture.num_query_groups * architecture.kv_channels
-    attention = hidden * (2 * queries + 2 * groups)
+    attention = hidden * ((3 if architecture.attention_gate else 2) * queries + 2 * groups)
+    linear, num_full = architecture.linear, architecture.num_full_layers
+    if linear is not None:
+        values = linear.num_value_heads * linear.value_head_dim
+        of_linear = hidden * (linear.num_key_heads * linear.columns_of_key_head + values)
+        attention = (num_full * attention + (architecture.num_layers - num_full) * of_linear) // architecture.num_layers
     experts, num_layers = architecture.experts, architecture.num_layers
     num_dense = experts.num_dense_layers if experts else num_layers
     of_expert = 3 * hidden * experts.ffn_hidden_size if experts else 0
@@ -216,9 +221,8 @@ def count_kept_of_layer(
     only norms are taken off.
     """
     hidden = architecture.hidden_size
-    heads = (architecture.num_attention_heads + architecture.num_query_groups) * architecture.kv_channels
     of_norms = hidden * (2 * item if "layernorm" in modules else 22 if item == 2 else 24)
-    of_attention = (3 * item + (8 if architecture.qk_layernorm else 0)) * heads
+    of_attention = _count_kept_of_attention(architecture, item)
     experts = architecture.experts
     if experts is None:
         of_columns = 5 * item * architecture.ffn_hidden_size
@@ -227,3 +231,19 @@ def count_kept_of_layer(
     of_experts += 4 * experts.num_experts
     of_columns = 5 * item * experts.shared_ffn_hidden_size
     return (of_norms + of_experts) / split.row_ranks + (of_attention + of_columns) / (split.tensor * split.context)
+
+
+def _count_kept_of_attention(architecture: Architecture, item: int) -> float:
+    """Count the bytes that attention keeps for a token: a mean over layers of full attention and linear ones."""
+    heads = (architecture.num_attention_heads + architecture.num_query_groups) * architecture.kv_channels
+    of_full = (3 * item + (8 if architecture.qk_layernorm else 0)) * heads
+    one = architecture.linear
+    if architecture.attention_gate:
+        of_full += 2 * item * architecture.num_attention_heads * architecture.kv_channels
+    if one is None:
+        return of_full
+    values = one.num_value_heads * one.value_head_dim
+    # The first product, what the convolution makes of it, and the gated norm in float32.
+    of_linear = one.num_key_heads * (one.columns_of_key_head + 3 * one.channels_of_key_head) * item + values * 16
+    num_full, num_layers = architecture.num_full_layers, architecture.num_layers
+    return (num_full * of_full + (num_layers - num_full) * of_linear) / num_layers

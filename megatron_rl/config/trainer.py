@@ -50,6 +50,11 @@ class ModelConfig:
         "the fastest that can run.",
         "--qkv-backend",
     )
+    linear_attention_backend: Literal["auto", "flash-linear", "torch"] = own_flag(
+        "auto",
+        "The implementation of the gated delta rule in linear layers; `auto` takes the fastest that can run.",
+        "--linear-attention-backend",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

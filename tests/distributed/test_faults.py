@@ -52,6 +52,11 @@ TENSOR_FAULTS = {
     "dense layer's gate and up swapped": ("glm4_moe", swapped("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")),
     "shared expert's gate and up swapped": ("qwen2_moe", swapped("shared_expert.gate_proj", "shared_expert.up_proj")),
     "gate of the shared expert left out": ("qwen2_moe", neutral("shared_expert_gate", 0.0)),
+    "bias of decays left out": ("qwen3_5", neutral("dt_bias", 0.0)),
+    "rates of decays left out": ("qwen3_next", neutral("A_log", 0.0)),
+    "betas and decays swapped": ("qwen3_5", swapped("in_proj_a", "in_proj_b")),
+    "norm of linear layers left out": ("qwen3_next", neutral("linear_attn.norm", 1.0)),
+    "convolution left out": ("qwen3_5", neutral("conv1d", 1.0)),
     "biases of attention left out": ("seed_oss", neutral("_proj.bias", 0.0)),
 }
 ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
@@ -69,6 +74,7 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     "whole heads turned": (
         "glm4_moe", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, turned=1.0))
     ),
+    "norms not centered": ("qwen3_5", lambda a: dataclasses.replace(a, zero_centered_norms=False)),
     "experts' weights not scaled": ("glm4_moe", lambda a: with_experts(a, scaling_factor=1.0)),
     "experts of all groups": ("glm4_moe", lambda a: with_experts(a, num_groups=1)),
     "weights of experts normalized": ("qwen2_moe", lambda a: with_experts(a, normalize_weights=True)),

@@ -20,8 +20,8 @@ from megatron_rl.ops.qkv import BACKENDS, choose_backend, naive
 from megatron_rl.ops.qkv.trial import check_backend
 from megatron_rl.trainer.loop.settling import settle_elementwise_backend, settle_qkv_backend
 from megatron_rl.trainer.mcore.model import self_attention
+from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
-from megatron_rl.trainer.mcore.model.spec import RMSNorm
 from tests.kernels.processes import run_module
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16

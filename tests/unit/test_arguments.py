@@ -16,9 +16,9 @@ from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.trainer.mcore.model import gpt
-from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
 from tests import recipes
-from tests.command_lines import CPU, DENSE, QWEN3, RUN, SPARSE, error, folder, parse, parse_run
+from tests.command_lines import CPU, DENSE, LINEAR, QWEN3, RUN, SPARSE, error, folder, parse, parse_run
 
 QWEN3_MOE = dataclasses.replace(
     QWEN3, family="qwen3_moe", experts=Experts(num_experts=8, num_active=2, ffn_hidden_size=32)
@@ -398,6 +398,19 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
     assert sparse.transformer.moe_aux_loss_coeff == 0.01
     assert sparse.transformer.moe_layer_freq == [1] * 8
+
+
+def test_flags_describe_linear_layers_as_a_family_has_them() -> None:
+    settings = parse(*LINEAR, "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec")
+    assert settings.architecture.family == "qwen3_5_text"
+    assert settings.architecture.linear == LinearAttention(4, 8, 128, 128, 4, 4)
+    assert settings.transformer.attention_output_gate is True
+    assert settings.transformer.layernorm_zero_centered_gamma is True
+    assert settings.transformer.linear_attention_freq == 4
+    assert settings.model.linear_attention_backend == "torch"
+    pattern = [word if word != "4" or LINEAR[at - 1] != "--linear-attention-freq" else "([1]*3+[0])*2"
+               for at, word in enumerate(LINEAR)]  # fmt: skip
+    assert parse(*pattern).architecture == settings.architecture
 
 
 @pytest.mark.parametrize(

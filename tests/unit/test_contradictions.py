@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config.command_line import flags
-from tests.command_lines import DENSE, SPARSE, error, parse
+from tests.command_lines import DENSE, LINEAR, SPARSE, error, parse
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,35 @@ from tests.command_lines import DENSE, SPARSE, error, parse
     ],
 )
 def test_a_contradiction_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*DENSE, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--linear-attention-freq 9", "write their number plus 1, from 2 to the 8 layers"),
+        ("--linear-attention-freq [1]*8", "as many linear layers come before each layer of full attention"),
+        ("--linear-attention-freq ([1]*3+[0]*5)", "as many linear layers come before each layer of full attention"),
+        ("--linear-num-value-heads 6", "--linear-num-key-heads 4 does not divide the 6 value heads of linear layers"),
+        ("--tensor-model-parallel-size 8", "does not divide the 4 key heads of linear layers"),
+        ("--context-parallel-size 8", "does not divide the 4 key heads of linear layers of a tensor-parallel rank"),
+        ("--linear-attention-backend flash-linear", "flash-linear-attention has no kernels for cpu): write torch"),
+    ],
+)
+def test_linear_layers_that_cannot_be_divided_are_an_error_that_says_what_to_write(words: str, said: str) -> None:
+    assert said in error(*LINEAR, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--linear-attention-backend torch", "torch needs a model with linear layers, and this one has none"),
+        ("--linear-num-key-heads 4", "has no effect without --experimental-attention-variant"),
+        ("--experimental-attention-variant gated_delta_net", "needs --linear-attention-freq: add it"),
+        ("--experimental-attention-variant dsa", "no supported model has it"),
+    ],
+)
+def test_a_flag_of_linear_layers_in_a_model_without_them_is_an_error(words: str, said: str) -> None:
     assert said in error(*DENSE, words)
 
 

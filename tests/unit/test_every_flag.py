@@ -23,7 +23,7 @@ from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights import families
-from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
 from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run, without
 from tests.effects import effect
 
@@ -40,6 +40,13 @@ FOLDERS = {
         MODEL,
         family="glm4_moe",
         experts=Experts(8, 2, 32, score="sigmoid", has_bias=True, shared_ffn_hidden_size=32),
+    ),
+    "linear run": dataclasses.replace(
+        MODEL,
+        family="qwen3_5_text",
+        linear=LinearAttention(4, 8, 16, 16, full_interval=2),
+        attention_gate=True,
+        zero_centered_norms=True,
     ),
     "yarn run": dataclasses.replace(
         MODEL, rope=Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
@@ -361,6 +368,15 @@ ROWS: dict[str, Row] = {
     "--moe-router-dtype": Row("--moe-router-dtype fp64", "transformer.moe_router_dtype", on="expert run"),
     "--moe-grouped-gemm": Row("--moe-grouped-gemm", "transformer.moe_grouped_gemm", on="expert run", elsewhere=True),
     "--moe-z-loss-coeff": Row("--moe-z-loss-coeff 0.1", "transformer.moe_z_loss_coeff", on="expert run"),
+    "--attention-output-gate": Row("--attention-output-gate", "error"),
+    "--apply-layernorm-1p": Row("--apply-layernorm-1p", "error"),
+    "--experimental-attention-variant": Row("--experimental-attention-variant gated_delta_net", "error"),
+    "--linear-attention-freq": Row("--linear-attention-freq 4", "error", on="linear run"),
+    "--linear-conv-kernel-dim": Row("--linear-conv-kernel-dim 3", "error", on="linear run"),
+    "--linear-key-head-dim": Row("--linear-key-head-dim 8", "error", on="linear run"),
+    "--linear-value-head-dim": Row("--linear-value-head-dim 8", "error", on="linear run"),
+    "--linear-num-key-heads": Row("--linear-num-key-heads 8", "error", on="linear run"),
+    "--linear-num-value-heads": Row("--linear-num-value-heads 4", "error", on="linear run"),
     "--spec": Row("--spec my_layers layer_spec", "error"),
     "--padded-vocab-size": Row("--padded-vocab-size 512", "model.vocab_size"),
     "--train-samples": Row("--train-samples 640", "schedule.rates", drops="--train-iters"),

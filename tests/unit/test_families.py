@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import FAMILIES, derive_config, read_architecture
-from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
 
 _BASE: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
@@ -25,6 +25,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "head_dim": 16,
     },
+    "qwen3_next": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+    },
 }  # fmt: skip
 GATED = Experts(4, 2, 48, False, shared_ffn_hidden_size=80, has_shared_gate=True)
 SIGMOID = Experts(
@@ -33,6 +36,7 @@ SIGMOID = Experts(
 )  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_THREE_LINEAR = ["linear_attention"] * 3
 _NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
 
 
@@ -96,6 +100,19 @@ def read(name: str, **changes: Any) -> Architecture:
         ("glm4_moe", {"partial_rotary_factor": 0.25}, "rope", Rope(turned=0.25)),
         # Among the rope parameters it wins, as in transformers.
         ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {"partial_rotary_factor": 1}}, "rope", Rope()),
+        ("qwen3_next", {}, "experts", dataclasses.replace(GATED, normalize_weights=True)),
+        ("qwen3_next", {}, "linear", LinearAttention(16, 32, 128, 128, 4, 4)),
+        ("qwen3_next", {}, "rope", Rope(turned=0.25)),
+        ("qwen3_next", {}, "kv_channels", 256),
+        ("qwen3_next", {}, "attention_gate", True),
+        ("qwen3_5_text", {}, "zero_centered_norms", True),
+        ("qwen3_5_text", {"full_attention_interval": 2}, "linear", LinearAttention(16, 32, 128, 128, 4, 2)),
+        # Where layers are listed, transformers reads no interval.
+        ("qwen3_5_text", {"full_attention_interval": 2, "layer_types": [*_THREE_LINEAR, "full_attention"]}, "linear",
+         LinearAttention(16, 32, 128, 128, 4, 4)),
+        ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+                          "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3},
+         "linear", LinearAttention(4, 8, 16, 24, 3, 4)),
         ("seed_oss", {}, "qkv_bias", True),
         ("seed_oss", {"attention_bias": False}, "qkv_bias", False),
         ("seed_oss", {}, "kv_channels", 128),
@@ -171,6 +188,13 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor = 0"),
         ("glm4_moe", {"partial_rotary_factor": 0.2}, "must turn an even number of the 16 dimensions"),
         ("glm4_moe", {"partial_rotary_factor": 1.5}, "must turn an even number of the 16 dimensions"),
+        ("qwen3_next", {"layer_types": [*_THREE_LINEAR, "linear_attention"]}, "layer_types in config.json must be one"),
+        ("qwen3_next", {"layer_types": ["full_attention", *_THREE_LINEAR]}, "as many of the first before each"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "full_attention_interval = 1 in config.json"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_5_text", {"full_attention_interval": 5}, "must be between 2 and the 4 layers"),
+        ("qwen3_5_text", {"linear_num_key_heads": 5}, "must be a multiple of linear_num_key_heads = 5"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama", {"is_causal": False}, "is_causal = False"),

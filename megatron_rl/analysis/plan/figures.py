@@ -58,8 +58,8 @@ def estimate(
 
 
 def count_context_bytes(architecture: Architecture) -> int:
-    """Count the bytes that an engine keeps for a token: its keys and values in every layer."""
-    return 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels * _BYTES
+    """Count the bytes that an engine keeps for a token: its keys and values in every layer of full attention."""
+    return 2 * architecture.num_full_layers * architecture.num_query_groups * architecture.kv_channels * _BYTES
 
 
 def _estimate_engine(
@@ -105,7 +105,9 @@ def _estimate_trainer(
         )
         moved += sent * (1.0 if split.expert * split.tensor <= 8 else chip.link / chip.network)
     queries = architecture.num_attention_heads * architecture.kv_channels
-    of_pair = 2 * _FLOPS_OF_PARAMETER * layers * queries * (_ATTENTION_PASSES + (passes - 3)) / flops
+    of_pair = (
+        2 * _FLOPS_OF_PARAMETER * architecture.num_full_layers * queries * (_ATTENTION_PASSES + (passes - 3)) / flops
+    )
     of_token = passes * _FLOPS_OF_PARAMETER * size.active / flops + moved / link
     of_stage = size.total / (split.tensor * split.pipeline)
     is_divided = split.replicas * split.context > 1

@@ -110,7 +110,8 @@ def _list_splits(wanted: Wanted) -> Iterator[DeviceSplit]:
 
 
 def _divides_tensor(architecture: Architecture, tensor: int) -> bool:
-    return architecture.num_query_groups % tensor == 0
+    of_linear_layers = architecture.linear.num_key_heads if architecture.linear else 0
+    return architecture.num_query_groups % tensor == 0 and of_linear_layers % tensor == 0
 
 
 def _list_replicas(wanted: Wanted, model: int) -> Iterator[int]:

@@ -9,8 +9,10 @@ from typing import Any
 from megatron_rl.config.command_line.flags import Given
 from megatron_rl.config.flag import format_value
 from megatron_rl.shared.weights import families
-from megatron_rl.types import Architecture, Experts, Rope, RopeKind
+from megatron_rl.shared.weights.families.linear import LINEAR_KEYS
+from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
 
+_VARIANT = "described.attention_variant"
 REQUIRED = {
     "num_layers": "--num-layers",
     "hidden_size": "--hidden-size",
@@ -36,7 +38,14 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
             said["rope.factor"] = given[name]
         elif name in given and given[name].value != 1 and "rope.kind" not in said:
             said["rope.kind"] = dataclasses.replace(given[name], value=kind)
-    return architecture, [*_check_layer_pattern(given, architecture.num_layers)] + [
+    problems = [
+        *_check_layer_pattern(given, architecture.num_layers),
+        *_check_linear_pattern(given, architecture.num_layers),
+    ]
+    variant = given.get(_VARIANT)
+    if variant is not None and architecture.linear is None:
+        problems.append(f"{variant.source}: the model in {folder} has no linear layers: drop the flag")
+    return architecture, problems + [
         f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"
         for path, item in said.items()
@@ -45,10 +54,12 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
 
 
 def _is_idle(architecture: Architecture, path: str) -> bool:
-    """Check whether Megatron does not read the flag of a statement: about experts, in a model without them.
+    """Check whether Megatron does not read the flag of a statement: about experts or linear layers that are not there.
 
     It normalizes the weights of experts with sigmoids with and without --moe-router-pre-softmax.
     """
+    if path.startswith("linear.") and architecture.linear is None:
+        return True
     if architecture.experts is None:
         return path.startswith("experts.") and path != "experts.num_experts"
     return path == "experts.normalize_weights" and architecture.experts.score == "sigmoid"
@@ -70,6 +81,7 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
         *_check_supported(given),
         *_check_effects(said, given),
         *_check_layer_pattern(given, said["num_layers"]),
+        *_check_linear_pattern(given, said["num_layers"]),
     ]
     fields: dict[str, Any] = {path: value for path, value in said.items() if "." not in path}
     heads = fields["num_attention_heads"]
@@ -90,6 +102,7 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     fields["qkv_bias"] = not fields["linear_bias"] and fields.get("qkv_bias", False)
     fields["rope"] = _describe_rope(said)
     fields["experts"] = _describe_experts(said, fields["ffn_hidden_size"])
+    fields["linear"] = _describe_linear(said) if _VARIANT in given else None
     fields["dtype"] = _find_dtype(given)
     architecture = Architecture(family="", **fields)
     if problems:
@@ -111,6 +124,12 @@ def _collect_statements(given: Mapping[str, Given]) -> dict[str, Given]:
         pattern = given["described.moe_layer_freq"]
         dense = pattern.value.count(0) if isinstance(pattern.value, tuple) else 0
         said["experts.num_dense_layers"] = dataclasses.replace(pattern, value=dense)
+    if "described.linear_attention_freq" in given:
+        interval = given["described.linear_attention_freq"]
+        if isinstance(interval.value, tuple):
+            first = interval.value.index(0) if 0 in interval.value else len(interval.value)
+            interval = dataclasses.replace(interval, value=first + 1)
+        said["linear.full_interval"] = interval
     if "described.position_embedding_type" in given and given["described.position_embedding_type"].value == "yarn":
         said["rope.kind"] = dataclasses.replace(given["described.position_embedding_type"], value=RopeKind.YARN)
     if "rope.kind" in said:
@@ -154,6 +173,26 @@ def _check_layer_pattern(given: Mapping[str, Given], num_layers: int) -> Iterato
         )
 
 
+def _check_linear_pattern(given: Mapping[str, Given], num_layers: int) -> Iterator[str]:
+    """Check that linear layers are followed by one of full attention, by as many each time."""
+    item = given.get("described.linear_attention_freq")
+    if item is None:
+        if _VARIANT in given:
+            yield f"{given[_VARIANT].source} needs --linear-attention-freq: add it"
+        return
+    pattern = item.value
+    if isinstance(pattern, tuple):
+        interval = pattern.index(0) + 1 if 0 in pattern else 0
+        is_regular = interval and list(pattern) == [int((one + 1) % interval != 0) for one in range(num_layers)]
+    else:
+        interval, is_regular = pattern, True
+    if not is_regular or not 2 <= interval <= num_layers:
+        yield (
+            f"{item.source}: in every supported model as many linear layers come before each layer of full attention: "
+            f"write their number plus 1, from 2 to the {num_layers} layers"
+        )
+
+
 def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
     """Yield each flag that describes a part that the model lacks."""
     kind = said.get("rope.kind", RopeKind.DEFAULT)
@@ -168,6 +207,12 @@ def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Itera
     groups = None if "described.group_query_attention" in given else given.get("architecture.num_query_groups")
     if groups is not None and groups.value != said["num_attention_heads"]:
         yield f"{groups.source} has no effect without --group-query-attention: add it, or drop the flag"
+    if _VARIANT not in given:
+        for field in dataclasses.fields(LinearAttention):
+            item = given.get(f"architecture.linear.{field.name}")
+            item = given.get("described.linear_attention_freq") if field.name == "full_interval" else item
+            if item is not None:
+                yield f"{item.source} has no effect without --experimental-attention-variant: add it, or drop the flag"
     if not said.get("experts.num_experts"):
         for field in dataclasses.fields(Experts)[1:]:
             item = given.get(f"architecture.experts.{field.name}")
@@ -200,6 +245,13 @@ def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts 
     return Experts(**{"num_active": 2, "ffn_hidden_size": ffn_hidden_size, **fields})
 
 
+def _describe_linear(said: Mapping[str, Any]) -> LinearAttention:
+    """Describe linear layers, with the defaults of Megatron's configuration."""
+    fields = {path.removeprefix("linear."): value for path, value in said.items() if path.startswith("linear.")}
+    defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    return LinearAttention(**{**defaults, **fields})
+
+
 def _find_dtype(given: Mapping[str, Given]) -> str:
     for target, name in (("transformer.bf16", "bfloat16"), ("transformer.fp16", "float16")):
         if target in given:
@@ -227,6 +279,8 @@ def _name_key(architecture: Architecture, path: str) -> str:
     subject, _, field = path.partition(".")
     if subject == "rope":
         return _ROPE_KEYS.get(field, field)
+    if subject == "linear":
+        return LINEAR_KEYS[field][0]
     if subject != "experts":
         return families.find_config_key(path)
     keys = families.find_family(architecture.family).experts

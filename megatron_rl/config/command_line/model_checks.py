@@ -19,6 +19,7 @@ def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     yield from _check_architecture(settings, model)
     yield from _check_tensor_parallel(model, sizes)
     yield from _check_context_parallel(settings, model, sizes)
+    yield from _check_linear_layers(settings, model, sizes)
     yield from _check_pipeline_parallel(settings, model, sizes)
     yield from _check_virtual_stages(settings, model, sizes)
     yield from _check_expert_parallel(settings, model, sizes)
@@ -74,6 +75,30 @@ def _check_context_parallel(settings: DraftSettings, model: Architecture, sizes:
         yield (
             f"{CP} {sizes.context} does not divide the {heads} attention heads of a tensor-parallel rank: write "
             f"one of {list_divisors(heads)}"
+        )
+
+
+def _check_linear_layers(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    linear = model.linear
+    if linear is None:
+        if settings.model.linear_attention_backend != "auto":
+            yield (
+                f"--linear-attention-backend {settings.model.linear_attention_backend} needs a model with linear "
+                "layers, and this one has none: drop the flag"
+            )
+        return
+    heads = linear.num_key_heads
+    if linear.num_value_heads % heads:
+        yield (
+            f"--linear-num-key-heads {heads} does not divide the {linear.num_value_heads} value heads of linear "
+            f"layers: write one of {list_divisors(linear.num_value_heads)}"
+        )
+    if heads % sizes.tensor:
+        yield f"{TP} {sizes.tensor} does not divide the {heads} key heads of linear layers: write another"
+    elif heads // sizes.tensor % sizes.context:
+        yield (
+            f"{CP} {sizes.context} does not divide the {heads // sizes.tensor} key heads of linear layers of a "
+            f"tensor-parallel rank: write one of {list_divisors(heads // sizes.tensor)}"
         )
 
 

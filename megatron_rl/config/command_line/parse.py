@@ -20,7 +20,7 @@ from megatron_rl.config.command_line.stage import list_others
 from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.ops import elementwise, log_probs, qkv, shared_prompt
+from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
 from megatron_rl.ops.choice import Choice
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
@@ -396,11 +396,19 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
         reading,
         lambda name: elementwise.choose_backend(name, device, dtype, width),
     )
-    return _choose_backend(
+    settings = _choose_backend(
         settings,
         "model.qkv_backend",
         reading,
         lambda name: qkv.choose_backend(name, device, dtype, architecture.kv_channels),
+    )
+    if architecture.linear is None:
+        return settings
+    return _choose_backend(
+        settings,
+        "model.linear_attention_backend",
+        reading,
+        lambda name: gated_delta.choose_backend(name, device, dtype),
     )
 
 

@@ -65,6 +65,13 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         # Megatron counts the tokens to the left of a token, and the architecture counts the token too.
         "window_size": None if window is None else (window - 1, 0),
     }
+    if architecture.attention_gate:
+        fields["attention_output_gate"] = True
+    if architecture.zero_centered_norms:
+        fields["layernorm_zero_centered_gamma"] = True
+    if architecture.linear is not None:
+        # Megatron builds none of its own linear layers, and names a checkpoint's tensors by their layers.
+        fields["linear_attention_freq"] = architecture.linear.full_interval
     experts = architecture.experts
     if experts is not None:
         fields |= {

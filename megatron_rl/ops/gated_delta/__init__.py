@@ -65,10 +65,10 @@ def gated_delta_rule(
 
 
 def _normalize(vectors_TGD: torch.Tensor) -> torch.Tensor:
-    """Scale vectors to length 1, in fp32 at least."""
+    """Scale vectors to length 1, and return them in fp32 at least."""
     wide_TGD = vectors_TGD.to(torch.promote_types(vectors_TGD.dtype, torch.float32))
     squares_TG1 = (wide_TGD * wide_TGD).sum(dim=-1, keepdim=True)
-    return (wide_TGD * torch.rsqrt(squares_TG1 + _EPSILON)).to(vectors_TGD.dtype)
+    return wide_TGD * torch.rsqrt(squares_TG1 + _EPSILON)
 
 
 def compute_log_decay(a_TH: torch.Tensor, log_rate_H: torch.Tensor, bias_H: torch.Tensor) -> torch.Tensor:

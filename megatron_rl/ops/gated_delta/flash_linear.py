@@ -76,7 +76,7 @@ def rule(
     calls = find_tables(layout, q_TGD.device, Calls.of)
     # Releases differ in whether value heads may share a key head.
     copies = v_THV.shape[1] // q_TGD.shape[1]
-    q_THD, k_THD = (one.repeat_interleave(copies, dim=1) for one in (q_TGD, k_TGD))
+    q_THD, k_THD = (one.to(v_THV.dtype).repeat_interleave(copies, dim=1) for one in (q_TGD, k_TGD))
     states_SHDV: torch.Tensor | None = None
     outs = []
     for rows_L, offsets, level in zip(calls.rows, calls.offsets, calls.levels, strict=True):

@@ -18,7 +18,7 @@ def rule(
 ) -> torch.Tensor:
     """Decay the state, move what it holds for the key toward the value by beta, and read it with the query."""
     copies = v_THV.shape[1] // q_TGD.shape[1]
-    q_THD, k_THD = (one.repeat_interleave(copies, dim=1) for one in (q_TGD, k_TGD))
+    q_THD, k_THD = (one.to(v_THV.dtype).repeat_interleave(copies, dim=1) for one in (q_TGD, k_TGD))
     empty_HDV = v_THV.new_zeros(v_THV.shape[1], q_TGD.shape[2], v_THV.shape[2])
     states: list[torch.Tensor] = []
     outs = []

@@ -128,13 +128,25 @@ def count_needs(
     # A published tensor lies beside its place until it is copied.
     publish = max(tensors) * _ITEM_BYTES["float32"]
     heads = max(1, architecture.num_query_groups // size)
-    of_token = 2 * architecture.num_layers * heads * architecture.kv_channels * item
+    of_token = 2 * architecture.num_full_layers * heads * architecture.kv_channels * item
     return EngineNeeds(
         weights=math.ceil(sum(tensors) / size) * item,
         work=_CONTEXT + _GRAPHS + _DIGESTS + step + logits + publish,
-        response=math.ceil(max_model_len / _BLOCK_TOKENS) * _BLOCK_TOKENS * of_token,
+        response=math.ceil(max_model_len / _BLOCK_TOKENS) * _BLOCK_TOKENS * of_token
+        + _count_states(architecture, size),
         num_responses=max_num_seqs,
     )
+
+
+def _count_states(architecture: Architecture, size: int) -> int:
+    """Count the bytes of a response's states in linear layers, with the rows that their convolutions reach back to."""
+    one = architecture.linear
+    if one is None:
+        return 0
+    state = one.num_value_heads * one.key_head_dim * one.value_head_dim
+    rows = one.num_key_heads * one.channels_of_key_head * (one.window - 1)
+    num_layers = architecture.num_layers - architecture.num_full_layers
+    return num_layers * math.ceil((state + rows) / size) * _ITEM_BYTES["float32"]
 
 
 def divide(device: int, counted: int, needs: EngineNeeds) -> SharedDevice:

@@ -281,6 +281,10 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
             (model.num_attention_heads % size == 0, f"{model.num_attention_heads} attention heads"),
             (max(groups, size) % min(groups, size) == 0, f"{groups} heads of keys and values"),
             (
+                model.linear is None or model.linear.num_key_heads % size == 0,
+                f"{model.linear and model.linear.num_key_heads} key heads of linear layers",
+            ),
+            (
                 not experts or experts.ffn_hidden_size % size == 0,
                 f"{experts and experts.ffn_hidden_size} columns of an expert",
             ),

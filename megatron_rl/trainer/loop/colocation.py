@@ -19,7 +19,7 @@ from megatron_rl.sidecar.vllm.flags import FLAG
 # The count is for megatron's modules on the host; these follow the rank's own flags, and the last value counts.
 _ON_HOST = (
     "--platform", "cpu", "--shared-prompt-backend", "auto", "--output-layer-backend", "auto",
-    "--elementwise-backend", "auto", "--qkv-backend", "auto",
+    "--elementwise-backend", "auto", "--qkv-backend", "auto", "--linear-attention-backend", "auto",
 )  # fmt: skip
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SECONDS = 300

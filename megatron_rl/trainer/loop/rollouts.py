@@ -15,7 +15,6 @@ from megatron_rl.config.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import MAX_IN_FLIGHT, TIME
 from megatron_rl.observe.timeline import Timeline
-from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.slots import Division
 from megatron_rl.shared.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
@@ -23,6 +22,7 @@ from megatron_rl.trainer.data.batch import Batcher
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.prompts import PromptSource
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.data.tables import build_preparation
 from megatron_rl.trainer.loop.mismatch import MismatchBeyond
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.saver import RunState
@@ -275,12 +275,11 @@ def build_batcher(
     baseline: float | None = None,
 ) -> Batcher:
     """Build the batcher that makes packs as the settings say; `baseline` is as in `GroupAdvantages`."""
-    attention = find_backend(settings.attention.backend)
     return Batcher(
         functools.partial(advantages or GroupAdvantages(settings.algorithm), baseline=baseline),
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,
-        prepare=lambda layout: attention.prepare(layout, device),
+        prepare=build_preparation(settings, device),
         num_parts=settings.transformer.context_parallel_size,
     )

@@ -32,8 +32,10 @@ from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.settling import (
     settle_attention,
     settle_elementwise_backend,
+    settle_linear_attention,
     settle_qkv_backend,
     try_attention,
+    try_linear_attention,
 )
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
@@ -145,6 +147,7 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
     if session.device.type != "cpu":
         settings = settle_attention(settings, session, startup.say)
+        settings = settle_linear_attention(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
     if session.device.type == "cpu":
         return settings
@@ -158,6 +161,7 @@ def _try_kernels(settings: Settings, device: torch.device) -> None:
         return
     dtype = settings.transformer.params_dtype
     try_attention(settings, device)
+    try_linear_attention(settings, device)
     output_layer_trial.check_backend(settings.model.output_layer_backend, device, dtype)
     if settings.transformer.gradient_accumulation_fusion:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.elementwise import trial as elementwise_trial
+from megatron_rl.ops.gated_delta import trial as linear_trial
 from megatron_rl.ops.qkv import trial as qkv_trial
 from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import use_blocks
@@ -41,6 +42,36 @@ def settle_qkv_backend(settings: T, session: Session, say: Callable[[str], None]
         )
 
     return _settle("model.qkv_backend", "--qkv-backend", "torch", check, settings, session, say)
+
+
+def settle_linear_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:
+    """Do the same for the gated delta rule of linear layers."""
+    if settings.architecture.linear is None:
+        return settings
+    return _settle(
+        "model.linear_attention_backend",
+        "--linear-attention-backend",
+        "torch",
+        lambda: try_linear_attention(settings, session.device),
+        settings,
+        session,
+        say,
+    )
+
+
+def try_linear_attention(settings: Settings, device: torch.device) -> None:
+    """Raise unless the device computes the gated delta rule of linear layers, if the model has any."""
+    linear = settings.architecture.linear
+    if linear is None:
+        return
+    linear_trial.check_backend(
+        settings.model.linear_attention_backend,
+        device,
+        settings.transformer.params_dtype,
+        linear.num_value_heads // linear.num_key_heads,
+        linear.key_head_dim,
+        linear.value_head_dim,
+    )
 
 
 def settle_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:

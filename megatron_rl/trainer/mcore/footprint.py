@@ -27,6 +27,7 @@ from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.trainer.data.packing import Pack, pack_groups
 from megatron_rl.trainer.mcore.model import context
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
+from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaRule
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_chunks
 from megatron_rl.trainer.mcore.session import make_groups
 from megatron_rl.types import ParallelSizes
@@ -35,6 +36,8 @@ from megatron_rl.types import ParallelSizes
 _STREAM_BYTES = 2 << 28
 # The versions in shared memory: the one that engines sample with, and the one before or after it.
 _VERSIONS_SHARED = 2
+# The rows of a chunk of linear layers.
+_CHUNK = 64
 # A block of logits, which its gradient replaces: the largest of any backend.
 _LOGITS_BYTES = triton_fused.MOST_BLOCK_BYTES
 
@@ -237,11 +240,16 @@ def _make_input(chunk: PackedGPTModel, pack: Pack) -> torch.Tensor:
 
 
 def _stand_in(chunk: PackedGPTModel) -> None:
-    """Replace the modules that read numbers, which tensors without memory lack: attention, and routed experts."""
+    """Replace the modules that read numbers, which tensors without memory lack: attention, and routed experts.
+
+    The gated delta rule of linear layers is replaced by what its kernels keep.
+    """
     for module in list(chunk.modules()):
         for name, child in module.named_children():
             if isinstance(child, SharedPromptAttention):
                 setattr(module, name, _Attention(child.context_group))
+            elif isinstance(child, GatedDeltaRule):
+                setattr(module, name, _Rule())
             elif isinstance(child, MoELayer):
                 setattr(module, name, _Experts(child))
 
@@ -259,6 +267,18 @@ class _Attention(torch.nn.Module):
         totals_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         out_THD: torch.Tensor = _Keeps.apply(q_THD.shape, q_THD, k_TGD, v_TGD, totals_TH)
         return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)
+
+
+class _Rule(torch.nn.Module):
+    """A stand-in for the gated delta rule. It keeps what it is given, the result, and a system for each chunk."""
+
+    def forward(self, q_TGD: torch.Tensor, k_TGD: torch.Tensor, v_THV: torch.Tensor, *others: Any) -> torch.Tensor:
+        *decays_betas, _ = others
+        copies = v_THV.shape[1] // q_TGD.shape[1]
+        q_THD, k_THD = (one.repeat_interleave(copies, dim=1) for one in (q_TGD, k_TGD))
+        systems = v_THV.new_empty(*v_THV.shape[:2], _CHUNK)
+        out_THV: torch.Tensor = _Keeps.apply(v_THV.shape, v_THV, q_THD, k_THD, *decays_betas, systems)
+        return out_THV
 
 
 class _Experts(torch.nn.Module):

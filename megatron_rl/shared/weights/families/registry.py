@@ -7,6 +7,7 @@ from megatron_rl.shared.weights.families.names import (
     DENSE_MLP,
     STEM,
     experts_mlp,
+    linear_attention,
     router_bias,
     shared_expert,
 )
@@ -153,7 +154,54 @@ SEED_OSS = Family(
 )
 """Seed-OSS: biases of queries, keys and values, and of no other layer."""
 
+_GATED_ATTENTION = {"qk_layernorm": True, "attention_gate": True, "zero_centered_norms": True}
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    hf_class="Qwen3NextForCausalLM",
+    names=STEM
+    + ATTENTION
+    + linear_attention("in_proj_qkvz", "in_proj_ba")
+    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    + shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate"),
+    constants=_GATED_ATTENTION,
+    requires={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+    defaults={"head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512},
+    experts=ExpertKeys(
+        num_experts=("num_experts",),
+        ffn_hidden_size="moe_intermediate_size",
+        normalize_weights="norm_topk_prob",
+        others={"shared_ffn_hidden_size": "shared_expert_intermediate_size"},
+        constants={"has_shared_gate": True},
+    ),
+    has_prediction_layers=True,
+    has_linear_layers=True,
+    default_turned=0.25,
+)
+"""Qwen3-Next: gated delta nets among layers of gated attention, and Qwen2-MoE's experts in every layer."""
+
+QWEN3_5 = Family(
+    name="qwen3_5_text",
+    hf_class="Qwen3_5ForCausalLM",
+    names=STEM + ATTENTION + linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") + DENSE_MLP,
+    constants=_GATED_ATTENTION,
+    requires={"hidden_act": ("silu",), "attention_bias": (False,), "attn_output_gate": (True,)},
+    defaults={"head_dim": 256},
+    has_prediction_layers=True,
+    has_linear_layers=True,
+    default_turned=0.25,
+)
+"""Qwen3.5 without its images: Qwen3-Next's layers with an MLP."""
+
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS)
-}
+    family.name: family
+    for family in (
+        LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, QWEN3_NEXT, QWEN3_5,
+    )
+}  # fmt: skip
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 from megatron_rl.config.command_line.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
-from megatron_rl.ops.shared_prompt import find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.slots import Division, Place
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_turns
+from megatron_rl.trainer.data.tables import build_preparation
 from megatron_rl.trainer.mcore.session import Session
 
 
@@ -51,13 +51,12 @@ def build_packer(
     settings: Settings, copier: DeviceCopier, packing: Callable[[], AbstractContextManager] = nullcontext
 ) -> Packer:
     """Build the packer that makes packs as the settings say."""
-    attention = find_backend(settings.attention.backend)
     return Packer(
         copier,
         find_pack_multiple(settings),
         settings.architecture.vocab_size,
         settings.transformer.context_parallel_size,
-        lambda layout: attention.prepare(layout, copier.device),
+        build_preparation(settings, copier.device),
         packing,
     )
 

@@ -89,6 +89,12 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
     if chunk.post_process:
         yield from _check_output_layer(chunk.output_layer)
     yield from _check_rotary(chunk, architecture)
+    if architecture.linear is not None:
+        yield (
+            "the recipe's linear layers do not take packs of groups, and this package's do: train the model with "
+            "pretrain_grpo.py, without a provider of the recipe's own"
+        )
+        return
     for layer in chunk.decoder.layers:
         yield from _check_attention(layer)
 

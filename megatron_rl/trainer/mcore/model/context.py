@@ -48,6 +48,17 @@ def exchange_rows_for_heads(
     return received_THD.split([part.shape[2] for part in by_rank], dim=1)
 
 
+def exchange_rows_for_groups(mixed_RGX: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange all groups of heads of this rank's rows for this rank's groups of all rows.
+
+    The group's size must divide their number.
+    """
+    if group.size() == 1:
+        return mixed_RGX
+    received_PRGX: torch.Tensor = _Exchange.apply(mixed_RGX.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
+    return received_PRGX.flatten(0, 1)
+
+
 def exchange_heads_for_rows(out_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange this rank's heads of all rows back for all heads of this rank's rows."""
     if group.size() == 1:

@@ -35,9 +35,11 @@ class RMSNorm(torch.nn.Module):
     Megatron's own wrapper around torch's norm refuses sequence parallelism, and its fused norm needs apex.
     """
 
+    is_zero_centered = False
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__()
-        assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma
+        assert config.normalization == "RMSNorm" and config.layernorm_zero_centered_gamma is self.is_zero_centered
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
@@ -58,6 +60,27 @@ class RMSNorm(torch.nn.Module):
             if normed.requires_grad == hidden.requires_grad or not torch.is_grad_enabled():
                 return normed
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """The norm that multiplies by 1 plus its weight, in fp32 at least: in half precision the sum would lose the weight.
+
+    Kernels of ours do not have it.
+    """
+
+    is_zero_centered = True
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalize the last dimension."""
+        assert residual is None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = 1 + self.weight.to(wide)
+        return torch.nn.functional.rms_norm(hidden.to(wide), (hidden.shape[-1],), weight, self.eps).to(hidden.dtype)
+
+
+def find_norm(config: TransformerConfig) -> type[RMSNorm]:
+    """Return the norm of a model's layers."""
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,13 +151,20 @@ def build_chunks(
     output_layer_backend: str = "auto",
     elementwise_backend: str = "torch",
     qkv_backend: str = "torch",
+    linear_attention_backend: str = "torch",
     device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
     # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
     with device or contextlib.nullcontext():
         chunks = _build_stages(
-            config, architecture, vocab_divisible_by, attention_backend, output_layer_backend, qkv_backend
+            config,
+            architecture,
+            vocab_divisible_by,
+            attention_backend,
+            output_layer_backend,
+            qkv_backend,
+            linear_attention_backend,
         )
         for chunk in chunks:
             freeze_router_biases(chunk)
@@ -173,6 +180,7 @@ def _build_stages(
     attention_backend: str,
     output_layer_backend: str,
     qkv_backend: str,
+    linear_attention_backend: str,
 ) -> list[PackedGPTModel]:
     num_virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -183,7 +191,9 @@ def _build_stages(
             architecture,
             output_layer_backend,
             qkv_backend,
-            transformer_layer_spec=block_spec(config, architecture, vp_stage, attention_backend, qkv_backend),
+            transformer_layer_spec=block_spec(
+                config, architecture, vp_stage, attention_backend, qkv_backend, linear_attention_backend
+            ),
             vocab_size=padded_vocab_size(
                 architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
             ),
@@ -285,5 +295,6 @@ def build_model(settings: Settings) -> list[PackedGPTModel]:
         output_layer_backend=settings.model.output_layer_backend,
         elementwise_backend=settings.model.elementwise_backend,
         qkv_backend=settings.model.qkv_backend,
+        linear_attention_backend=settings.model.linear_attention_backend,
         device=select(settings.platform).device(),
     )

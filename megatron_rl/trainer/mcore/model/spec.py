@@ -9,7 +9,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
-from megatron_rl.trainer.mcore.model.fusions import RMSNorm
+from megatron_rl.trainer.mcore.model.fusions import find_norm
+from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
 from megatron_rl.types import Architecture
 
@@ -20,22 +21,40 @@ def block_spec(
     vp_stage: int | None,
     attention_backend: str,
     qkv_backend: str,
+    linear_attention_backend: str,
 ) -> TransformerBlockSubmodules:
     """Specify the layers of this pipeline stage and its final norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     make_layer = _local_layer if config.transformer_impl == "local" else _engine_layer
-    layers: dict[bool, ModuleSpec] = {}
-    for has_experts in sorted({architecture.has_experts(number) for number in range(architecture.num_layers)}):
+    kinds = [(architecture.has_experts(one), architecture.is_linear(one)) for one in range(architecture.num_layers)]
+    layers: dict[tuple[bool, bool], ModuleSpec] = {}
+    for has_experts, is_linear in sorted(set(kinds)):
         layer, norm = make_layer(config, config.num_moe_experts if has_experts else None)
-        if qkv_backend == "triton":
-            layer.submodules.self_attention.module = FusedSelfAttention
-        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-            module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
-        )
-        layers[has_experts] = layer
-    layer_specs = [layers[architecture.has_experts(number)] for number in numbers]
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+        if is_linear:
+            _make_linear(layer, norm, architecture, linear_attention_backend)
+        else:
+            _take_packs(layer, architecture, attention_backend, qkv_backend)
+        layers[has_experts, is_linear] = layer
+    return TransformerBlockSubmodules(layer_specs=[layers[kinds[number]] for number in numbers], layer_norm=norm)
+
+
+def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend: str, qkv_backend: str) -> None:
+    if qkv_backend == "triton":
+        layer.submodules.self_attention.module = FusedSelfAttention
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
+    )
+
+
+def _make_linear(layer: ModuleSpec, norm: type, architecture: Architecture, backend: str) -> None:
+    """Put a linear layer in the place of self-attention, with a norm of its own before it."""
+    layer.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet, params={"architecture": architecture, "backend": backend}
+    )
+    layer.submodules.input_layernorm = norm
+    # The local spec would name this norm in checkpoints after a layer that is not there.
+    layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
@@ -48,11 +67,12 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[Mo
     if num_experts:
         # Checkpoints keep the name of the norm before experts. The local spec would name it after a dense layer's fc1.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    norm = find_norm(config)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
+    return layer, norm
 
 
 def _engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:

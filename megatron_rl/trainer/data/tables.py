@@ -1,0 +1,24 @@
+"""The tables that a model's layers look up for a layout, made by the thread that makes packs."""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_rl.config.settings import Settings
+from megatron_rl.ops import gated_delta
+from megatron_rl.ops.gated_delta.convolution import list_window_rows
+from megatron_rl.ops.shared_prompt import find_backend
+from megatron_rl.ops.shared_prompt.layout import Layout
+
+
+def build_preparation(settings: Settings, device: torch.device) -> Callable[[Layout], None]:
+    """Return the function that makes the tables of a layout, which keeps them."""
+    attention, linear = find_backend(settings.attention.backend), settings.architecture.linear
+
+    def prepare(layout: Layout) -> None:
+        attention.prepare(layout, device)
+        if linear is not None:
+            gated_delta.prepare(settings.model.linear_attention_backend, layout)
+            layout.once(list_window_rows, linear.window)
+
+    return prepare

@@ -1,0 +1,124 @@
+"""Linear layers whose prompts' states begin responses: against transformers, with faults planted, and recomputed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.transformer.attention import Attention
+
+from megatron_rl.errors import PlatformError
+from megatron_rl.ops.gated_delta import chunks, convolution, trial
+from megatron_rl.ops.shared_prompt.layout import ROOT
+from megatron_rl.trainer.data.packing import pack_groups
+from megatron_rl.trainer.mcore.model import gated_delta_net
+from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
+from tests import hf_models
+from tests.distributed import parity
+from tests.distributed.layouts import CASES, build, list_layouts, start_session
+from tests.ranks import run_ranks
+
+LEAST_EFFECT = 1e-2
+# A prompt of more than a chunk, and responses from one token to more than a chunk.
+GROUPS: list[parity.Groups] = [
+    [(prompt[:length], [prompt[length:][:one] for one in responses])]
+    for (length, responses), prompt in zip(
+        (((70, (9, 66, 1)), (5, (12,)))), hf_models.sequences([140, 20]), strict=True
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Draw a model with a linear layer and one of full attention."""
+    types = ["linear_attention", "full_attention"]
+    return hf_models.draw("qwen3_5", tmp_path_factory.mktemp("model"), num_hidden_layers=2, layer_types=types)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> parity.Expected:
+    return parity.expected(folder, GROUPS)
+
+
+def compute(folder: Path, **changes: Any) -> parity.Computed:
+    with start_session(CASES["TP1"]) as session:
+        model = build(session, CASES["TP1"], folder, **changes)
+        packs = [pack_groups(groups) for groups in GROUPS]
+        return parity.Computed(model.forward_backward(packs, parity.shared_loss), model.gradients())
+
+
+def test_a_shared_prompt_has_the_log_probs_and_gradients_of_transformers(folder, expected) -> None:
+    worst = expected.worst(compute(folder))
+    print(worst)
+    assert all(error <= 1 for error, _ in worst.values())
+
+
+def test_recomputed_linear_layers_give_the_same_bits(folder) -> None:
+    plain = compute(folder)
+    calls = mock.Mock(wraps=gated_delta_net.gated_delta_rule)
+    with mock.patch.object(gated_delta_net, "gated_delta_rule", calls):
+        again = compute(folder, recompute_granularity="selective", recompute_modules=["core_attn"])
+    assert calls.call_count == 2 * len(GROUPS)
+    assert all(map(torch.equal, again.log_probs, plain.log_probs))
+    assert again.gradients.keys() == plain.gradients.keys()
+    assert all(torch.equal(again.gradients[name], plain.gradients[name]) for name in plain.gradients)
+
+
+@pytest.mark.each_change
+def test_several_kinds_of_ranks_agree_with_transformers(tmp_path: Path) -> None:
+    name = "qwen3_5"
+    folder = hf_models.draw(name, tmp_path / name)
+    of_transformers = parity.expected(folder, temperature=parity.TEMPERATURE)
+    cases = ["CP2xPP2", "TP2+SPxCP2"]
+    assert set(cases) < set(list_layouts(name))
+    for (case, _), (ours, _) in run_ranks(parity.run_layouts, 4, cases, {name: folder})[0].items():
+        worst = of_transformers.worst(ours)
+        print(f"{case:>12} error / bound: {worst}")
+        assert all(error <= 1 for error, _ in worst.values())
+
+
+def without_gate(self: GatedDeltaNet, out_RHV: torch.Tensor, gate_RHV: torch.Tensor) -> torch.Tensor:
+    return plain_gate(self, out_RHV, torch.ones_like(gate_RHV))
+
+
+plain_gate = GatedDeltaNet._gate
+plain_decay = gated_delta_net.compute_log_decay
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "state not forked": (chunks, "find_filled_parent", lambda layout, segment: ROOT),
+    "convolution's tail lost": (
+        convolution, "_last_rows_above", lambda layout, segment, number: [layout.num_tokens] * number
+    ),
+    "decay of the other sign": (gated_delta_net, "compute_log_decay", lambda *given: -plain_decay(*given)),
+    "no decay": (gated_delta_net, "compute_log_decay", lambda *given: 0 * plain_decay(*given)),
+    "gate of linear layers left out": (GatedDeltaNet, "_gate", without_gate),
+    "gate of attention left out": (Attention, "_apply_output_gate", lambda self, x, gate: x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_linear_layers_changes_the_log_probs(
+    fault: str, folder: Path, expected: parity.Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, name, change = FAULTS[fault]
+    monkeypatch.setattr(where, name, change)
+    with start_session(CASES["TP1"]) as session:
+        found = build(session, CASES["TP1"], folder).forward([pack_groups(groups) for groups in GROUPS])
+    effect = max((one - truth).abs().max().item() for one, truth in zip(found, expected.truth.log_probs, strict=True))
+    print(f"{fault}: {effect:.3f}")
+    # Written so that NaN counts as an effect.
+    assert not effect < LEAST_EFFECT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_at_start_passes_what_is_right_and_names_what_is_not(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    trial.check_backend("torch", device, dtype, 2, 8, 12)
+    monkeypatch.setattr(chunks, "find_filled_parent", lambda layout, segment: ROOT)
+    trial._LAYOUT._kept.clear()
+    try:
+        with pytest.raises(PlatformError, match="--linear-attention-backend torch does not compute linear layers"):
+            trial.check_backend("torch", device, dtype, 2, 8, 12)
+    finally:
+        trial._LAYOUT._kept.clear()
