@@ -151,6 +151,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
     "shared_prompt": {
         "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 after a prompt of 512",
         "speedup_2048_64_8": "the same after a prompt of 2,048",
+        "linear_speedup_512_64_8": "a linear layer with duplicated prompts / shared, as the first",
         "worst_of_grid": "the smallest speed-up of the grid",
         "step_speedup_512_64_8": "a training step with duplicated prompts / shared",
         "token_saving_error": "tokens saved, as measured, minus the formula's",

@@ -2,6 +2,7 @@
 
 Attention runs forward and backward, with 8 heads of 64 in fp32. A group has K responses of R tokens after one prompt of
 P; it is compared with the K whole sequences in torch's own attention, one by one and as a batch, whichever is faster.
+A linear layer's convolution and gated delta rule are compared with themselves over the whole sequences.
 The step is that of a Qwen3 of 10 M parameters with one group of 512/64/8, from slot to update, against the faster of
 --no-shared-prompt and Megatron's own model with a plain batch. All of a row take turns; each ratio is the median over
 rounds.
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import report, shared_prompt_step
+from megatron_rl.ops.gated_delta import gated_delta_rule
+from megatron_rl.ops.gated_delta.convolution import causal_convolution
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend, find_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.trainer.data.packing import pack_groups, separate_responses
@@ -85,6 +88,8 @@ def main() -> None:
         grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}
     speedups = {name: compare(group) for name, group in {**named, **grid}.items()}
     report.table("attention: duplicated / shared, P/R/K", speedups, "")
+    linear = {name: compare_linear(group) for name, group in named.items()}
+    report.table("linear layers: duplicated / shared, P/R/K", linear, "")
     for window in (None, 128):
         title = f"every backend, 512/64/8, {'no window' if window is None else f'a window of {window}'}"
         report.table(title, backend_times(named["512/64/8"], window), "s")
@@ -98,6 +103,7 @@ def main() -> None:
         {
             "speedup_512_64_8": medians["512/64/8"],
             "speedup_2048_64_8": medians["2048/64/8"],
+            "linear_speedup_512_64_8": statistics.median(linear["512/64/8"]),
             "worst_of_grid": min(medians[name] for name in grid),
             "step_speedup_512_64_8": statistics.median(step_speedups),
             "token_saving_error": max(abs(group.measured_saving() - group.saving()) for group in groups),
@@ -147,6 +153,15 @@ def compare(group: Group) -> list[float]:
     return ratios(taking_turns({name: way.run for name, way in ways.items()}), "shared")
 
 
+def compare_linear(group: Group) -> list[float]:
+    """Return the speed-ups of the shared prompt in a linear layer, from its convolution to what its heads read."""
+    layouts = {
+        "shared": Layout.of_groups([(group.prompt, group.responses)]),
+        "whole": Layout.of_groups([(length, ()) for length in group.sequences]),
+    }
+    return ratios(taking_turns({name: LinearWay(layout).run for name, layout in layouts.items()}), "shared")
+
+
 def _attend(
     attention: Callable[..., torch.Tensor], layout: Layout, window: int | None, *inputs: torch.Tensor
 ) -> torch.Tensor:
@@ -166,6 +181,26 @@ class Way:
         for tensor in self._inputs:
             tensor.grad = None
         self._attention(*self._inputs).backward(self._grad_out_THD)
+
+
+class LinearWay:
+    """The convolution and the gated delta rule over a layout, with two value heads for each key head."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._rows = torch.randn(layout.num_tokens, 2 * NUM_HEADS * HEAD_DIM).requires_grad_()
+        self._weight = torch.randn(2 * NUM_HEADS * HEAD_DIM, 4).requires_grad_()
+        self._log_decays = (-torch.rand(layout.num_tokens, NUM_HEADS)).requires_grad_()
+        self._betas = torch.rand(layout.num_tokens, NUM_HEADS).requires_grad_()
+        self._grad_out_THV = torch.randn(layout.num_tokens, NUM_HEADS, HEAD_DIM)
+
+    def run(self) -> None:
+        for tensor in (self._rows, self._weight, self._log_decays, self._betas):
+            tensor.grad = None
+        mixed_THD = causal_convolution(self._rows, self._weight, self._layout).unflatten(1, (-1, HEAD_DIM))
+        q_TGD, k_TGD, v_THV = mixed_THD.split((NUM_HEADS // 2, NUM_HEADS // 2, NUM_HEADS), dim=1)
+        out_THV = gated_delta_rule(q_TGD, k_TGD, v_THV, self._log_decays, self._betas, self._layout)
+        out_THV.backward(self._grad_out_THV)
 
 
 def one_by_one(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
