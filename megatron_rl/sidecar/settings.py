@@ -369,7 +369,7 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
         )
     if architecture is not None:
         size, length = rollout.tensor_parallel_size, rollout.max_model_len
-        yield from find_vllm_problems(architecture, settings.device, size, length)
+        yield from find_vllm_problems(architecture, settings.device, size, length, rollout.dtype)
 
 
 def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:

@@ -238,6 +238,14 @@ def test_a_head_size_without_a_cpu_kernel_is_refused_on_the_cpu_only(tmp_path: P
     assert parse(f"{words} --rollout-engine scripted".split())
 
 
+def test_linear_layers_in_full_precision_are_refused_on_the_cpu_only(tmp_path: Path) -> None:
+    words = f"{VLLM} --hf-model {hf_models.draw('qwen3_5', tmp_path / 'model', head_dim=32)}"
+    (found,) = problems(words)
+    assert "vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is float32: write" in found
+    assert parse(f"{words} --rollout-dtype bfloat16 --publish-dtype bfloat16".split())
+    assert parse(words.replace("--platform cpu", "--platform cuda").split())
+
+
 def test_supported_head_sizes_are_48_and_those_of_the_installed_vllm() -> None:
     found = importlib.util.find_spec("vllm")
     assert found is not None

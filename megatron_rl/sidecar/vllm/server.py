@@ -251,9 +251,19 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def find_problems(
-    model: Architecture, device: Literal["cpu", "cuda", "npu"], tensor_parallel_size: int, max_model_len: int | None
+    model: Architecture,
+    device: Literal["cpu", "cuda", "npu"],
+    tensor_parallel_size: int,
+    max_model_len: int | None,
+    dtype: str | None = None,
 ) -> Iterator[str]:
-    """Yield each reason why an engine could not run this model."""
+    """Yield each reason why an engine could not run this model, in its own dtype or another."""
+    dtype = dtype or model.dtype
+    if device == "cpu" and model.linear is not None and dtype != "bfloat16":
+        yield (
+            f"--hf-model: vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is {dtype}: write "
+            "--rollout-dtype bfloat16 and --publish-dtype bfloat16, or choose engines on accelerators"
+        )
     if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
         yield (
             f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
