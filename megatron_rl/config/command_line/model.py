@@ -45,6 +45,8 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
     variant = given.get(_VARIANT)
     if variant is not None and architecture.linear is None:
         problems.append(f"{variant.source}: the model in {folder} has no linear layers: drop the flag")
+    if "described.swiglu" in given and architecture.activation != "silu":
+        problems.append(f"--swiglu contradicts the activation of {architecture.family} models, GEGLU: drop the flag")
     return architecture, problems + [
         f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"

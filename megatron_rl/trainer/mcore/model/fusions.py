@@ -70,6 +70,10 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     is_zero_centered = True
 
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: object):
+        super().__init__(config, hidden_size, eps, **others)
+        torch.nn.init.zeros_(self.weight)
+
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize the last dimension."""
         assert residual is None
@@ -171,6 +175,8 @@ def _fuse_addition(layer: Any, name: str, norm: Any) -> None:
         kind = type(norm)
         is_elsewhere = isinstance(norm, IdentityOp)
         _say_once("a linear layer normalizes" if is_elsewhere else f"the norm is {kind.__name__} of {kind.__module__}")
+    elif isinstance(getattr(layer, name), torch.nn.Module):
+        _say_once("a layer normalizes what it adds")
     elif not layer.config.fp32_residual_connection:
         setattr(layer, name, AddAndNormalize(getattr(layer, name), norm))
 

@@ -11,7 +11,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import find_norm
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
-from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
+from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
+from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention, TwoRopesSelfAttention
 from megatron_rl.types import Architecture
 
 
@@ -31,6 +32,9 @@ def block_spec(
     layers: dict[tuple[bool, bool], ModuleSpec] = {}
     for has_experts, is_linear in sorted(set(kinds)):
         layer, norm = make_layer(config, config.num_moe_experts if has_experts else None)
+        if architecture.has_output_norms:
+            output_norm = ModuleSpec(module=NormalizeAndAdd, params={"config": config, "norm": norm})
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = output_norm
         if is_linear:
             _make_linear(layer, norm, architecture, linear_attention_backend)
         else:
@@ -40,7 +44,10 @@ def block_spec(
 
 
 def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend: str, qkv_backend: str) -> None:
-    if qkv_backend == "triton":
+    if architecture.local_rope is not None:
+        layer.submodules.self_attention.module = TwoRopesSelfAttention
+        layer.submodules.self_attention.params["architecture"] = architecture
+    elif qkv_backend == "triton":
         layer.submodules.self_attention.module = FusedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
