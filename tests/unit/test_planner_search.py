@@ -188,6 +188,35 @@ def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, 
     assert "each run, predicted from all others:" in capsys.readouterr().out
 
 
+def test_engines_whose_script_has_step_seconds_are_predicted_from_them(folder, tmp_path, capsys):
+    def save(in_flight: str) -> None:
+        values = {"engine": "scripted", "script": str(script), "max_num_seqs": "12", "max_in_flight": in_flight}
+        rollout = {name: run_folder.Value(text, "a flag") for name, text in values.items()}
+        config = run_folder.SavedConfig(sections={"rollout": rollout})
+        run_folder.write_saved_config(folder / run_folder.CONFIG_FILE, config)
+
+    def plan(*words: str) -> str:
+        code = cli.main(["plan", str(folder), *words])
+        said = capsys.readouterr()
+        return said.out if code == ExitCode.OK else said.err
+
+    script = tmp_path / "script.json"
+    save("24")
+    assert f"--rollout-script {script} cannot be read" in (said := plan())
+    assert "append ,engine=batching if their script had step_seconds, and ,engine=scripted if not" in said
+    # Other costs than those of the run's times, so that these cannot have been fitted.
+    script.write_text(json.dumps({"step_seconds": [0.04, 0.004]}))
+    assert "a step 40 ms, and 4e+03 us a response, 0 ns" in (fixed := plan())
+    assert "each engine is given" not in fixed
+    save("auto")
+    assert "each engine is given" in (chosen := plan())
+    assert seconds_of(chosen, "periodic") <= seconds_of(fixed, "periodic")
+    assert plan("--rollout-max-in-flight", "24") == fixed
+    script.write_text(json.dumps({"tokens_per_second": 900}))
+    assert "take care: the sidecar chose how many responses were in flight" in plan()
+    assert "or with scripted engines that have step_seconds: write N" in plan("--rollout-max-in-flight", "auto")
+
+
 def seconds_of(said, schedule):
     (line,) = (line for line in said.splitlines() if line.startswith(f"{schedule} "))
     return float(line.split()[1])

@@ -51,6 +51,8 @@ class RunLayout:
     max_in_flight: int = 128
     is_chosen: bool = False
     """True if the sidecar chooses the number of responses in flight, at most `max_in_flight`."""
+    step_seconds: tuple[float, float] | None = None
+    """Seconds of a decode step and of each response in it, if a script fixes them; None if they are fitted."""
     trainer_devices: int | None = None
     """Devices of the trainer; if not given, one for each stage of each replica."""
     engine_devices: int | None = None
@@ -116,15 +118,8 @@ def _median(iterations: Iterable[RecordedIteration], name: str) -> float:
 def _fit_engine(runs: Sequence[MeasuredRun]) -> EngineCosts:
     if runs[0].layout.engine == "scripted":
         return _fit_scripted(runs)
-    rows, seconds = [], []
-    for run in runs:
-        for iteration, groups in _by_engine(run.record):
-            counted = [_replay(run, iteration, groups, name) for name in _BATCHING]
-            for group in groups:
-                rows.append([times[group.index] for times in counted])
-                seconds.append(group.finished - iteration.submitted)
     layout = runs[0].layout
-    step, per_sequence, per_context, per_prompt_token = fit(rows, seconds)
+    step, per_sequence, per_context, per_prompt_token = _read_steps(runs) or _fit_steps(runs)
     return BatchingCosts(
         step=step,
         per_sequence=per_sequence,
@@ -134,6 +129,28 @@ def _fit_engine(runs: Sequence[MeasuredRun]) -> EngineCosts:
         max_in_flight=layout.max_in_flight,
         is_chosen=layout.is_chosen,
     )
+
+
+def _read_steps(runs: Sequence[MeasuredRun]) -> list[float] | None:
+    """Return the costs that the scripts of the runs' engines fix; None if the engines have no such script."""
+    scripts = {run.layout.step_seconds for run in runs}
+    if len(scripts) > 1:
+        raise InputError(
+            "runs whose engines have different step_seconds, or none, cannot be mixed: name runs with one script"
+        )
+    (known,) = scripts
+    return None if known is None else [*known, 0.0, 0.0]
+
+
+def _fit_steps(runs: Sequence[MeasuredRun]) -> list[float]:
+    rows, seconds = [], []
+    for run in runs:
+        for iteration, groups in _by_engine(run.record):
+            counted = [_replay(run, iteration, groups, name) for name in _BATCHING]
+            for group in groups:
+                rows.append([times[group.index] for times in counted])
+                seconds.append(group.finished - iteration.submitted)
+    return fit(rows, seconds)
 
 
 def _by_engine(record: RunRecord) -> Iterator[tuple[RecordedIteration, list[RecordedGroup]]]:

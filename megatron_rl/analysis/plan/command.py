@@ -200,7 +200,10 @@ def _change_in_flight(engine: EngineCosts, number: int | str | None) -> EngineCo
     """Return the costs of engines that are given this number of responses at once; None leaves them as they are."""
     if not isinstance(engine, BatchingCosts):
         if isinstance(number, str):
-            raise UsageError(f"--rollout-max-in-flight {number} needs a run with vLLM, not scripted engines: write N")
+            raise UsageError(
+                f"--rollout-max-in-flight {number} needs a run with vLLM, or with scripted engines that have "
+                "step_seconds: write N"
+            )
         return engine if number is None else dataclasses.replace(engine, max_in_flight=number)
     if isinstance(number, int):
         return dataclasses.replace(engine, max_in_flight=number, is_chosen=False)

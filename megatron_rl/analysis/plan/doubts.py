@@ -72,6 +72,11 @@ def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCos
                 f"do not believe it: all runs sampled up to {min(bounds)} responses at once, so they do not show how "
                 f"long {engine.max_running} take: run one with --rollout-max-num-seqs {engine.max_running}"
             )
+    elif any(run.layout.is_chosen for run in runs):
+        yield (
+            "take care: the sidecar chose how many responses were in flight, and plan does not for scripted engines "
+            f"without step_seconds: it assumes {runs[0].layout.max_in_flight}, or the N of --rollout-max-in-flight N"
+        )
     seen = [run.setting for run in runs]
     for name, read in RANGES.items():
         values = [read(one) for one in seen]

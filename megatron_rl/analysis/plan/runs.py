@@ -13,6 +13,7 @@ from megatron_rl.observe import metrics, run_folder
 from megatron_rl.observe.run_folder import SavedConfig, check_samples
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_log import find_files, find_first_file, read_log_lines
+from megatron_rl.sidecar.engines.scripted import read_script
 
 _TRACE = "trace"
 _ABSENT = "-"
@@ -25,7 +26,11 @@ def read_run(folder: Path, given: Mapping[str, Any]) -> MeasuredRun:
     """Read a run. For its layout, `given` has precedence over the trace, and the trace over the configuration."""
     check_samples(folder, "groups to calibrate a plan on")
     config = run_folder.read_saved_config(folder / run_folder.CONFIG_FILE)
-    layout = read_layout(config) if config is not None else {}
+    layout: dict[str, Any] = {}
+    if config is not None:
+        layout = read_layout(config)
+        if "engine" not in given and layout.get("engine") == "scripted":
+            layout |= _read_script(folder, config)
     trace = read_trace_record(line for file in sorted((folder / _TRACE).glob("*.jsonl")) for line in read_lines(file))
     if trace is not None:
         layout["num_stages"] = trace.num_stages
@@ -58,6 +63,21 @@ def read_layout(config: SavedConfig) -> dict[str, Any]:
     layout["num_frozen"] = has_reference + has_old_policy
     layout["output_share"] = _find_output_share(config)
     return {name: value for name, value in layout.items() if value is not None}
+
+
+def _read_script(folder: Path, config: SavedConfig) -> dict[str, Any]:
+    """Return the fields of a `RunLayout` that follow from the script of the run's engines."""
+    name = _find(config, "rollout", "script")
+    try:
+        decoding = read_script(None if name is None else Path(name), None).decoding
+    except InputError as error:
+        raise InputError(
+            f"{folder} has scripted engines, and {error}; or append ,engine=batching if their script had step_seconds, "
+            "and ,engine=scripted if not"
+        ) from None
+    if decoding is None:
+        return {}
+    return {"engine": "batching", "step_seconds": (decoding.step, decoding.per_response)}
 
 
 _PLACES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
