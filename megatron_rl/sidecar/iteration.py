@@ -29,6 +29,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, open_selection
@@ -394,15 +396,19 @@ class Iteration:
 
 
 def _part(group: Group, first: int, size: int) -> GroupPart:
+    # Once in a part, whichever of the group's responses are in it.
+    head, *others = group.responses
+    responses = [msgspec.structs.replace(head, prompt_experts=msgspec.UNSET), *others]
     return GroupPart(
         prompt_index=group.prompt.index,
         row=group.prompt.row,
         prompt_tokens=group.prompt.tokens,
         first_response=first,
-        responses=group.responses[first : first + size],
+        responses=responses[first : first + size],
         rewards=[response.reward for response in group.responses],
         components={
             name: [response.components.get(name) for response in group.responses]
             for name in group.responses[0].components
         },
+        prompt_experts=head.prompt_experts,
     )

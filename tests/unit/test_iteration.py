@@ -21,9 +21,11 @@ from megatron_rl.shared.protocol.wire import (
     Slot,
     VersionSpan,
     decode,
+    encode,
     encode_log_probs,
     encode_tokens,
 )
+from megatron_rl.shared.records.journal import Journal
 from megatron_rl.sidecar.iteration import (
     ClaimConflict,
     GroupFinishedTwice,
@@ -510,3 +512,30 @@ def test_tokens_and_log_probs_reach_the_slot_unchanged() -> None:
     assert part.responses[2].log_probs == encode_log_probs([-2.5] * 3)
     assert part.responses[2].components == {"exact": 2.0, "other": None}
     assert (part.row, part.prompt_tokens) == ("row-0", encode_tokens([0, 1]))
+
+
+def test_the_experts_of_a_prompt_reach_each_part_of_its_group_once_and_come_back_from_the_journal(tmp_path) -> None:
+    submission = make_submission(make_plan(micro_batch_size=2))
+    group = make_group(submission, 0)
+    plain = encode(group)
+    first, *others = [
+        msgspec.structs.replace(response, experts=bytes([number] * 4))
+        for number, response in enumerate(group.responses)
+    ]
+    group = msgspec.structs.replace(
+        group, responses=[msgspec.structs.replace(first, prompt_experts=b"prompt"), *others]
+    )
+    # A group without experts takes no byte more than before.
+    assert b"experts" not in plain
+    with Journal(tmp_path / "journal", submission) as journal:
+        journal.append_group(group)
+    with Journal(tmp_path / "journal", submission) as journal:
+        (restored,) = journal.recovered.groups
+    assert restored == group
+    iteration = Iteration(submission)
+    iteration.finished(restored)
+    for index in (0, 1):
+        (part,) = decode(iteration.claim(0, index), Slot).parts
+        assert part.prompt_experts == b"prompt"
+        assert [response.experts for response in part.responses] == [bytes([2 * index + i] * 4) for i in (0, 1)]
+        assert all(response.prompt_experts is msgspec.UNSET for response in part.responses)

@@ -165,6 +165,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The fingerprint of the weights that sampled it, as the engine digested them."""
     reward: float = 0.0
     components: dict[str, float | None] = {}
+    experts: bytes | msgspec.UnsetType = msgspec.UNSET
+    """The experts of each token but the last, which the engine was not fed, as `encode_experts` encodes them."""
+    prompt_experts: bytes | msgspec.UnsetType = msgspec.UNSET
+    """Those of the prompt's tokens, in the first response of a group alone."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,6 +198,8 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     responses: list[Response]
     rewards: list[float]
     components: dict[str, list[float | None]] = {}
+    prompt_experts: bytes | msgspec.UnsetType = msgspec.UNSET
+    """The experts of the prompt's tokens."""
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,6 +285,8 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     largest: float
     bound: float | None
     """The largest mean that is accepted; None if tokens were drawn at random."""
+    without_replay: float | msgspec.UnsetType = msgspec.UNSET
+    """The mean over some of the tokens with the experts that the trainer's routers choose; unset if not measured."""
 
     @property
     def is_accepted(self) -> bool:
@@ -462,3 +470,13 @@ def encode_log_probs(log_probs: Sequence[float] | np.ndarray) -> bytes:
 def decode_log_probs(data: bytes) -> np.ndarray:
     """Decode what `encode_log_probs` encoded, without a copy."""
     return np.frombuffer(data, dtype="<f4")
+
+
+def encode_experts(experts: np.ndarray) -> bytes:
+    """Encode the numbers of experts, of tokens x layers x experts of a token: a byte each, or two if they need it."""
+    return experts.astype("<u1" if experts.dtype.itemsize == 1 else "<u2", copy=False).tobytes()
+
+
+def decode_experts(data: bytes, num_experts: int) -> np.ndarray:
+    """Decode what `encode_experts` encoded for a model with this number of experts, without a copy."""
+    return np.frombuffer(data, dtype="<u1" if num_experts <= 256 else "<u2")

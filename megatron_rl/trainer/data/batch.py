@@ -13,6 +13,8 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.wire import GroupPart, Slot, decode_log_probs, decode_tokens
 from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
 from megatron_rl.trainer.data.packing import Pack, Tokens, pack_groups, separate_responses
+from megatron_rl.trainer.data.routing import lay_out_routing
+from megatron_rl.types import Architecture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Batcher:
     """Function that makes the attention's tables for a layout, so that they are copied with the batch."""
     num_parts: int = 1
     """Number of ranks that share a pack's rows."""
+    replayed: Architecture | None = None
+    """The model for which the experts that engines chose are laid out with the pack; None leaves them out."""
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
@@ -87,6 +91,9 @@ class Batcher:
         pack = pack_groups(
             groups if self.is_shared else separate_responses(groups), self.multiple_of, vocab_size=self.vocab_size
         )
+        if self.replayed is not None:
+            routing = lay_out_routing(slot.parts, self.replayed, self.is_shared, pack.num_tokens)
+            pack = dataclasses.replace(pack, routing=routing)
         if self.prepare is not None:
             self.prepare(pack.layout)
         if self.num_parts > 1:

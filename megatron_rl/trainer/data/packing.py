@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.errors import InputError
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+from megatron_rl.trainer.data.routing import Routing
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -32,6 +33,8 @@ class Pack:
     """Number of the last tokens that only fill the buffer."""
     places_of_parts: tuple[torch.Tensor, ...] = ()
     """For each part of the rows, [M]: the targets that it predicts. Ranks that share a pack have one part each."""
+    routing: Routing | None = None
+    """The experts that engines chose; None if routers choose for themselves."""
 
     @property
     def num_tokens(self) -> int:
