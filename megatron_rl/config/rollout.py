@@ -81,6 +81,12 @@ class RolloutConfig:
         "On GPUs, the kernel that computes the log-probs of sampled tokens: one that reads the logits once, or vLLM's.",
         "--rollout-scoring",
     )
+    replay_routing: bool = own_flag(
+        False,
+        "Have engines give the experts that they chose for each token, and train with these in place of the routers' "
+        "own choice.",
+        "--rollout-replay-routing",
+    )
     transport: Literal["shm", "nccl", "hccl"] = own_flag(
         "shm",
         "The transport of weights to the engines: files that they share with the trainer, or from device to device.",

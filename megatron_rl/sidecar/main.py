@@ -76,7 +76,7 @@ async def run(settings: SidecarSettings) -> None:
     async with contextlib.AsyncExitStack() as stack:
         pool = _build_pool(settings)
         stack.push_async_callback(pool.close)
-        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, pool.identity)
+        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, _name_making(settings, pool))
         stack.callback(recorder.close)
         trace = SidecarTrace(
             folder if settings.trace == "on" else None,
@@ -135,6 +135,11 @@ def _build_pool(settings: SidecarSettings) -> RewardPool:
     pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
     pool.read_sources()
     return pool
+
+
+def _name_making(settings: SidecarSettings, pool: RewardPool) -> str:
+    """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
+    return pool.identity + (" with experts" if settings.rollout.replay_routing else "")
 
 
 async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:

@@ -357,6 +357,10 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
     if rollout.script is not None:
         yield f"--rollout-script {rollout.script} is for --rollout-engine scripted, not {rollout.engine}: drop one"
     yield from vllm_flags.find_problems(rollout.vllm_args)
+    if rollout.replay_routing:
+        yield from vllm_flags.find_problems_of_replay(rollout.vllm_args)
+        if settings.device == "cpu":
+            yield "--rollout-replay-routing: vLLM on a CPU does not return experts; drop it, or use accelerators"
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if rollout.max_model_len is None and settings.seq_length is None:

@@ -14,6 +14,7 @@ from megatron_rl.shared.protocol.probe import (
 )
 from megatron_rl.shared.protocol.wire import EngineKind, Mismatch
 from megatron_rl.trainer.loop.mismatch import MismatchBounds, ReplicaMismatch, combine_parts
+from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,18 @@ def test_the_bound_follows_from_the_coarsest_precision_of_trainer_and_engine(dty
     assert half == (None if expected is None else pytest.approx(2 * expected))
     given = MismatchBounds(dtypes, temperature=0.5, given=0.125).error(kind)
     assert given == (0.125 if kind.has_model else None)
+
+
+def test_a_model_with_experts_has_the_bound_of_another_if_their_choice_is_replayed() -> None:
+    kind = EngineKind(dtype="bfloat16", has_experts=True)
+    assert MismatchBounds(("bfloat16",), temperature=1.0, replays_routing=True).error(kind) == pytest.approx(0.25)
+
+
+def test_the_mean_without_replay_covers_the_replicas_that_measured_it() -> None:
+    parts = [ReplicaMismatch(3.0, 0.5, 30, Unreplayed(2.0, 10)), ReplicaMismatch(1.0, 2.0, 10, Unreplayed(4.0, 20))]
+    assert combine_parts([*parts, ReplicaMismatch(0.0, 0.0, 20)], 0.2) == Mismatch(
+        mean=4 / 60, largest=2.0, bound=0.2, without_replay=0.2
+    )
 
 
 def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:

@@ -13,6 +13,7 @@ from megatron_rl.shared.protocol.wire import (
     Group,
     Plan,
     Prompt,
+    Response,
     Sampling,
     Submission,
     decode_log_probs,
@@ -62,6 +63,36 @@ def test_a_good_answer_becomes_responses_with_their_provenance():
     assert decode_log_probs(first.log_probs).tolist() == [-1.5] * 3
     assert (first.engine, first.fingerprint, first.spans[0].version) == ("engine-0", "abc", "3")
     assert (first.finish_reason, second.finish_reason) == ("length", "stop")
+
+
+def with_experts(prompt: bytes | None, *experts: bytes | None) -> list[Response]:
+    choices = [choice(number, experts=one) for number, one in enumerate(experts)]
+    return read_responses(GroupAnswer(choices, prompt_experts=prompt), request(), "engine-0", 3, TAG, True)
+
+
+def test_experts_come_with_each_response_and_those_of_the_prompt_once():
+    first, second = with_experts(b"aabb", b"ccdd", b"eeff")
+    assert (first.prompt_experts, first.experts) == (b"aabb", b"ccdd")
+    assert (second.prompt_experts, second.experts) == (msgspec.UNSET, b"eeff")
+    (plain, _) = answered(choice(0, experts=b"ccdd"), choice(1))
+    assert (plain.experts, plain.prompt_experts) == (msgspec.UNSET, msgspec.UNSET)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None, b"ccdd", b"eeff"), "r has 0 bytes of experts for the 2 tokens of its prompt"),
+        ((b"aab", b"ccdd", b"eeff"), "r has 3 bytes of experts for the 2 tokens of its prompt"),
+        (
+            (b"aabb", b"ccdd", None),
+            "choice 1 of request r has 0 bytes of experts, and must have 2 for each of 2",
+        ),
+        ((b"aabb", b"ccdd", b"eeffgg"), "choice 1 of request r has 6 bytes of experts"),
+    ],
+)
+def test_an_answer_without_the_experts_of_a_token_is_refused(given, message):
+    with pytest.raises(EngineRefused, match=message):
+        with_experts(*given)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -403,3 +404,30 @@ def test_reading_changes_nothing():
 
     asyncio.run(scenario())
     assert held.num_begun == 0
+
+
+def test_the_experts_of_a_prompt_are_those_of_its_first_response_and_each_response_has_its_own(monkeypatch):
+    def output(index: int) -> SimpleNamespace:
+        # A row for each token but the last: two of the prompt, and the first of the response.
+        rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2) + 100 * index
+        flat = SimpleNamespace(token_ids=[5, 6], logprobs=[-1.0, -2.0])
+        return SimpleNamespace(
+            index=index, finish_reason="stop", token_ids=[5, 6], logprobs=flat, routed_experts=rows, weight_versions=[]
+        )
+
+    async def render(prompts):
+        return prompts
+
+    async def generate(*_):
+        yield SimpleNamespace(outputs=[output(0), output(1)], prompt_logprobs=None)
+
+    modules = {"vllm": SimpleNamespace(), "vllm.sampling_params": SimpleNamespace(
+        RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=dict
+    )}  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    client = SimpleNamespace(renderer=SimpleNamespace(render_cmpl_async=render), generate=generate)
+    call = GroupCall("r", np.asarray([3, 4], dtype="<i4").tobytes(), {}, "salt")
+    answer = asyncio.run(routes.sample_group(client, call))
+    assert answer.prompt_experts == bytes(range(8))
+    assert [choice.experts for choice in answer.choices] == [bytes([8, 9, 10, 11]), bytes([108, 109, 110, 111])]

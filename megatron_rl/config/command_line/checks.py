@@ -38,6 +38,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_endpoint(settings)
         yield from _check_proof(settings)
         yield from _check_way(settings)
+        yield from _check_replay(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
     yield from _check_schedule(settings)
@@ -242,6 +243,24 @@ def _check_way(settings: DraftSettings) -> Iterator[str]:
         yield f"--publish-through ipc needs --platform cuda, not {platform}: write auto or files"
     elif settings.rollout.engine == "scripted":
         yield "--publish-through ipc needs engines that hold weights, not --rollout-engine scripted: drop one of them"
+
+
+def _check_replay(settings: DraftSettings) -> Iterator[str]:
+    """Check that engines choose experts, and that the trainer's routers can take theirs."""
+    if not settings.rollout.replay_routing:
+        return
+    flag = "--rollout-replay-routing"
+    if settings.architecture is not None and settings.architecture.experts is None:
+        yield f"{flag} is for models with experts, and this one has none: drop it"
+    if settings.rollout.engine == "scripted":
+        yield f"{flag} needs engines that choose experts, not --rollout-engine scripted: drop one of them"
+    if settings.transformer.moe_router_fusion:
+        yield f"--moe-router-fusion chooses experts in a kernel that takes none from engines: drop it, or {flag}"
+    kind = settings.transformer.moe_router_load_balancing_type
+    if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"):
+        yield (
+            f"--moe-router-load-balancing-type {kind} chooses experts by itself: write aux_loss or none, or drop {flag}"
+        )
 
 
 def _is_address(text: str) -> bool:

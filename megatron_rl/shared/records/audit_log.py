@@ -157,6 +157,8 @@ class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
     """Largest difference; as the mean, None if it is not finite."""
     bound: float | None
     """Largest accepted mean; None if a scripted engine drew the tokens at random."""
+    without_replay: float | msgspec.UnsetType = msgspec.UNSET
+    """Mean over some of the tokens without the experts that engines chose; unset if not measured."""
 
 
 class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
@@ -327,7 +329,15 @@ class AuditLog:
     def record_mismatch(self, version: int, mismatch: Mismatch) -> None:
         """Record the mismatch that the trainer measured in an iteration."""
         mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
-        self._append(MismatchMeasured(version=version, mean=mean, largest=largest, bound=mismatch.bound))
+        self._append(
+            MismatchMeasured(
+                version=version,
+                mean=mean,
+                largest=largest,
+                bound=mismatch.bound,
+                without_replay=mismatch.without_replay,
+            )
+        )
 
     def record_submission(self, submission: Submission) -> None:
         """Record that an iteration begins. After a restart, call `group` and `claim` for all that was restored."""

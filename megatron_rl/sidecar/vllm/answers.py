@@ -64,10 +64,13 @@ def build_sampling_params(sampling: Sampling, limits: Limits) -> dict[str, objec
     }
 
 
-def read_responses(answer: GroupAnswer, request: GroupRequest, engine: str, version: int, tag: str) -> list[Response]:
-    """Read a group's responses; raise EngineRefused if one is missing or cut off.
+def read_responses(
+    answer: GroupAnswer, request: GroupRequest, engine: str, version: int, tag: str, has_experts: bool = False
+) -> list[Response]:
+    """Read a group's responses, with the experts of their tokens if `has_experts`.
 
-    Spans are as vLLM recorded them. A span under other weights keeps their tag, and `check_group` refuses it.
+    Raise EngineRefused if a response is missing or cut off, or if experts are missing. Spans are as vLLM recorded them.
+    A span under other weights keeps their tag, and `check_group` refuses it.
     """
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(request.group_size)):
@@ -76,7 +79,36 @@ def read_responses(answer: GroupAnswer, request: GroupRequest, engine: str, vers
             f"and {request.group_size} were asked for"
         )
     fingerprint = tag.partition(":")[2]
-    return [_response(choice, request, engine, version, tag, fingerprint) for choice in choices]
+    responses = [_response(choice, request, engine, version, tag, fingerprint) for choice in choices]
+    return _add_experts(responses, choices, answer, request, engine) if has_experts else responses
+
+
+def _add_experts(
+    responses: Sequence[Response],
+    choices: Sequence[GroupChoice],
+    answer: GroupAnswer,
+    request: GroupRequest,
+    engine: str,
+) -> list[Response]:
+    """Add the experts of each response's tokens, and to the first response those of the prompt's."""
+    of_prompt, num_prompt = answer.prompt_experts or b"", len(request.prompt_tokens)
+    num_bytes, rest = divmod(len(of_prompt), num_prompt)
+    if not num_bytes or rest:
+        raise EngineRefused(
+            f"engine {engine}: request {request.request_id} has {len(of_prompt)} bytes of experts for the {num_prompt} "
+            "tokens of its prompt"
+        )
+    found: list[Response] = []
+    for choice, response in zip(choices, responses, strict=True):
+        num_fed = len(choice.tokens) // 4 - 1
+        if len(choice.experts or b"") != max(0, num_fed) * num_bytes:
+            raise EngineRefused(
+                f"engine {engine}: choice {choice.index} of request {request.request_id} has "
+                f"{len(choice.experts or b'')} bytes of experts, and must have {num_bytes} for each of {num_fed} tokens"
+            )
+        prompt_experts = msgspec.UNSET if found else of_prompt
+        found.append(msgspec.structs.replace(response, experts=choice.experts or b"", prompt_experts=prompt_experts))
+    return found
 
 
 def _response(

@@ -51,7 +51,7 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupAnswer,
     GroupCall,
 )
-from megatron_rl.sidecar.vllm.server import EXTENSION
+from megatron_rl.sidecar.vllm.server import EXPERTS_FLAG, EXTENSION
 from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
 from megatron_rl.sidecar.vllm.updates import RESET, Updates
 from megatron_rl.sidecar.vllm.workers import Workers
@@ -98,11 +98,12 @@ class VllmEngine:
         pace: Pace | None = None,
         note_start: NoteStart = lambda name, seconds: None,
         scoring: Literal["ours", "vllm"] = "ours",
+        replays_routing: bool = False,
     ) -> None:
         """Make an engine; `pace` has the measured starts and silences of all engines like this one.
 
         `note_start` gets the seconds of the parts of its start. `scoring` says whose kernel computes the log-probs of
-        sampled tokens on GPUs.
+        sampled tokens on GPUs. With `replays_routing`, groups that are trained on have the experts of their tokens.
         """
         self.name = name
         self.address = address
@@ -122,6 +123,7 @@ class VllmEngine:
         self._pace = pace or Pace(LEAST_SECONDS)
         self._note_start = note_start
         self._scoring = scoring
+        self._replays_routing = replays_routing
         self._connection = Connection(name, address, handle, deadlines.health)
         self._workers = Workers(name, self._connection)
 
@@ -166,7 +168,8 @@ class VllmEngine:
             self._num_in_flight -= 1
             if not self._num_in_flight and self._progress.longest:
                 self._pace.note("silence", self._progress.longest)
-        return read_responses(answer, request, self.name, version, tag)
+        has_experts = self._replays_routing and not request.can_wait
+        return read_responses(answer, request, self.name, version, tag, has_experts)
 
     @contextlib.asynccontextmanager
     async def _cutting(self, request: GroupRequest) -> AsyncIterator[None]:
@@ -312,6 +315,11 @@ class VllmEngine:
                 self._handle.need(int(answer["pid"]))
         if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
             _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
+        if self._replays_routing and not facts["returns_experts"]:
+            raise PlatformError(
+                f"engine {self.name}: vLLM {facts['vllm']} does not return the experts of each token as vLLM 0.32 does "
+                f"with {EXPERTS_FLAG}: use such a vLLM with this flag, or drop --rollout-replay-routing"
+            )
         if facts["logprobs_mode"] != _LOG_PROBS_MODE:
             raise PlatformError(
                 f"engine {self.name} gives {facts['logprobs_mode']}, but the trainer computes log-probs of logits/T: "

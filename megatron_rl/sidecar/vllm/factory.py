@@ -49,11 +49,20 @@ class VllmFactory:
             pace=self._pace,
             note_start=self._note_start,
             scoring=self._config.scoring,
+            replays_routing=self._config.replays_routing,
         )
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return VllmEngine(name, address, None, self._deadlines, pace=self._pace, scoring=self._config.scoring)
+        return VllmEngine(
+            name,
+            address,
+            None,
+            self._deadlines,
+            pace=self._pace,
+            scoring=self._config.scoring,
+            replays_routing=self._config.replays_routing,
+        )
 
     def release(self, name: str) -> None:
         """Free the devices of an engine that will not return."""

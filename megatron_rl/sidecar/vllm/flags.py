@@ -34,6 +34,13 @@ _SET = {
          "--data-parallel-size", "-dp", "--config", "--load-format"),
     ),
 }  # fmt: skip
+# Flags with which tokens lack experts, with the reason.
+_WITHOUT_EXPERTS = {
+    "--speculative-config": "which experts drafted tokens went to has not been compared",
+    "--no-enable-prefix-caching": "vLLM keeps no experts of a prompt, and ends",
+    "--pipeline-parallel-size": "vLLM does not return experts of several stages, and ends",
+    "-pp": "vLLM does not return experts of several stages, and ends",
+}
 # Ways to accept drafted tokens that keep the policy's distribution; vLLM's others sample from another one.
 _EXACT = ("standard", "block")
 _NOT_FREE = 3
@@ -63,6 +70,17 @@ def find_problems(text: str) -> Iterator[str]:
     for word in words:
         if meant := _find_meant(word, _SET):
             yield _describe_taken(_find_name(word), meant[0])
+
+
+def find_problems_of_replay(text: str) -> Iterator[str]:
+    """Yield each flag with which vLLM does not return the experts of every token."""
+    try:
+        words = split_flags(text)
+    except UsageError:
+        return
+    for flag, reason in _WITHOUT_EXPERTS.items():
+        if names_flag(words, flag):
+            yield f"{FLAG}: with {flag}, {reason}: drop it, or --rollout-replay-routing"
 
 
 def _describe_taken(written: str, name: str) -> str:

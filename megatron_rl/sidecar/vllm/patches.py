@@ -40,6 +40,12 @@ def has_experts(model: Any) -> bool:
     return any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
+def returns_experts(vllm_config: Any) -> bool:
+    """Check whether an engine returns the experts of each token in the way of vLLM 0.32."""
+    config = getattr(vllm_config, "aux_output_config", None)
+    return bool(getattr(config, "enable_return_routed_experts", False))
+
+
 def patch_method(method: Any) -> str:
     """Patch vLLM's method for experts; return a report of the patch.
 

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_rl.shared.protocol.wire import encode_experts
 from megatron_rl.sidecar.vllm.scheduler import holds_outputs
 
 GENERATE = "/megatron_rl/generate"
@@ -108,6 +109,8 @@ class GroupChoice(msgspec.Struct, frozen=True):
     """Little-endian float32."""
     spans: list[GroupSpan] | None
     """The spans that vLLM recorded, or one for the whole response if `ServedWeights` proves it; None if not known."""
+    experts: bytes | None = None
+    """The experts of each token but the last, as `encode_experts` encodes them; None if this vLLM gives none."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -130,6 +133,8 @@ class GroupAnswer(msgspec.Struct, frozen=True):
     """The tokens that `prompt_log_probs` belong to: the prompt's from the second on, if the call asked for them."""
     prompt_log_probs: bytes = b""
     """Little-endian float32."""
+    prompt_experts: bytes | None = None
+    """The experts of the prompt's tokens, as the first response had them."""
 
 
 class Routes:
@@ -236,10 +241,15 @@ async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
     }
     (rendered,) = await client.renderer.render_cmpl_async([prompt])
     results = [result async for result in client.generate(rendered, params, call.request_id)]
-    return GroupAnswer([_pack_choice(output) for output in results[-1].outputs], *_pack(results[-1].prompt_logprobs))
+    outputs, num_prompt = results[-1].outputs, len(prompt["prompt_token_ids"])
+    return GroupAnswer(
+        [_pack_choice(output, num_prompt) for output in outputs],
+        *_pack(results[-1].prompt_logprobs),
+        prompt_experts=_pack_experts(outputs[0], slice(num_prompt)) if outputs else None,
+    )
 
 
-def _pack_choice(output: Any) -> GroupChoice:
+def _pack_choice(output: Any, num_prompt: int) -> GroupChoice:
     tokens, log_probs = _pack(output.logprobs)
     spans = getattr(output, "weight_versions", None)
     return GroupChoice(
@@ -249,7 +259,14 @@ def _pack_choice(output: Any) -> GroupChoice:
         log_prob_tokens=tokens,
         log_probs=log_probs,
         spans=None if spans is None else [GroupSpan(span.version, span.start, span.end) for span in spans],
+        experts=_pack_experts(output, slice(num_prompt, None)),
     )
+
+
+def _pack_experts(output: Any, tokens: slice) -> bytes | None:
+    """Return the experts of some of a response's tokens, which the prompt's precede."""
+    experts = getattr(output, "routed_experts", None)
+    return None if experts is None else encode_experts(np.asarray(experts)[tokens])
 
 
 def _pack(flat: Any) -> tuple[bytes, bytes]:

@@ -38,6 +38,7 @@ MODEL_NAME = "policy"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 _SCHEDULER_FLAG = "--scheduler-cls"
+EXPERTS_FLAG = "--enable-return-routed-experts"
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
 # A unix socket's path may have 107 bytes, and vLLM's own sockets in the same folder have names of 36 characters.
 _MAX_FOLDER_BYTES = 70
@@ -84,6 +85,8 @@ class ServerConfig:
     transport: Literal["shm", "nccl", "hccl"] = "shm"
     scoring: Literal["ours", "vllm"] = "ours"
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
+    replays_routing: bool = False
+    """Whether it gives the experts that it chose."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
@@ -118,6 +121,7 @@ def configure_server(
         memory=memory,
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
+        replays_routing=rollout.replay_routing,
         transport=rollout.transport,
         flags=flags,
     )
@@ -158,6 +162,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     # vllm-ascend chooses among schedulers of its own.
     if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
         command += [_SCHEDULER_FLAG, SCHEDULER]
+    if config.replays_routing:
+        command.append(EXPERTS_FLAG)
     if eager:
         command.append("--enforce-eager")
     if config.device == "cpu" and config.tensor_parallel_size == 1:

@@ -101,6 +101,7 @@ class WorkerExtension(LoadProver):
             has_experts,
             patch_experts_updated_in_place,
             patch_seeded_partial_prefill,
+            returns_experts,
         )
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
 
@@ -117,6 +118,7 @@ class WorkerExtension(LoadProver):
             "dtype": str(config.dtype).removeprefix("torch."),
             "is_quantized": bool(config.quantization),
             "has_experts": has_experts(model),
+            "returns_experts": returns_experts(self.vllm_config),
             "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "records_weights": "weight_versions" in CompletionOutput.__annotations__,

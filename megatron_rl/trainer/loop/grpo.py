@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.plug_ins import check_agreement, describe_plug_ins
@@ -78,6 +80,8 @@ class GrpoStage:
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
         metrics = compute_metrics(measures, learned.updates, self.largest_micro_batch)
         metrics |= _describe_publish(self.publisher.answer)
+        if learned.mismatch.without_replay is not msgspec.UNSET:
+            metrics["mismatch"]["without_replay"] = learned.mismatch.without_replay
         if self.reference is not None:
             metrics["reference"] = self.reference.fingerprint
         metrics |= self.rollouts.describe_prompts() | self.rollouts.describe_engines()

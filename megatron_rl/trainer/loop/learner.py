@@ -1,5 +1,6 @@
 """The updates of an iteration: losses over its slots, gradients, optimizer steps."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,12 +16,14 @@ from megatron_rl.observe.timeline import Timeline
 from megatron_rl.trainer.data.slots import IterationSlots
 from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, measure_batches
 from megatron_rl.trainer.loop.mismatch import MismatchBeyond, ReplicaMismatch, combine_parts
+from megatron_rl.trainer.mcore.model.replay import take_counts
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.auxiliary import take_losses
 from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, is_reporter, loss_scale, run_schedule
 from megatron_rl.trainer.mcore.step.policy import Policy
 from megatron_rl.trainer.mcore.step.roles import Roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
+from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed, measure_unreplayed
 
 
 class TrainingFailed(MegatronRLError):
@@ -51,6 +54,7 @@ class Learner:
         self._trace = trace
         self._num_kept = num_kept
         self._kept: dict[int, torch.Tensor] = {}
+        self._unreplayed: Unreplayed | None = None
         self._is_divided = GroupAdvantages(objective.config).is_divided
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
@@ -62,7 +66,7 @@ class Learner:
         for update in range(slots.division.plan.num_updates):
             of_update = self.forward_backward(slots, update, reference_is_policy)
             with self._timeline.part("agree"):
-                found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: _check(of_update))  # type: ignore[misc]
+                found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: self._check(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
             mismatch = combine_parts(of_replicas, mismatch_bound)
             if not mismatch.is_accepted:
@@ -72,7 +76,8 @@ class Learner:
                 updates.append(self._step(slots, update, of_update))
             statistics += of_update
         with self._timeline.part("report"):
-            measures = Measures(sums=take_losses(self._policy.chunks[0].architecture.num_expert_layers))
+            chunks = self._policy.chunks
+            measures = Measures(sums=take_losses(chunks[0].architecture.num_expert_layers) | take_counts(chunks))
             log_probs: dict[int, np.ndarray] = {}
             if is_reporter():
                 log_probs = {slot: kept_N.float().cpu().numpy() for slot, kept_N in self._kept.items()}
@@ -87,6 +92,8 @@ class Learner:
         micro_batches.wait_for_first()
         with self._timeline.part("schedule"):
             policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
+            # First: a pass between a backward pass and the step would have the next pass use old parameters.
+            self._unreplayed = None if update else measure_unreplayed(policy, slots, self._roles.temperature)
             assignment = self._roles.assign(micro_batches, update, reference_is_policy)
             step = PolicyStep(
                 policy, assignment, self._objective, self._roles.temperature, scale, self._trace, self._num_kept
@@ -96,6 +103,10 @@ class Learner:
             if update == 0 and slots.division.plan.num_updates > 1:
                 self._roles.keep_old(slots, reference_is_policy)
             return copy_to_host([report["statistics"] for report in reports])
+
+    def _check(self, statistics: list[Statistics]) -> ReplicaMismatch | None:
+        found = _check(statistics)
+        return None if found is None else dataclasses.replace(found, unreplayed=self._unreplayed)
 
     def _step(self, slots: IterationSlots, update: int, of_update: list[Statistics]) -> UpdateOutcome:
         shares = [

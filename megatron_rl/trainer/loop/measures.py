@@ -163,6 +163,8 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "bounded": sums["correction.bounded"] / targets,
             "rejected": sums["correction.rejected"] / targets,
         }
+    if replayed := sums.get("routing.replayed"):
+        metrics["routing"] = {"replayed": int(replayed), "changed": sums["routing.changed"] / replayed}
     return metrics | describe_auxiliary(sums)
 
 

@@ -4,10 +4,13 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.protocol.probe import find_allowance, find_coarsest_dtype
 from megatron_rl.shared.protocol.wire import EngineKind, Mismatch
+from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Mean difference of a healthy run in each precision, with some room."""
@@ -36,6 +39,7 @@ class ReplicaMismatch:
     total: float
     largest: float
     num_tokens: int
+    unreplayed: Unreplayed | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,8 @@ class MismatchBounds:
     """The precisions in which the trainer computes and weights are published."""
     temperature: float
     given: float | None = None
+    replays_routing: bool = False
+    """True if the trainer goes to the experts that engines chose: then a model with experts is as near as another."""
 
     def error(self, kind: EngineKind) -> float | None:
         """Return the bound beyond which a run ends; None if engines draw tokens at random."""
@@ -53,6 +59,8 @@ class MismatchBounds:
             return None
         if self.given is not None:
             return self.given
+        if self.replays_routing:
+            kind = msgspec.structs.replace(kind, has_experts=False)
         healthy = HEALTHY[find_coarsest_dtype(kind.dtype, *self.dtypes)] * find_allowance(kind)
         # Log-probs come from logits divided by the temperature, which scales their differences too.
         return _ERROR * healthy / min(1.0, self.temperature)
@@ -64,6 +72,7 @@ def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBou
         dtypes=(trainer_dtype, settings.publish.dtype or settings.architecture.dtype),
         temperature=settings.sampling.temperature,
         given=settings.observe.mismatch_error,
+        replays_routing=settings.rollout.replay_routing,
     )
 
 
@@ -82,4 +91,8 @@ def combine_parts(parts: Iterable[ReplicaMismatch], bound: float | None) -> Mism
     known = list(parts)
     num_tokens = sum(part.num_tokens for part in known)
     largest = max((part.largest for part in known), key=lambda value: (value != value, value))
-    return Mismatch(mean=sum(part.total for part in known) / max(1, num_tokens), largest=largest, bound=bound)
+    unreplayed = [part.unreplayed for part in known if part.unreplayed is not None]
+    num_unreplayed = sum(part.num_tokens for part in unreplayed)
+    without_replay = sum(part.total for part in unreplayed) / num_unreplayed if num_unreplayed else msgspec.UNSET
+    mean = sum(part.total for part in known) / max(1, num_tokens)
+    return Mismatch(mean=mean, largest=largest, bound=bound, without_replay=without_replay)

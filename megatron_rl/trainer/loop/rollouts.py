@@ -282,4 +282,5 @@ def build_batcher(
         is_shared=settings.attention.is_shared,
         prepare=build_preparation(settings, device),
         num_parts=settings.transformer.context_parallel_size,
+        replayed=settings.architecture if settings.rollout.replay_routing else None,
     )

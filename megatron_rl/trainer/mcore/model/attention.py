@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
 from megatron_rl.trainer.data.packing import Pack
+from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.types import Architecture
 
@@ -25,10 +26,17 @@ class PackParams(PackedSeqParams):
     with_entropies: bool = False
     rotation_R2F: torch.Tensor | None = None
     """The cosines and sines of rope for this rank's rows; None if Megatron's operations turn queries and keys."""
+    routing: Routing | None = None
+    """The experts that engines chose for the rows of this rank's routers; None if the routers choose."""
 
     @classmethod
     def of(
-        cls, pack: Pack, temperature: float, with_entropies: bool, rotation_R2F: torch.Tensor | None = None
+        cls,
+        pack: Pack,
+        temperature: float,
+        with_entropies: bool,
+        rotation_R2F: torch.Tensor | None = None,
+        routing: Routing | None = None,
     ) -> "PackParams":
         """Make parameters with which Megatron computes on [tokens, 1, ...], without cumulative lengths."""
         length = pack.num_tokens
@@ -40,6 +48,7 @@ class PackParams(PackedSeqParams):
             temperature=temperature,
             with_entropies=with_entropies,
             rotation_R2F=rotation_R2F,
+            routing=routing,
         )
 
 

@@ -25,6 +25,7 @@ from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
+from megatron_rl.trainer.mcore.model.replay import select_routing
 from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
@@ -73,7 +74,9 @@ class PackedGPTModel(GPTModel):
                 input_ids=pack.tokens_T[None, rows],
                 position_ids=pack.positions_T[None, rows],
                 attention_mask=None,
-                packed_seq_params=PackParams.of(pack, temperature, with_entropies, rotation_R2F),
+                packed_seq_params=PackParams.of(
+                    pack, temperature, with_entropies, rotation_R2F, select_routing(self, pack, rows)
+                ),
             )
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:

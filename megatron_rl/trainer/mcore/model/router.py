@@ -58,6 +58,15 @@ def freeze_router_biases(chunk: torch.nn.Module) -> None:
             module.register_parameter("expert_bias", torch.nn.Parameter(bias.float(), requires_grad=False))
 
 
+def select_rows(chunk: Any, rows: slice) -> slice:
+    """Return the rows of the pack that this rank's routers have, of those of its context-parallel part."""
+    if not chunk.config.sequence_parallel:
+        return rows
+    length = (rows.stop - rows.start) // chunk.pg_collection.tp.size()
+    first = rows.start + chunk.pg_collection.tp.rank() * length
+    return slice(first, first + length)
+
+
 @contextlib.contextmanager
 def counting(chunk: Any, pack: Pack, rows: slice) -> Iterator[None]:
     """Count the tokens of a pass that trains, of which this context-parallel rank has these rows."""
@@ -66,10 +75,8 @@ def counting(chunk: Any, pack: Pack, rows: slice) -> Iterator[None]:
     if not has_rate or not chunk.training or not torch.is_grad_enabled():
         yield
         return
-    first, length = rows.start, rows.stop - rows.start
-    if config.sequence_parallel:
-        length //= chunk.pg_collection.tp.size()
-        first += chunk.pg_collection.tp.rank() * length
+    mine = select_rows(chunk, rows)
+    first, length = mine.start, mine.stop - mine.start
     routers = [module for module in chunk.modules() if isinstance(module, BiasedRouter)]
     for router in routers:
         router.num_counted = min(max(pack.num_tokens - pack.num_padding - first, 0), length)

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, wrap
+from megatron_rl.trainer.mcore.model.replay import replay_routing
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
@@ -48,6 +49,8 @@ def build_policy(settings: Settings, session: Session, num_updates: int, recipe:
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
+    if settings.rollout.replay_routing:
+        replay_routing(chunks)
     wrapped = wrap(chunks, settings.ddp)
     optimizer = build_optimizer(settings, wrapped)
     return Policy(chunks, wrapped, optimizer, build_scheduler(settings, optimizer, num_updates), weights)

@@ -8,6 +8,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import build_model
+from megatron_rl.trainer.mcore.model.replay import replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
@@ -122,5 +123,10 @@ def build_roles(
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, chunks, temperature, trace)
     host = session.platform if settings.loop.frozen_offload else None
-    old = freeze(build_model(settings), host) if num_updates > 1 else None
+    old = None
+    if num_updates > 1:
+        old_chunks = build_model(settings)
+        if settings.rollout.replay_routing:
+            replay_routing(old_chunks)
+        old = freeze(old_chunks, host)
     return TriModel(policy.wrapped, chunks, old, temperature)
