@@ -3,25 +3,37 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron_rl.shared.protocol.wire import GroupPart, encode_experts, encode_tokens
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.trainer.data.packing import Pack, pack_groups
 from megatron_rl.trainer.data.routing import lay_out_routing
 from megatron_rl.trainer.mcore.model.replay import RouterReplay, replay_routing, take_counts
+from megatron_rl.trainer.mcore.session import start_session as start_run_session
+from megatron_rl.trainer.mcore.step.forward_step import is_reporter
+from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
+from megatron_rl.trainer.mcore.step.roles import build_roles
+from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed, measure_unreplayed
 from megatron_rl.types import Architecture
 from tests import hf_models
 from tests.distributed import parity
-from tests.distributed.layouts import CASES, build, divisor, start_session
+from tests.distributed.layouts import CASES, Model, build, divisor, start_session
+from tests.distributed.training import settings_of
 from tests.ranks import run_ranks
 from tests.truth import everything_in
 from tests.unit.test_slots import response
 
+WORDS = (
+    "--lr 1e-3 --lr-decay-style constant --train-iters 1 --grpo-group-size 2 --grpo-prompts-per-step 2 "
+    "--global-batch-size 2 --seq-length 32 --rollout-max-tokens 8 --grpo-kl-beta 0.1"
+)
 RECOMPUTED = {
     "all": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
@@ -145,6 +157,7 @@ def replay_in_layouts(
                 packs = make_packs(model.architecture, divisor(case.sizes) * 3)
                 alone = model.forward(packs)
                 assert take_counts(model.chunks) == {}
+                check_unreplayed(model, packs)
                 log_probs = model.forward_backward(packs, parity.shared_loss)
                 assert all(map(torch.equal, alone, log_probs))
                 counts = take_counts(model.chunks)
@@ -153,6 +166,60 @@ def replay_in_layouts(
                 assert all(isinstance(one, RouterReplay) and not one._kept for one in routers)
                 results[family, name] = (parity.Computed(log_probs, model.gradients()), counts)
     return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A slot whose engine's log-probs are half a nat above those of the routers' own choice."""
+
+    pack: Pack
+    own_log_probs_N: torch.Tensor
+
+    @property
+    def engine_log_probs_N(self) -> torch.Tensor:
+        return self.own_log_probs_N + 0.5
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.own_log_probs_N)
+
+
+def check_unreplayed(model: Model, packs: list[Pack]) -> None:
+    """Check the mismatch without replay on the first slots, every tenth version and on reporting ranks alone."""
+    plain = [dataclasses.replace(pack, routing=None) for pack in packs]
+    batches = [Apart(*pair) for pair in zip(model.mine(packs), model.mine(model.forward(plain)), strict=True)]
+
+    def measure(version: int) -> Unreplayed | None:
+        slots = SimpleNamespace(identity=SimpleNamespace(version=version), batch=batches.__getitem__)
+        return measure_unreplayed(model.wrapped, slots, 1.0)
+
+    count = parallel_state.get_pipeline_model_parallel_world_size() if len(model.chunks) > 1 else 1
+    num_tokens = sum(batch.num_targets for batch in batches[:count])
+    found = measure(20)
+    assert (found is not None) == is_reporter()
+    assert found is None or (found.num_tokens, found.total) == (num_tokens, pytest.approx(num_tokens / 2))
+    assert measure(21) is None
+
+
+def build_roles_of_a_run(folder: Path) -> dict[str, int]:
+    """Count the routers that replay among those of each role."""
+    torch.distributed.init_process_group("gloo")
+    settings = settings_of(folder, f"{WORDS} --rollout-replay-routing")
+    with start_run_session(settings) as session:
+        policy = build_policy(settings, session, 4)
+        reference = build_reference(settings, session, folder)
+        roles = build_roles(settings, session, policy, reference, 2)
+        models = {"policy": policy.chunks, "old": roles._old, "reference": reference.models}
+        return {
+            role: sum(isinstance(getattr(m, "router_replay", None), RouterReplay) for c in chunks for m in c.modules())
+            for role, chunks in models.items()
+        }
+
+
+@pytest.mark.each_change
+def test_the_policy_and_the_old_policy_replay_and_the_reference_does_not(tmp_path: Path) -> None:
+    folder = hf_models.draw("glm4_moe", tmp_path / "model")
+    assert run_ranks(build_roles_of_a_run, 1, folder) == [{"policy": 3, "old": 3, "reference": 0}]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_choices_settle() -> None:
 @pytest.mark.parametrize(
     ("is_chosen", "num_sampled", "seconds"),
     [(False, 4, 9.0), (True, 3, 9.0), (True, 4, None)],
-    ids=["a fixed number", "a resumed iteration", "a trainer that reports no seconds"],
+    ids=["a fixed number", "a resumed iteration beside an evaluation", "a trainer that reports no seconds"],
 )
 def test_nothing_is_learned_from(is_chosen: bool, num_sampled: int, seconds: float | None) -> None:
     async def iterate() -> Opening:
@@ -91,6 +91,7 @@ def test_nothing_is_learned_from(is_chosen: bool, num_sampled: int, seconds: flo
         await pacer.begin(wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2))
         for place in range(num_sampled):
             pacer.sampled(GroupLife("engine-0", float(place), place + 1.0, (10, 10)))
+        pacer.sampled(GroupLife("engine-0", 0.0, 1.0, (10, 10), is_evaluation=True))
         pacer.end(seconds)
         await pacer.begin(wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2))
         await pacer.close()

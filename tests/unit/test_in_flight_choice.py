@@ -1,5 +1,7 @@
 """The invariants of megatron_rl/sidecar/in_flight/choice.py."""
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +55,16 @@ def test_an_opening_is_kept_unless_another_is_better_by_more_than_it_is_worth(
     now = predict(work, curve, current.num_in_flight).trained
     forecast = choose(work, curve, most, current)
     assert (forecast.opening != current) == (forecast.trained < (1 - WORTH) * now)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORKS, CURVES, st.integers(3, 120), st.sampled_from([0.7, 0.95, 1.05, 1.3]))
+def test_a_pace_is_kept_unless_another_opening_is_better_by_more_than_it_is_worth(
+    work: SamplingWork, curve: StepCurve, most: int, pace: float
+) -> None:
+    now = predict(work, curve, most, pace, math.ceil(curve.least_known / 2 / work.group_size))
+    forecast = choose(work, curve, most, now.opening)
+    assert forecast == now or forecast.trained < (1 - WORTH) * now.trained
 
 
 def test_a_trainer_that_waits_for_all_groups_gets_the_choice_that_samples_fastest() -> None:
