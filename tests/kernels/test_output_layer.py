@@ -5,7 +5,9 @@ import importlib.util
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from megatron_rl.ops import products
 from megatron_rl.ops.choice import Choice
 from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, choose_backend, output_log_probs, plain, triton_fused
 from megatron_rl.ops.log_probs.trial import check_backend
+from megatron_rl.trainer.loop.settling import settle_output_layer
 from tests.kernels.processes import run_module
 from tests.processes import run_python
 
@@ -52,6 +55,15 @@ def test_compiled_kernels_spill_nothing_divide_exactly_and_load_16_bytes_at_once
         assert kernel["num_atomics"] == 0, kernel
         assert (kernel["num_divisions"] > 0) == kernel["is_scaled"], kernel
         assert (kernel["num_wide_loads"] > 0) == (kernel["kernel"] != "join_kernel"), kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """The settings that a trial reads."""
+
+    model: ModelConfig
+    sources: dict[str, str]
+    transformer: Any
 
 
 def test_the_flag_offers_auto_and_every_backend() -> None:
@@ -232,3 +244,34 @@ def test_a_backend_that_computes_something_else_is_refused_by_name(
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(plain.BACKEND, **{operation: wrong}))
     with pytest.raises(PlatformError, match=f"backend triton does not compute log-probs on cpu: {what} is off by"):
         check_backend("triton", CPU, BF16)
+
+
+def test_auto_takes_torch_if_the_kernels_fail_their_trial_and_named_kernels_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def settle(source: str) -> tuple[str, list[str]]:
+        session: Any = SimpleNamespace(device=CPU, gather_or_raise_everywhere=lambda find_fault: [find_fault()])
+        settings: Any = StandIn(
+            ModelConfig(output_layer_backend="triton"),
+            {"model.output_layer_backend": source},
+            SimpleNamespace(params_dtype=BF16),
+        )
+        said: list[str] = []
+        return settle_output_layer(settings, session, said.append).model.output_layer_backend, said
+
+    auto, named = "--output-layer-backend auto takes triton", "--output-layer-backend triton"
+    monkeypatch.setitem(BACKENDS, "triton", plain.BACKEND)
+    assert settle(auto) == settle(named) == ("triton", [])
+    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(plain.BACKEND, add_product=lambda *given: None))
+    backend, (line,) = settle(auto)
+    assert backend == "torch"
+    assert line.startswith("--output-layer-backend auto takes torch after a trial: --output-layer-backend triton does")
+    assert "the gradient of hidden states is off by" in line
+    with pytest.raises(PlatformError, match="triton does not compute log-probs on cpu"):
+        settle(named)
+    # Operations of torch that fail end the run.
+    monkeypatch.setattr(
+        "megatron_rl.ops.log_probs.trial.check_backend", mock.Mock(side_effect=PlatformError("no sums"))
+    )
+    with pytest.raises(PlatformError, match="every choice fails its trial: no sums; no sums"):
+        settle(auto)

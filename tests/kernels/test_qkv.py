@@ -141,8 +141,11 @@ class StandIn:
 
 def settle(source: str, *faults_of_others: str | None) -> tuple[str, list[str]]:
     """Return the backend after a trial on this rank and others, and what was said."""
+    of_others = [list(faults_of_others)]
     session: Any = SimpleNamespace(
-        device=CPU, gather_or_raise_everywhere=lambda find_fault: [*faults_of_others, find_fault()]
+        device=CPU,
+        # Other ranks' faults are those of the first trial.
+        gather_or_raise_everywhere=lambda find_fault: [*(of_others.pop() if of_others else []), find_fault()],
     )
     settings: Any = StandIn(
         ModelConfig(qkv_backend="triton"),

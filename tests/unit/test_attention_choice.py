@@ -1,7 +1,8 @@
 """The backend of shared-prompt attention that a run gets, and the error if it cannot have the requested one."""
 
 import dataclasses
-from typing import get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose_backend
 from megatron_rl.ops.shared_prompt.trial import check_backend
+from megatron_rl.trainer.loop.settling import settle_attention
 
 CPU = Conditions("cpu", torch.float32)
 CUDA = Conditions("cuda", torch.bfloat16)
@@ -107,3 +109,43 @@ def test_a_backend_that_cannot_run_is_an_error_that_says_what_to_write() -> None
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
     with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, flex, cudnn, naive"):
         choose_backend("fast", CPU)
+
+
+def test_a_run_leaves_a_backend_that_fails_on_the_device_for_the_next_one_and_skips_those_that_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session: Any = SimpleNamespace(
+        device=torch.device("cpu"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
+    )
+    shape = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=16, sliding_window=None)
+
+    def settle(source: str) -> tuple[str, list[str]]:
+        config, sources = AttentionConfig(backend="merge", blocks="chip"), {"attention.backend": source}
+        settings: Any = StandIn(config, sources, shape, SimpleNamespace(params_dtype=torch.bfloat16))
+        said: list[str] = []
+        return settle_attention(settings, session, said.append).attention.backend, said
+
+    auto = "--shared-prompt-backend auto takes merge"
+    assert settle(auto) == ("merge", [])
+    right = BACKENDS["merge"]
+    wrong = dataclasses.replace(right, attention=lambda *given: 1.1 * right.attention(*given))
+    monkeypatch.setitem(BACKENDS, "merge", wrong)
+    gather = dataclasses.replace(BACKENDS["gather"], refusal=lambda conditions: "it is not here")
+    monkeypatch.setitem(BACKENDS, "gather", gather)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backend, (line,) = settle(auto)
+    assert backend == "naive"
+    assert line.startswith("--shared-prompt-backend auto takes naive after a trial: --shared-prompt-backend merge does")
+    assert "gather cannot run here: it is not here; triton cannot run here: on the CPU" in line
+    with pytest.raises(PlatformError, match="merge does not compute attention on cpu"):
+        settle("--shared-prompt-backend merge")
+
+
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """The settings that a trial reads."""
+
+    attention: AttentionConfig
+    sources: dict[str, str]
+    architecture: Any
+    transformer: Any

@@ -232,7 +232,7 @@ def settle(
 ) -> tuple[AttentionConfig, list[str]]:
     """Return what is left after the trials, which end as `can_run` says, and what was said."""
     session: Any = SimpleNamespace(
-        device=torch.device("cpu"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
+        device=torch.device("cuda"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
     )
     settings: Any = StandIn(attention, sources, mock.Mock(), mock.Mock())
     said: list[str] = []
@@ -251,8 +251,10 @@ def test_auto_leaves_cudnn_for_triton_if_its_trial_fails_and_a_named_one_is_an_e
     line = "--shared-prompt-backend auto takes triton after a trial: no plan"
     assert settle(cudnn, auto, lambda one: True) == (cudnn, [])
     assert settle(cudnn, auto, lambda one: one.backend != "cudnn") == (triton, [line])
-    # A later trial ends the run.
-    assert settle(merge, auto, lambda one: False) == (merge, [])
+    line = "--shared-prompt-backend auto takes merge after a trial: no plan; no plan; no plan"
+    assert settle(cudnn, auto, lambda one: one.backend == "merge") == (merge, [line])
+    with pytest.raises(PlatformError, match="every choice fails its trial: no plan; no plan"):
+        settle(merge, auto, lambda one: False)
     with pytest.raises(PlatformError, match="no plan"):
         settle(cudnn, {"attention.backend": "--shared-prompt-backend cudnn"}, lambda one: False)
 
@@ -265,3 +267,5 @@ def test_measured_blocks_that_fail_are_left_for_those_of_the_chip_and_named_ones
     assert settle(measured, auto, lambda one: one.blocks == "chip") == (chip, [line])
     with pytest.raises(PlatformError, match="no plan"):
         settle(measured, {}, lambda one: False)
+    with pytest.raises(PlatformError, match="no plan"):
+        settle(measured, auto, lambda one: False)

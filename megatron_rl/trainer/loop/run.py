@@ -20,7 +20,6 @@ from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops import main_gradients
-from megatron_rl.ops.log_probs import trial as output_layer_trial
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
@@ -33,9 +32,8 @@ from megatron_rl.trainer.loop.settling import (
     settle_attention,
     settle_elementwise_backend,
     settle_linear_attention,
+    settle_output_layer,
     settle_qkv_backend,
-    try_attention,
-    try_linear_attention,
 )
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
@@ -145,24 +143,20 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     startup.say(describe_model(settings, session.platform.name, session.world_size))
     if settings.platform == "cpu":
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
-    if session.device.type != "cpu":
-        settings = settle_attention(settings, session, startup.say)
-        settings = settle_linear_attention(settings, session, startup.say)
-    session.run_or_raise_everywhere(lambda: _try_kernels(settings, session.device))
+    # Tests on a CPU have not run the kernels of an accelerator.
     if session.device.type == "cpu":
         return settings
+    settings = settle_attention(settings, session, startup.say)
+    settings = settle_linear_attention(settings, session, startup.say)
+    settings = settle_output_layer(settings, session, startup.say)
+    session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
     settings = settle_elementwise_backend(settings, session, startup.say)
     return settle_qkv_backend(settings, session, startup.say)
 
 
-def _try_kernels(settings: Settings, device: torch.device) -> None:
-    """Raise unless an accelerator computes attention and log-probs: tests on a CPU have not run its kernels."""
-    if device.type == "cpu":
-        return
+def _try_main_gradients(settings: Settings, device: torch.device) -> None:
+    """Raise unless the device adds weight gradients to main gradients as the run will."""
     dtype = settings.transformer.params_dtype
-    try_attention(settings, device)
-    try_linear_attention(settings, device)
-    output_layer_trial.check_backend(settings.model.output_layer_backend, device, dtype)
     if settings.transformer.gradient_accumulation_fusion:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)
 

@@ -1,15 +1,18 @@
 """The backends that a run falls back from: their trial on every rank, before models are built."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import PlatformError
 from megatron_rl.ops.elementwise import trial as elementwise_trial
 from megatron_rl.ops.gated_delta import trial as linear_trial
+from megatron_rl.ops.log_probs import trial as output_layer_trial
 from megatron_rl.ops.qkv import trial as qkv_trial
+from megatron_rl.ops.shared_prompt import Conditions, find_backend, list_order
 from megatron_rl.ops.shared_prompt import trial as attention_trial
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import use_blocks
 from megatron_rl.trainer.mcore.session import Session
@@ -23,25 +26,36 @@ def settle_elementwise_backend(settings: T, session: Session, say: Callable[[str
     Raise on every rank if the flag names the kernels. The same below.
     """
 
-    def check() -> None:
-        elementwise_trial.check_backend(
-            settings.model.elementwise_backend, session.device, settings.transformer.params_dtype
-        )
+    def check(settings: T) -> None:
+        name = settings.model.elementwise_backend
+        # These are Megatron's own operations. The same below.
+        if name != "torch":
+            elementwise_trial.check_backend(name, session.device, settings.transformer.params_dtype)
 
-    return _settle("model.elementwise_backend", "--elementwise-backend", "torch", check, settings, session, say)
+    return _settle("model.elementwise_backend", "--elementwise-backend", ("torch",), check, settings, session, say)
 
 
 def settle_qkv_backend(settings: T, session: Session, say: Callable[[str], None]) -> T:
     """Do the same for the heads of queries, keys and values."""
-    one = settings.architecture
 
-    def check() -> None:
-        queries = one.num_attention_heads // one.num_query_groups
-        qkv_trial.check_backend(
-            settings.model.qkv_backend, session.device, settings.transformer.params_dtype, queries, one.kv_channels
+    def check(settings: T) -> None:
+        name, one = settings.model.qkv_backend, settings.architecture
+        if name != "torch":
+            queries = one.num_attention_heads // one.num_query_groups
+            qkv_trial.check_backend(name, session.device, settings.transformer.params_dtype, queries, one.kv_channels)
+
+    return _settle("model.qkv_backend", "--qkv-backend", ("torch",), check, settings, session, say)
+
+
+def settle_output_layer(settings: T, session: Session, say: Callable[[str], None]) -> T:
+    """Do the same for the output layer, whose operations of torch are tried too."""
+
+    def check(settings: T) -> None:
+        output_layer_trial.check_backend(
+            settings.model.output_layer_backend, session.device, settings.transformer.params_dtype
         )
 
-    return _settle("model.qkv_backend", "--qkv-backend", "torch", check, settings, session, say)
+    return _settle("model.output_layer_backend", "--output-layer-backend", ("torch",), check, settings, session, say)
 
 
 def settle_linear_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:
@@ -51,8 +65,8 @@ def settle_linear_attention(settings: T, session: Session, say: Callable[[str], 
     return _settle(
         "model.linear_attention_backend",
         "--linear-attention-backend",
-        "torch",
-        lambda: try_linear_attention(settings, session.device),
+        ("torch",),
+        lambda settings: try_linear_attention(settings, session.device),
         settings,
         session,
         say,
@@ -75,75 +89,86 @@ def try_linear_attention(settings: Settings, device: torch.device) -> None:
 
 
 def settle_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:
-    """Do the same for measured blocks, and for `cudnn`, which packs of other lengths leave for `triton` anyway.
-
-    Any other backend that fails ends the run, in a later trial.
-    """
+    """Do the same for the blocks and the backend of attention: `auto` takes the next backend that passes."""
     settings = _settle(
-        "attention.blocks",
-        "--shared-prompt-blocks",
-        "chip",
-        lambda: try_attention(settings, session.device),
-        settings,
-        session,
-        say,
+        "attention.blocks", "--shared-prompt-blocks", ("chip",), _try_measured_blocks(session), settings, session, say
     )
-    if settings.attention.backend != "cudnn":
-        return settings
     return _settle(
         "attention.backend",
         "--shared-prompt-backend",
-        "triton",
-        lambda: try_attention(settings, session.device),
+        list_order(session.device.type),
+        lambda settings: try_attention(settings, session.device),
         settings,
         session,
         say,
     )
+
+
+def _try_measured_blocks(session: Session) -> Callable[[Settings], None]:
+    """Return the trial of blocks; those of the chip are tried with the backend, which `auto` can replace."""
+
+    def check(settings: Settings) -> None:
+        if settings.attention.blocks != "chip":
+            try_attention(settings, session.device)
+
+    return check
 
 
 def try_attention(settings: Settings, device: torch.device) -> None:
     """Raise unless the device computes attention; from now on kernels are launched with the blocks of the settings."""
     use_blocks(settings.attention.blocks)
-    one = settings.architecture
+    one, dtype = settings.architecture, settings.transformer.params_dtype
+    name = settings.attention.backend
+    refused = find_backend(name).refusal(Conditions(device.type, dtype, one.sliding_window, one.kv_channels))
+    if refused is not None:
+        raise PlatformError(f"{name} cannot run here: {refused}")
     attention_trial.check_backend(
-        settings.attention.backend,
-        device,
-        settings.transformer.params_dtype,
-        one.num_attention_heads,
-        one.num_query_groups,
-        one.kv_channels,
-        one.sliding_window,
+        name, device, dtype, one.num_attention_heads, one.num_query_groups, one.kv_channels, one.sliding_window
     )
 
 
 def _settle(
     target: str,
     flag: str,
-    instead: str,
-    check: Callable[[], None],
+    others: Sequence[str],
+    check: Callable[[T], None],
     settings: T,
     session: Session,
     say: Callable[[str], None],
 ) -> T:
-    subject, field = target.split(".")
-    config: Any = getattr(settings, subject)
-    if getattr(config, field) == instead:
-        return settings
-    is_chosen = settings.sources.get(target, "").startswith(f"{flag} auto")
+    """Return settings with the first choice that passes the check on every rank: the present one, then the others.
 
-    def find_fault() -> str | None:
+    If the flag names the choice, or none passes, raise on every rank. The order of others is the same on all ranks.
+    """
+    subject, field = target.split(".")
+    present = getattr(getattr(settings, subject), field)
+    is_chosen = settings.sources.get(target, "").startswith(f"{flag} auto")
+    left = [other for other in others if other != present] if is_chosen else []
+    faults: list[str] = []
+    while fault := _find_fault(check, settings, session, is_last=not left, earlier=faults):
+        faults.append(fault)
+        changes: dict[str, Any] = {subject: dataclasses.replace(getattr(settings, subject), **{field: left.pop(0)})}
+        settings = dataclasses.replace(settings, **changes)
+    if faults:
+        say(f"{flag} auto takes {getattr(getattr(settings, subject), field)} after a trial: {'; '.join(faults)}")
+    return settings
+
+
+def _find_fault(
+    check: Callable[[T], None], settings: T, session: Session, is_last: bool, earlier: Sequence[str]
+) -> str:
+    """Return the first rank's fault; empty if there is none. Raise it on every rank if no choice is left."""
+
+    def find_fault() -> str:
         try:
-            check()
+            check(settings)
         # A kernel may also fail to compile.
         except Exception as error:
-            if not is_chosen:
+            if not is_last:
+                return str(error) or type(error).__name__
+            if not earlier:
                 raise
-            return str(error)
-        return None
+            raise PlatformError(f"every choice fails its trial: {'; '.join((*earlier, str(error)))}") from error
+        return ""
 
-    faults = [fault for fault in session.gather_or_raise_everywhere(find_fault) if fault is not None]
-    if not faults:
-        return settings
-    say(f"{flag} auto takes {instead} after a trial: {faults[0]}")
-    changes: dict[str, Any] = {subject: dataclasses.replace(config, **{field: instead})}
-    return dataclasses.replace(settings, **changes)
+    return next(filter(None, session.gather_or_raise_everywhere(find_fault)), "")
