@@ -111,6 +111,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
 UNROUNDED = "--no-yarn-correction-range-round-to-int"
+LINEAR_ENGINES = "--rollout-dtype bfloat16 --publish-dtype bfloat16"
 GROWING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 PRECISE = f"{DISTRIBUTED} --use-precision-aware-optimizer"
@@ -371,12 +372,12 @@ ROWS: dict[str, Row] = {
     "--attention-output-gate": Row("--attention-output-gate", "error"),
     "--apply-layernorm-1p": Row("--apply-layernorm-1p", "error"),
     "--experimental-attention-variant": Row("--experimental-attention-variant gated_delta_net", "error"),
-    "--linear-attention-freq": Row("--linear-attention-freq 4", "error", on="linear run"),
-    "--linear-conv-kernel-dim": Row("--linear-conv-kernel-dim 3", "error", on="linear run"),
-    "--linear-key-head-dim": Row("--linear-key-head-dim 8", "error", on="linear run"),
-    "--linear-value-head-dim": Row("--linear-value-head-dim 8", "error", on="linear run"),
-    "--linear-num-key-heads": Row("--linear-num-key-heads 8", "error", on="linear run"),
-    "--linear-num-value-heads": Row("--linear-num-value-heads 4", "error", on="linear run"),
+    "--linear-attention-freq": Row("--linear-attention-freq 4", "error", on="linear run", beside=LINEAR_ENGINES),
+    "--linear-conv-kernel-dim": Row("--linear-conv-kernel-dim 3", "error", on="linear run", beside=LINEAR_ENGINES),
+    "--linear-key-head-dim": Row("--linear-key-head-dim 8", "error", on="linear run", beside=LINEAR_ENGINES),
+    "--linear-value-head-dim": Row("--linear-value-head-dim 8", "error", on="linear run", beside=LINEAR_ENGINES),
+    "--linear-num-key-heads": Row("--linear-num-key-heads 8", "error", on="linear run", beside=LINEAR_ENGINES),
+    "--linear-num-value-heads": Row("--linear-num-value-heads 4", "error", on="linear run", beside=LINEAR_ENGINES),
     "--spec": Row("--spec my_layers layer_spec", "error"),
     "--padded-vocab-size": Row("--padded-vocab-size 512", "model.vocab_size"),
     "--train-samples": Row("--train-samples 640", "schedule.rates", drops="--train-iters"),

@@ -13,7 +13,7 @@ from tests.ranks import ROOT
 
 GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "report", "tensorboard")
 # Imported if installed, and named by an error if needed.
-FREE = {"flash_attn", "mindspeed", "transformer_engine", "triton", "wandb", "vllm_ascend"}
+FREE = {"fla", "flash_attn", "mindspeed", "transformer_engine", "triton", "wandb", "vllm_ascend"}
 
 
 def read_lock(path: Path) -> dict[str, str]:

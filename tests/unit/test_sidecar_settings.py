@@ -242,7 +242,7 @@ def test_linear_layers_in_full_precision_are_refused_on_the_cpu_only(tmp_path: P
     words = f"{VLLM} --hf-model {hf_models.draw('qwen3_5', tmp_path / 'model', head_dim=32)}"
     (found,) = problems(words)
     assert "vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is float32: write" in found
-    assert parse(f"{words} --rollout-dtype bfloat16 --publish-dtype bfloat16".split())
+    assert parse(f"{words} --rollout-dtype bfloat16".split())
     assert parse(words.replace("--platform cpu", "--platform cuda").split())
 
 

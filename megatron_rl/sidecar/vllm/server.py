@@ -268,7 +268,7 @@ def find_problems(
     if device == "cpu" and model.linear is not None and dtype != "bfloat16":
         yield (
             f"--hf-model: vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is {dtype}: write "
-            "--rollout-dtype bfloat16 and --publish-dtype bfloat16, or choose engines on accelerators"
+            "--rollout-dtype bfloat16, and --publish-dtype bfloat16 for the trainer, or choose engines on accelerators"
         )
     if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
         yield (
