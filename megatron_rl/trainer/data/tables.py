@@ -16,7 +16,7 @@ def build_preparation(settings: Settings, device: torch.device) -> Callable[[Lay
     attention, linear = find_backend(settings.attention.backend), settings.architecture.linear
 
     def prepare(layout: Layout) -> None:
-        attention.prepare(layout, device)
+        attention.prepare_all(layout, device, settings.architecture.windows)
         if linear is not None:
             gated_delta.prepare(settings.model.linear_attention_backend, layout)
             layout.once(list_window_rows, linear.window)

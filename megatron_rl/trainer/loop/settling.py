@@ -122,9 +122,10 @@ def try_attention(settings: Settings, device: torch.device) -> None:
     refused = find_backend(name).refusal(Conditions(device.type, dtype, one.sliding_window, one.kv_channels))
     if refused is not None:
         raise PlatformError(f"{name} cannot run here: {refused}")
-    attention_trial.check_backend(
-        name, device, dtype, one.num_attention_heads, one.num_query_groups, one.kv_channels, one.sliding_window
-    )
+    for window in one.windows:
+        attention_trial.check_backend(
+            name, device, dtype, one.num_attention_heads, one.num_query_groups, one.kv_channels, window
+        )
 
 
 def _settle(
