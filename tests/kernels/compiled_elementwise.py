@@ -20,14 +20,22 @@ from tests.kernels.compiled_triton import read_cuda, read_hip
 # A width of SwiGLU fits into the programs of all; a norm's program has whole rows.
 WIDTHS = {"few": (1024, triton_fused.MOST_HIDDEN_SIZE), "all": (1024, 2048, 4096, triton_fused.MOST_HIDDEN_SIZE)}
 DTYPES = {"few": ("bf16", "fp32"), "all": ("bf16", "fp16", "fp32")}
+_PART_OF_ROW = {"COLUMNS": triton_fused.SWIGLU_COLUMNS, "num_warps": triton_fused.SWIGLU_WARPS}
+_ROW = {"COLUMNS": triton_fused.SUMMING_COLUMNS, "num_warps": triton_fused.SUMMING_WARPS}
+SWIGLU = {
+    "swiglu_kernel": _PART_OF_ROW,
+    "swiglu_gradient_kernel": _PART_OF_ROW,
+    "weighted_swiglu_kernel": _PART_OF_ROW,
+    "weighted_swiglu_gradient_kernel": _ROW,
+}
+"""The kernels of SwiGLU, and the sizes of a program."""
 USES = {"few": (True,), "all": (False, True)}
 
 
 def main() -> None:
     which, *targets = sys.argv[1:]
     for target, dtype in itertools.product(targets, DTYPES[which]):
-        for name in ("swiglu_kernel", "swiglu_gradient_kernel"):
-            sizes = {"COLUMNS": triton_fused.SWIGLU_COLUMNS, "num_warps": triton_fused.SWIGLU_WARPS}
+        for name, sizes in SWIGLU.items():
             print(json.dumps(compile_kernel(target, dtype, name, sizes)), flush=True)
         for width in WIDTHS[which]:
             sizes = triton_fused.choose_sizes(width)
@@ -65,7 +73,7 @@ def compile_kernel(target: str, dtype: str, name: str, sizes: dict[str, int]) ->
 def _type_of(parameter: Any, dtype: str) -> str:
     if parameter.is_constexpr:
         return "constexpr"
-    if parameter.name in ("scale_N", "weight_grads_PE"):
+    if parameter.name in ("scale_N", "weight_grads_PE", "weights_N", "weight_grads_N"):
         return "*fp32"
     if parameter.name == "eps":
         return "fp32"

@@ -71,6 +71,35 @@ def test_swiglu_and_its_gradient_are_those_of_the_definition(num_rows: int, widt
     assert_near(differentiate(triton_fused.swiglu, given, dtype), *results)
 
 
+@pytest.mark.parametrize(("dtype", "of_weights"), [(FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (5, 97), (2, 1500)])
+def test_swiglu_of_experts_and_the_gradients_of_rows_and_their_weights_are_those_of_the_definition(
+    num_rows: int, width: int, dtype: torch.dtype, of_weights: torch.dtype
+) -> None:
+    rows, weights = draw((num_rows, 2 * width), (num_rows,), dtype=dtype)
+    rows[0, 0], weights[0] = -100.0, 0.0
+
+    grad = torch.sin(torch.arange(num_rows * width) + 1.0).view(num_rows, width).to(dtype)
+
+    def compute(operation: Callable[..., torch.Tensor], of_rows: torch.dtype, of_weights: torch.dtype) -> Any:
+        given = [rows.to(of_rows).requires_grad_(), weights.to(of_weights).requires_grad_()]
+        out = operation(*given)
+        return [out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))]
+
+    truth = compute(plain.weighted_swiglu, torch.float64, torch.float64)
+    theirs = compute(plain.weighted_swiglu, dtype, of_weights)
+    found = compute(triton_fused.weighted_swiglu, dtype, of_weights)
+    assert_near(found[:2], theirs[:2], truth[:2])
+    # These are few numbers, which the interpreter rounds towards 0 in bf16.
+    assert error_over_bound(found[2], theirs[2], truth[2]) <= 1
+    if dtype is not of_weights:
+        # The sum over a row is that of fp32, and not rounded to the rows' precision.
+        assert distance(found[2], truth[2]) <= 1e-5 * truth[2].abs().max()
+    # A row of weight 0, as padding has, gives its own weight a gradient and its numbers none.
+    assert not found[0][0].any()
+    assert not found[1][0].any()
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 5), (9, 97), (20, 512), (2, 1500)])
 def test_a_residuals_sum_its_norm_and_all_gradients_are_those_of_the_definition(
@@ -104,6 +133,13 @@ def test_tensors_with_gaps_and_rows_of_zeros_give_the_same() -> None:
     assert_near(differentiate(on_gaps(triton_fused.add_and_normalize), given, FP32), *results)
     gates = [differentiate(lambda x: plain.swiglu(x.t()).t(), [one_NE[:8]], dtype) for dtype in (FP32, torch.float64)]
     assert_near(differentiate(lambda x: triton_fused.swiglu(x.t()).t(), [one_NE[:8]], FP32), *gates)
+    given = [one_NE, weight_E]
+
+    def with_gaps(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda rows, weights: operation(rows[:, ::2], weights[::4][:9]).t()
+
+    results = [differentiate(with_gaps(plain.weighted_swiglu), given, dtype) for dtype in (FP32, torch.float64)]
+    assert_near(differentiate(with_gaps(triton_fused.weighted_swiglu), given, FP32), *results)
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -143,6 +179,8 @@ def test_no_rows_give_nothing_and_a_weights_gradient_of_zero() -> None:
     assert total.shape == normed.shape == grads[0].shape == (0, 1, 8)
     assert torch.equal(grads[2], torch.zeros(8))
     assert triton_fused.swiglu(torch.zeros(0, 1, 8)).shape == (0, 1, 4)
+    out, *grads = differentiate(triton_fused.weighted_swiglu, draw((0, 8), (0,)), FP32)
+    assert [one.shape for one in (out, *grads)] == [(0, 4), (0, 8), (0,)]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

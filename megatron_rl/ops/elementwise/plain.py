@@ -12,6 +12,11 @@ def swiglu(gate_up_N2F: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate_NF) * up_NF
 
 
+def weighted_swiglu(gate_up_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up times the weight of each row, in the dtype of the rows."""
+    return (swiglu(gate_up_N2F) * weights_N[..., None]).to(gate_up_N2F.dtype)
+
+
 def add_and_normalize(
     one_NE: torch.Tensor, other_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

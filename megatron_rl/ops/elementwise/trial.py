@@ -47,6 +47,8 @@ def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
 def _list_operations() -> Iterator[tuple[str, Operation, Operation, list[tuple[int, ...]]]]:
     """Yield each operation's name, its definition, its kernels, and the shapes of its operands."""
     yield "SwiGLU", plain.swiglu, triton_fused.swiglu, [(_NUM_ROWS, 2 * _WIDTH)]
+    shapes = [(_NUM_ROWS, 2 * _WIDTH), (_NUM_ROWS,)]
+    yield "SwiGLU of experts", plain.weighted_swiglu, triton_fused.weighted_swiglu, shapes
     shapes = [(_NUM_ROWS, _WIDTH), (_NUM_ROWS, _WIDTH), (_WIDTH,)]
     yield "a residual with its norm", _normalize(plain), _normalize(triton_fused), shapes
     yield "a linear layer", torch.nn.functional.linear, linear, [(_NUM_ROWS, 1, 48), (40, 48), (40,)]

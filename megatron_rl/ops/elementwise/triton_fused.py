@@ -12,6 +12,8 @@ from megatron_rl.ops.triton_support import refuse_triton
 
 # The columns of a program of SwiGLU, and its warps: 16 columns a thread.
 SWIGLU_COLUMNS, SWIGLU_WARPS = 1024, 2
+# The columns of a step of a program that also sums a row, and its warps.
+SUMMING_COLUMNS, SUMMING_WARPS = 512, 1
 # A program of a norm has whole rows in registers, 16 columns a thread.
 _COLUMNS_OF_WARP = 512
 MOST_HIDDEN_SIZE = 8192
@@ -30,6 +32,12 @@ def refusal(device: str, dtype: torch.dtype, hidden_size: int) -> str | None:
 def swiglu(gate_up_N2F: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up; a row, the last dimension, has its gate first."""
     result: torch.Tensor = _Swiglu.apply(gate_up_N2F)
+    return result
+
+
+def weighted_swiglu(gate_up_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up times the weight of each row, which may have another dtype than the rows."""
+    result: torch.Tensor = _WeightedSwiglu.apply(gate_up_N2F, weights_N)
     return result
 
 
@@ -60,6 +68,35 @@ class _Swiglu(torch.autograd.Function):
         grad_NF, found_N2F = grad_NF.contiguous(), torch.empty_like(gate_up_N2F)
         _launch_swiglu(swiglu_gradient_kernel, grad_NF, grad_NF, gate_up_N2F, found_N2F)
         return found_N2F
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+        from megatron_rl.ops.elementwise.triton_kernels import weighted_swiglu_kernel
+
+        gate_up_N2F, weights_N = gate_up_N2F.contiguous(), weights_N.contiguous()
+        ctx.save_for_backward(gate_up_N2F, weights_N)
+        *rows, width = gate_up_N2F.shape
+        assert weights_N.shape == torch.Size(rows), "each row has one weight"
+        out_NF = gate_up_N2F.new_empty(*rows, width // 2)
+        _launch_swiglu(weighted_swiglu_kernel, out_NF, gate_up_N2F, weights_N, out_NF)
+        return out_NF
+
+    @staticmethod
+    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        from megatron_rl.ops.elementwise.triton_kernels import weighted_swiglu_gradient_kernel
+
+        gate_up_N2F, weights_N = ctx.saved_tensors
+        found_N2F, weight_grads_N = torch.empty_like(gate_up_N2F), torch.empty_like(weights_N)
+        if weights_N.numel() > 0:
+            # A program has a whole row, whose products are summed for its weight.
+            launch(
+                weighted_swiglu_gradient_kernel, (weights_N.numel(),),
+                grad_NF.contiguous(), gate_up_N2F, weights_N, found_N2F, weight_grads_N, found_N2F.shape[-1] // 2,
+                COLUMNS=SUMMING_COLUMNS, num_warps=SUMMING_WARPS,
+            )  # fmt: skip
+        return found_N2F, weight_grads_N
 
 
 def _launch_swiglu(kernel: Any, like_NF: torch.Tensor, *tensors: torch.Tensor) -> None:

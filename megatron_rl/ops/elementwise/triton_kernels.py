@@ -42,6 +42,54 @@ def swiglu_gradient_kernel(
     tl.store(found_N2F + first_C + width, up_grad_C.to(found_N2F.dtype.element_ty), mask=is_column_C)
 
 
+@triton.jit
+def weighted_swiglu_kernel(
+    gate_up_N2F: tl.tensor, weights_N: tl.tensor, out_NF: tl.tensor, width: tl.tensor, COLUMNS: tl.constexpr
+) -> None:
+    """Store silu(gate) * up times the row's weight, of some columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column_C = columns_C < width
+    gate_up_2F = gate_up_N2F + 2 * row * width
+    weight = tl.load(weights_N + row).to(tl.float32)
+    gate_C = tl.load(gate_up_2F + columns_C, mask=is_column_C, other=0.0).to(tl.float32)
+    up_C = tl.load(gate_up_2F + width + columns_C, mask=is_column_C, other=0.0).to(tl.float32)
+    out_C = gate_C * tl.sigmoid(gate_C) * up_C * weight
+    tl.store(out_NF + row * width + columns_C, out_C.to(out_NF.dtype.element_ty), mask=is_column_C)
+
+
+@triton.jit
+def weighted_swiglu_gradient_kernel(
+    grad_NF: tl.tensor,
+    gate_up_N2F: tl.tensor,
+    weights_N: tl.tensor,
+    found_N2F: tl.tensor,
+    weight_grads_N: tl.tensor,
+    width: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Store the gradients of a row's gate, of its other half and of its weight."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights_N + row).to(tl.float32)
+    weight_grad_C = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, width, COLUMNS):
+        columns_C = first + tl.arange(0, COLUMNS)
+        is_column_C = columns_C < width
+        first_C = 2 * row * width + columns_C
+        gate_C = tl.load(gate_up_N2F + first_C, mask=is_column_C, other=0.0).to(tl.float32)
+        up_C = tl.load(gate_up_N2F + first_C + width, mask=is_column_C, other=0.0).to(tl.float32)
+        grad_C = tl.load(grad_NF + row * width + columns_C, mask=is_column_C, other=0.0).to(tl.float32)
+        sigmoid_C = tl.sigmoid(gate_C)
+        silu_C = gate_C * sigmoid_C
+        weight_grad_C += grad_C * silu_C * up_C
+        grad_C *= weight
+        gate_grad_C = grad_C * up_C * sigmoid_C * (1.0 + gate_C * (1.0 - sigmoid_C))
+        tl.store(found_N2F + first_C, gate_grad_C.to(found_N2F.dtype.element_ty), mask=is_column_C)
+        tl.store(found_N2F + first_C + width, (grad_C * silu_C).to(found_N2F.dtype.element_ty), mask=is_column_C)
+    weight_grad = tl.sum(weight_grad_C, axis=0)
+    tl.store(weight_grads_N + row, weight_grad.to(weight_grads_N.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["eps"])
 def add_norm_kernel(
     one_NE: tl.tensor,
