@@ -136,7 +136,7 @@ learning: env ## what the demo shows, for three seeds and three layouts, with a 
 bench: env ## run a benchmark: make bench NAME=weights; all without NAME; those and RECORD=1 go into benchmarks/RESULTS.md
 	@$(VENV)/bin/python -m benchmarks $(NAME) $(if $(RECORD),--record)
 
-gpu-check: ## shared-prompt attention on a GPU: right? how fast? needs its python3 with torch alone; 9 minutes
+gpu-check: ## our kernels on a GPU: right? attention: how fast? needs its python3 with torch alone; 9 minutes
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check
 
 rival: ## install TRL with the vLLM that it supports (.venv-rival), for the part of gpu-bench that compares with it; 10 GB

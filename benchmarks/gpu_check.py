@@ -1,10 +1,11 @@
-"""Check that every backend of shared-prompt attention is right on this GPU and gives the same bits again, and time it.
+"""Check that our kernels are right on this GPU; for shared-prompt attention, that bits repeat, and how fast it is.
 
 It needs torch and numpy, and the packages of a backend; not megatron, pytest or an installed package. Rightness comes
-first: forward and all gradients against the dense definition in float64, in half precision over several draws. Each
-backend is tried in a process of its own, so that one that breaks its GPU context or never ends does not stop the
-others. Then come times, against the same sequences whole, as tables for docs/attention.md. Exit code 1 if a check
-failed, 3 if the machine has no GPU. On the CPU (`--device cpu`) all sizes are tiny, and times mean nothing.
+first: forward and all gradients against the definition in float64, in half precision over several draws. Each backend
+of attention, and each other kernel, is tried in a process of its own, so that one that breaks its GPU context or never
+ends does not stop the others. Then come times of attention, against the same sequences whole, as tables for
+docs/attention.md. Exit code 1 if a check failed, 3 if the machine has no GPU. On the CPU (`--device cpu`) all sizes are
+tiny, times mean nothing, and the kernels run in Triton's interpreter.
 """
 
 import argparse
@@ -13,17 +14,20 @@ import dataclasses
 import importlib.metadata
 import itertools
 import math
+import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks import gpu_times, report
 from benchmarks.gpu_times import Row
+from benchmarks.kernels import checks
+from benchmarks.kernels.registry import NAMES as KERNELS
 from megatron_rl.errors import ExitCode
 from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
 from megatron_rl.ops.shared_prompt.backends import Attention
@@ -76,15 +80,19 @@ class Question:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--backend", choices=BACKENDS, help="check this one alone, in this process, without times")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--backend", choices=BACKENDS, help="check this one alone, in this process, without times")
+    alone.add_argument("--kernels", choices=KERNELS, nargs="+", help="the same of kernels beside attention")
     parsed = parser.parse_args(arguments)
     if parsed.device == "cuda" and not torch.cuda.is_available():
         print("no GPU that torch can use: run this on a machine with one, or with --device cpu", file=sys.stderr)
         return ExitCode.ENVIRONMENT
     if parsed.backend:
         return _finish(list(check(parsed.backend, parsed.device)))
+    if parsed.kernels:
+        return _finish([failure for name in parsed.kernels for failure in checks.check(name, parsed.device)])
     names = _introduce(parsed.device)
-    failures, broken = _ask_all(names, parsed.device)
+    failures, broken = _ask_all(list_processes(names, parsed.device), parsed.device)
     rows: list[Row] = []
     try:
         for row in gpu_times.measure([name for name in names if name not in broken], parsed.device):
@@ -95,6 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = _finish(failures)
     report.finish({"failed_checks": len(failures), **gpu_times.figures(rows)})
     return code
+
+
+def list_processes(names: Sequence[str], device: str) -> dict[str, list[str]]:
+    """Return the flags of each process: one for each backend of attention, and one for each other kernel.
+
+    On the CPU one process has all kernels, because its imports take longer than they do.
+    """
+    of_kernels = {name: [name] for name in KERNELS} if device == "cuda" else {"kernels": list(KERNELS)}
+    return {name: ["--backend", name] for name in names} | {
+        name: ["--kernels", *some] for name, some in of_kernels.items()
+    }
 
 
 def check(name: str, device: str) -> Iterator[str]:
@@ -194,11 +213,13 @@ def _introduce(device: str) -> list[str]:
     return names
 
 
-def _ask_all(names: list[str], device: str) -> tuple[list[str], set[str]]:
-    """Ask all at once; return the failures, and the backends that broke off or did not end."""
+def _ask_all(asked: Mapping[str, Sequence[str]], device: str) -> tuple[list[str], set[str]]:
+    """Ask all at once, by their flags; return the failures, and the names that broke off or did not end."""
     print("\nlargest error / its bound", flush=True)
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", device, "--backend"]
-    processes = {name: subprocess.Popen([*command, name]) for name in names}
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", device]
+    # On the CPU no backend of attention that is asked needs the interpreter.
+    environment = os.environ if device == "cuda" else {**os.environ, "TRITON_INTERPRET": "1"}
+    processes = {name: subprocess.Popen([*command, *words], env=environment) for name, words in asked.items()}
     end = time.monotonic() + PROCESS_SECONDS
     failures, broken = [], set()
     for name, process in processes.items():

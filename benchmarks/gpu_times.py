@@ -12,6 +12,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -121,8 +122,16 @@ class Row:
         return f"{forward / times.forward / 1e9:.0f}, {BACKWARD * forward / times.backward / 1e9:.0f}"
 
 
+class Passes(Protocol):
+    """A way of computing something, in two passes."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
 class Way:
-    """One way of computing it, on tensors of its own."""
+    """One way of computing attention, on tensors of its own."""
 
     def __init__(self, attention: Attention, shapes: Sequence[tuple[int, ...]], device: str) -> None:
         self.attention = attention
@@ -285,9 +294,9 @@ def _varying(lengths: list[int], device: str) -> Attention:
     return attention
 
 
-def take_turns(makers: Mapping[str, Callable[[], Way]], device: str, seconds: float) -> dict[str, Times]:
+def take_turns(makers: Mapping[str, Callable[[], Passes]], device: str, seconds: float) -> dict[str, Times]:
     """Return the medians of those that could run; each may take this many seconds."""
-    ways = {}
+    ways: dict[str, Passes] = {}
     for name, make in makers.items():
         try:
             ways[name] = make()
@@ -311,7 +320,7 @@ def take_turns(makers: Mapping[str, Callable[[], Way]], device: str, seconds: fl
     }
 
 
-def _round(way: Way, device: str, flushed: torch.Tensor | None) -> tuple[float, float]:
+def _round(way: Passes, device: str, flushed: torch.Tensor | None) -> tuple[float, float]:
     """Return milliseconds of forward and of backward."""
     if device == "cpu":
         moments = [time.perf_counter()]

@@ -67,6 +67,29 @@ TABLES: Mapping[str, Table] = {
             "naive_gib": "the same with all logits",
         },
     ),
+    "kernels": Table(
+        "Kernels beside attention",
+        "what is computed, in bf16; Adam in fp32",
+        {
+            "ours": "ms, forward and backward",
+            "plain": "ms of torch's plain operations",
+            "speedup": "plain operations / ours, time",
+            "gbps": "GB a second of ours: each tensor counts once",
+            "copy_gbps": "GB a second of a copy that moves the same number of bytes",
+            "over_copy": "ours / that copy, time",
+        },
+    ),
+    "launches": Table(
+        "Launches of Triton kernels",
+        "kernel; the host's time for a launch",
+        {
+            "first": "ms of the first one, for which the kernel is compiled or found in Triton's cache",
+            "cold": "us of a later one through Triton",
+            "kept": "us of one through the kept kernel, as training does it",
+            "operator": "us of an addition by torch",
+            "speedup": "through Triton / kept, time",
+        },
+    ),
     "step": Table(
         "Training step",
         "model, prompt/response/responses x groups, groups a micro-batch",

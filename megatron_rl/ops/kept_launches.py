@@ -94,6 +94,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     run(columns, rows, layers, stream, function, metadata, None, None, None, *arguments, *values)
 
 
+def is_kept(kernel: Any) -> bool:
+    """Return whether any compiled kernel of this one is kept."""
+    return any(launches.kept for (identity, _), launches in _LAUNCHES.items() if identity == id(kernel))
+
+
 def _is_plain(triton: _Triton, kernel: Any) -> bool:
     """Check that nothing watches launches, and that kernels are compiled as usual."""
     runtime = triton.runtime

@@ -11,14 +11,16 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu_bench
-from benchmarks.gpu import attention, engine, page, publish, schedules, step, turns
+from benchmarks import gpu_bench, gpu_times
+from benchmarks.gpu import attention, engine, kernels, page, publish, schedules, step, turns
 from benchmarks.gpu.page import Circumstances, Outcome
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.step import Shape
 from benchmarks.gpu.tables import TABLES, Row, append_row, read_rows
 from benchmarks.gpu.work import Work
 from benchmarks.gpu_bench import Gpu, find_reason, run_all, run_part
+from benchmarks.gpu_times import Times
+from benchmarks.kernels.registry import list_timed
 from benchmarks.overlap import Iteration
 from megatron_rl import platforms
 from megatron_rl.observe.trace import SERVICE, Span
@@ -138,6 +140,49 @@ def test_kernels_alone_are_measured_with_torch_and_numpy(tmp_path) -> None:
     times = read_times(tmp_path / attention.FILE)
     assert [one.shape.num_responses for one in times] == [2, 3]
     assert all(one.milliseconds.keys() == {"merge", "gather"} for one in times)
+
+
+def test_kernels_beside_attention_and_their_launches_are_measured_in_the_interpreter(tmp_path) -> None:
+    code = f"""
+        import sys
+        for package in ("megatron", "msgspec", "pytest", "hypothesis", "vllm", "transformers", "matplotlib"):
+            sys.modules[package] = None
+        from benchmarks.gpu import run_part
+        sys.argv = ["x", "kernels", "--rows", {str(tmp_path / "rows")!r}, "--folder", "x", "--seconds", "100", "--tiny"]
+        run_part.main()
+    """
+    run_python(code)
+    rows = read_rows(tmp_path / "rows")
+    assert all(set(row.figures) == set(TABLES[row.table].figures) for row in rows)
+    assert all(figure > 0 for row in rows for figure in row.figures.values())
+    names = [row.name.split(",")[0] for row in rows]
+    assert names == [
+        "swiglu_kernel", "add_norm_gradient_kernel", "SwiGLU", "SwiGLU of experts", "residual with norm", "heads",
+        "linear layer", "sampled tokens", "AdamW", "digests of slices", "packs of slices",
+    ]  # fmt: skip
+    # The interpreter's launches take Triton's way.
+    assert [row.note for row in rows[:2]] == ["no launch is kept here"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("SwiGLU", (6, 10)), ("residual with norm", (8, 8)), ("heads", (4, 6))]
+)
+def test_the_bytes_of_a_kernel_are_those_of_its_operands_and_results(name: str, num_bytes: tuple[int, int]) -> None:
+    """Take bytes for each number of a gate, of a hidden state, or of the product of queries, keys and values."""
+    computation = next(one for one in list_timed("cuda") if one.name.startswith(name))
+    numbers = {"SwiGLU": 8704 * 3072, "residual with norm": 8704 * 1024, "heads": 8704 * 32 * 128}[name]
+    assert computation.num_bytes == tuple(each * numbers for each in num_bytes)
+
+
+def test_a_row_of_a_kernel_has_its_speed_beside_that_of_a_copy(monkeypatch, tmp_path) -> None:
+    times = {"ours": Times(1.0, 3.0), "plain": Times(4.0, 8.0), "copy": Times(0.5, 1.5)}
+    monkeypatch.setattr(gpu_times, "take_turns", lambda makers, device, seconds: {name: times[name] for name in makers})
+    work = Work(tmp_path / "rows", tmp_path, "", True, time.monotonic() + 100)
+    kernels.add_row(work, "one", {"ours": lambda: None, "plain": lambda: None}, (6_000_000, 2_000_000))
+    (row,) = read_rows(work.rows)
+    assert row.figures == {
+        "ours": 4.0, "plain": 12.0, "speedup": 3.0, "gbps": 2.0, "copy_gbps": 4.0, "over_copy": 2.0,
+    }  # fmt: skip
 
 
 def test_a_row_beyond_the_memory_is_left_out_and_the_next_one_is_measured(tmp_path) -> None:

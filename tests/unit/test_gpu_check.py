@@ -1,5 +1,6 @@
 """`make gpu-check`, on the CPU."""
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -11,6 +12,9 @@ import torch
 
 from benchmarks import gpu_check, gpu_times, roofline
 from benchmarks.gpu_times import Row, Shape, Times
+from benchmarks.kernels import checks, layers, others, registry
+from benchmarks.kernels.computation import Computation
+from benchmarks.kernels.registry import NAMES as KERNELS
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import Backend, gather
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
@@ -44,6 +48,10 @@ def test_the_check_needs_torch_and_numpy_only() -> None:
     assert any(line.startswith("merge, fp32 branched, 4/2 heads of 64: out 0.") for line in lines)
     assert any(line.startswith("gather, bf16 ragged, 4/2 heads of 64, a window of 40: out 0.") for line in lines)
     assert "gather, three runs: the same bits" in lines
+    # Each other kernel ran in Triton's interpreter, or in torch's operations.
+    for name in KERNELS:
+        for dtype in ("fp32",) if name == "adam" else ("bf16", "fp16", "fp32"):
+            assert any(line.startswith(f"{name}, {dtype} ") for line in lines), (name, dtype)
     assert "| P/R/K | floor | whole sequences | merge | gather |" in lines
 
 
@@ -191,8 +199,8 @@ def test_a_backend_whose_process_crashes_or_hangs_fails_and_is_not_measured(monk
         "naive": "raise SystemExit(1)",
     }
     monkeypatch.setattr(gpu_check, "PROCESS_SECONDS", 3.0)
-    monkeypatch.setattr(subprocess, "Popen", lambda command: true([sys.executable, "-c", commands[command[-1]]]))
-    failures, excluded = gpu_check._ask_all(list(commands), "cpu")
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env: true([sys.executable, "-c", commands[command[-1]]]))
+    failures, excluded = gpu_check._ask_all({name: ["--backend", name] for name in commands}, "cpu")
     assert failures == [
         "merge: its process ended with -6",
         "gather: its process ended with -9",
@@ -239,3 +247,81 @@ def test_one_sequence_is_a_call_and_nothing_is_merged() -> None:
     assert bound.num_bytes == 2 * 137 * 6 * 128 * (32 + 8)
     assert bound.seconds == speeds.seconds(bound.flops, bound.num_bytes)
     assert roofline.bound_merge(Shape("100/37/2", 100, (37, 37)), speeds).num_bytes > 2 * bound.num_bytes
+
+
+SWIGLU, EXPERTS, ADDITION = layers.list_elementwise([(37, 41)])
+LONG_SWIGLU = next(layers.list_elementwise([(3001, 3)]))
+SCORES = next(others.list_sampled([(5, 33)]))
+DIGESTS = next(others.list_slices([(12, 16)]))
+BF16 = torch.bfloat16
+
+
+def _shift_one_row(out: torch.Tensor) -> torch.Tensor:
+    return torch.cat((out[:5], out[4:5], out[6:]))
+
+
+def _change_one_row(out: torch.Tensor) -> torch.Tensor:
+    """Make one row of thousands wrong by a tenth, which the mean of all rows hides."""
+    return torch.where(torch.arange(len(out))[:, None, None] == 2000, 1.1 * out, out)
+
+
+def _double_gradient(out: torch.Tensor) -> torch.Tensor:
+    return 1.05 * out - 0.05 * out.detach()
+
+
+@pytest.mark.parametrize(
+    ("computation", "spoil", "wrong"),
+    [
+        (SWIGLU, lambda found: found, set()),
+        (SWIGLU, lambda found: found * 1.05, {"out", "gate and up"}),
+        (SWIGLU, _shift_one_row, {"out", "gate and up"}),
+        (SWIGLU, _double_gradient, {"gate and up"}),
+        (LONG_SWIGLU, _change_one_row, {"out", "gate and up"}),
+        (SWIGLU, lambda found: found.index_fill(0, torch.tensor(3), torch.nan), {"out", "gate and up"}),
+        (EXPERTS, _double_gradient, {"gate and up", "weights"}),
+        (ADDITION, lambda found: (found[0].detach() + 0 * found[0], found[1]), {"one", "other"}),
+        (ADDITION, lambda found: (found[0], found[1] * 0.97), {"norm", "one", "other", "weight"}),
+        (SCORES, lambda found: (found[0], found[1] + (torch.arange(5) == 2)), {"ranks"}),
+        (SCORES, lambda found: (found[0] + 1e-3, found[1]), {"log-probs"}),
+        (DIGESTS, lambda found: found ^ 1, {"bits"}),
+    ],
+)
+def test_a_kernel_that_is_wrong_in_one_row_one_gradient_or_one_bit_is_found(
+    computation: Computation, spoil: Callable, wrong: set[str]
+) -> None:
+    planted = dataclasses.replace(computation, ours=lambda *given: spoil(computation.twin(*given)))
+    ratios = checks.compare(planted, BF16, torch.device("cpu"))
+    assert set(ratios) == set(computation.results)
+    assert {what for what, ratio in ratios.items() if not ratio <= 1} == wrong, ratios
+
+
+def test_a_kernel_that_fails_or_gives_another_dtype_is_a_failure_and_the_next_one_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_given: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    empty = dataclasses.replace(SWIGLU, ours=lambda *given: SWIGLU.twin(*given) * torch.nan)
+    listed = [dataclasses.replace(SWIGLU, ours=fail), empty, dataclasses.replace(SCORES, ours=_score_in_half)]
+    monkeypatch.setattr(checks, "find_refusal", lambda name, device: None)
+    monkeypatch.setattr(checks, "list_computations", lambda name, device: iter(listed))
+    failures = list(checks.check("elementwise", "cpu"))
+    # Of each dtype: the call, two results that are not numbers, and the dtype.
+    assert len(failures) == 3 * (1 + 2 + 1)
+    assert failures[0] == "elementwise, bf16 SwiGLU, 37 x 41: RuntimeError: no such kernel"
+    assert "elementwise, bf16 SwiGLU, 37 x 41: out nan" in failures
+    assert "log-probs is torch.float16 (5,), and must be torch.float32 (5,)" in failures[-1]
+
+
+def _score_in_half(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    log_probs_R, ranks_R = SCORES.twin(*given)
+    return log_probs_R.half(), ranks_R
+
+
+def test_every_kernel_of_a_layer_has_a_check_and_a_gpu_is_asked_more_than_a_cpu() -> None:
+    for name in KERNELS:
+        on_gpu, on_cpu = (list(registry.list_computations(name, device)) for device in ("cuda", "cpu"))
+        assert len(on_gpu) > len(on_cpu) > 0
+    words = gpu_check.list_processes(["merge"], "cuda")
+    assert words == {"merge": ["--backend", "merge"], **{name: ["--kernels", name] for name in KERNELS}}
+    assert gpu_check.list_processes([], "cpu") == {"kernels": ["--kernels", *KERNELS]}
