@@ -6,12 +6,14 @@ they are installed; on the CPU transformers samples.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
 import runpy
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,19 @@ def make_words(settings: Settings, has_liger: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def require_length(reward: Callable[..., Any], num_tokens: int) -> Callable[..., Any]:
+    """Return the reward function, which raises unless every response has this many tokens: both sides do equal work."""
+
+    @functools.wraps(reward)
+    def checked(*operands: Any, completion_ids: Sequence[Sequence[int]], **columns: Any) -> Any:
+        lengths = sorted({len(one) for one in completion_ids})
+        if lengths != [num_tokens]:
+            raise RuntimeError(f"every response of TRL must have {num_tokens} tokens, and these have {lengths}")
+        return reward(*operands, completion_ids=completion_ids, **columns)
+
+    return checked
+
+
 def main() -> None:
     pipes, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
     warnings.simplefilter("ignore")
@@ -88,7 +103,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.model, pad_token="w0", eos_token="w1")
     trainer = GRPOTrainer(
         settings.model,
-        reward_funcs=runpy.run_path(path)[function],
+        reward_funcs=require_length(runpy.run_path(path)[function], settings.num_tokens),
         args=GRPOConfig(**make_words(settings, importlib.util.find_spec("liger_kernel") is not None)),
         train_dataset=Dataset.from_list([json.loads(row) for row in Path(settings.prompts).read_text().splitlines()]),
         processing_class=tokenizer,

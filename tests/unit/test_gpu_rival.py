@@ -64,3 +64,14 @@ def test_both_sides_sample_the_same_number_of_responses_of_the_same_length(tmp_p
     )
     assert "use_vllm" not in words
     assert json.loads(json.dumps(settings.__dict__))["num_iterations"] == 1 + load.num_rounds
+
+
+def test_responses_of_another_length_than_ours_end_the_rivals_run() -> None:
+    def reward(completions: list[str], **columns: object) -> list[float]:
+        return [float(len(columns))] * len(completions)
+
+    checked = rival_trl.require_length(reward, 3)
+    assert checked.__name__ == "reward"
+    assert checked(completions=["a", "b"], completion_ids=[[1, 2, 3], [4, 5, 6]], answer=1) == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match=r"must have 3 tokens, and these have \[2, 3\]"):
+        checked(completions=["a", "b"], completion_ids=[[1, 2, 3], [4, 5]])
