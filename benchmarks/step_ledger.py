@@ -21,7 +21,18 @@ from benchmarks.__main__ import find_commit
 from benchmarks.ledger.costs import Costs, predict
 from benchmarks.ledger.counting import ATTENTION, Entry, Kind
 from benchmarks.ledger.platform import counted_device
-from benchmarks.ledger.steps import LARGE, MEASURED, MIDDLE, SMALL, TINY, Step, count_layer, count_step
+from benchmarks.ledger.steps import (
+    LARGE,
+    MEASURED,
+    MIDDLE,
+    SMALL,
+    SPARSE,
+    TINY,
+    TINY_SPARSE,
+    Step,
+    count_layer,
+    count_step,
+)  # fmt: skip
 
 BEFORE = Path(__file__).parent / "ledger" / "before.json"
 COSTS = Costs()
@@ -86,10 +97,13 @@ def main() -> None:
     with counted_device():
         counts = {step: count_step(step) for step in steps}
         layer_entries = count_layer(compared[1])
+        sparse = TINY_SPARSE if arguments.tiny else SPARSE
+        of_experts = count_layer(sparse)
     layer = Layer.of(layer_entries, compared[1].num_rows)
     errors = _show_steps(counts, before)
     _show_parts(compared[1], counts[compared[1]])
     _show_layer(compared[1], layer_entries)
+    _show_layer(sparse, of_experts)
     _show_bounds(compared, counts, before)
     _show_least_bytes(compared[1], layer_entries, before.layers[str(compared[1])])
     small, middle, large = (before.seconds[str(step)] / predict(counts[step], COSTS).seconds for step in compared)

@@ -61,6 +61,20 @@ class Entry:
 
 ATTENTION = "attention"
 
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The rows that experts get: as many each."""
+
+    num_experts: int
+    rows_of_expert: int
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all experts."""
+        return self.num_experts * self.rows_of_expert
+
+
 _ALLOCATIONS = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::empty_permuted", "aten::set_", "aten::resize_",
@@ -83,8 +97,10 @@ _WRITE_BY_INDEX = {
 class Counter(TorchDispatchMode):
     """Lists what is called while it is active."""
 
-    def __init__(self) -> None:
+    def __init__(self, routing: Routing | None = None) -> None:
         super().__init__()
+        self.routing = routing
+        """The answer where the host asks how many rows experts get."""
         self.entries: list[Entry] = []
         self.part = "layers and loss"
         self.micro_batches: list[int] = []
@@ -105,7 +121,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = answer(function, args, kwargs)
+        found = answer(function, args, kwargs, self.routing)
         if not self.is_suspended and (entry := describe(function, args, kwargs, found)):
             self.add(entry)
         return found
@@ -160,9 +176,15 @@ def active() -> Counter | None:
     return _active
 
 
-def answer(function: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator. Where the host reads numbers of the device, it finds ones."""
+def answer(function: Any, args: Any, kwargs: Any, routing: Routing | None = None) -> Any:
+    """Run an operator. Where the host reads numbers of the device, it finds ones, and for experts the routing's."""
     name = function._schema.name
+    if routing is not None:
+        if name == "aten::masked_select" and args[0].is_meta:
+            return args[0].new_empty(routing.num_rows)
+        is_read = name == "aten::_to_copy" and args[0].is_meta and _is_host(kwargs.get("device"))
+        if is_read and args[0].shape == (routing.num_experts,):
+            return torch.full((routing.num_experts,), routing.rows_of_expert)
     if name == "aten::_local_scalar_dense" and args[0].is_meta:
         return answer_read(args[0])
     if name == "aten::_to_copy" and args[0].is_meta and _is_host(kwargs.get("device")):

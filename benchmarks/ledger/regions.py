@@ -73,14 +73,19 @@ def _require_counter() -> Counter:
 
 class _OneLaunch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: _Region, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, region: _Region, *tensors: torch.Tensor) -> torch.Tensor | None:
         counter = _require_counter()
         with counter.suspended():
             ctx.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             with torch.enable_grad():
                 ctx.result = region.run(ctx.inputs)
-            result: torch.Tensor = ctx.result.detach()
         ctx.region = region
+        if ctx.result is None:
+            # A function that changed nothing: the host has called it.
+            region.enter(counter, False, list(tensors), [])
+            return None
+        with counter.suspended():
+            result: torch.Tensor = ctx.result.detach()
         region.enter(counter, False, list(tensors), [result])
         return result
 

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import shared_prompt_step
-from benchmarks.ledger.counting import Counter, Entry
+from benchmarks.ledger.counting import Counter, Entry, Routing
 from megatron_rl.shared.weights.families import derive_config
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Experts
 
 FLAGS = (
     "--platform cuda --bf16 --train-iters 1000 --lr 1e-6 --lr-decay-style constant --grpo-prompts-per-step {groups} "
@@ -28,11 +28,21 @@ def _draw_up(
     )  # fmt: skip
 
 
+EXPERTS = dataclasses.replace(
+    _draw_up(48, 2048, 768, 32), family="qwen3_moe", num_query_groups=4, tied_embeddings=False,
+    experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
+)  # fmt: skip
+FEW_EXPERTS = dataclasses.replace(
+    _draw_up(2, 256, 64, 8, vocab_size=4096), family="qwen3_moe",
+    experts=Experts(num_experts=4, num_active=2, ffn_hidden_size=64),
+)  # fmt: skip
 MODELS = {
     "tiny": _draw_up(2, 256, 512, 8, vocab_size=4096),
     "0.6b": _draw_up(28, 1024, 3072, 16),
     "1.7b": _draw_up(28, 2048, 6144, 16),
     "4b": _draw_up(36, 2560, 9728, 32),
+    "30b-a3b": EXPERTS,
+    "tiny-experts": FEW_EXPERTS,
 }
 
 
@@ -87,6 +97,9 @@ MEASURED = (
     Step("0.6b", 512, 1024, 8, 16, 4, 42_300, shares_prompt=False),
 )
 TINY = Step("tiny", 16, 8, 2, 4, 2)
+# Layers with experts; no such step was measured.
+SPARSE = Step("30b-a3b", 512, 1024, 8, 4, 1)
+TINY_SPARSE = Step("tiny-experts", 16, 8, 2, 4, 2)
 
 
 def count(step: Step, num_layers: int | None = None) -> Counter:
@@ -99,6 +112,9 @@ def count(step: Step, num_layers: int | None = None) -> Counter:
 
     model = MODELS[step.model]
     model = dataclasses.replace(model, num_layers=num_layers or model.num_layers)
+    experts, routing = model.experts, None
+    if experts is not None:
+        routing = Routing(experts.num_experts, step.num_rows * experts.num_active // experts.num_experts)
     words = FLAGS.format(
         groups=step.groups_at_once * min(2, step.num_micro_batches), k=step.num_responses,
         sequences=step.groups_at_once * step.num_responses, length=step.prompt + step.response, r=step.response,
@@ -113,7 +129,7 @@ def count(step: Step, num_layers: int | None = None) -> Counter:
         with start_session(settings) as session:
             act = shared_prompt_step.our_step(settings, session, slot)
             for _ in range(2):
-                with Counter() as counter:
+                with Counter(routing) as counter:
                     act()
             del act
     gc.collect()

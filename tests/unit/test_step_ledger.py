@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.ledger.costs import Costs, find_attention_rate, predict
-from benchmarks.ledger.counting import ATTENTION, Call, Counter, Entry, Kind
+from benchmarks.ledger.counting import ATTENTION, Call, Counter, Entry, Kind, Routing
 from benchmarks.ledger.platform import count_kernel
 from benchmarks.ledger.regions import as_one_launch, as_part
 from benchmarks.ledger.steps import MEASURED
@@ -95,6 +95,25 @@ def test_tensors_of_the_host_are_not_counted_and_reads_find_ones():
     entries = count(lambda x: found.extend((x.sum().item(), x.cpu().tolist(), torch.ones(3).exp())), draw(2))
     assert [entry.kind for entry in entries] == [Kind.ELEMENTWISE, Kind.READ, Kind.READ]
     assert found[:2] == [1.0, [1.0, 1.0]]
+
+
+def test_experts_get_the_rows_that_the_routing_says_where_the_host_asks():
+    rows, chosen, counts = draw(6, 4), draw(6, 4, dtype=torch.bool), draw(4, dtype=torch.int64)
+    with Counter(Routing(4, 3)) as counter:
+        selected = rows.masked_select(chosen)
+        asked, other = counts.to("cpu"), draw(5, dtype=torch.int64).to("cpu")
+    assert selected.shape == (12,)
+    assert (asked.tolist(), other.tolist()) == ([3] * 4, [1] * 5)
+    select, *reads = [entry for entry in counter.entries if entry.num_launches]
+    assert (select.kind, select.num_bytes) == (Kind.ELEMENTWISE, 2 * 24 + 24 + 2 * 12)
+    assert [entry.kind for entry in reads] == [Kind.READ] * 2
+
+
+def test_a_compiled_function_without_a_result_costs_a_call():
+    rows = draw(8, 16)
+    with Counter() as counter:
+        assert as_one_launch(lambda x: None)(rows) is None
+    assert [(entry.call, entry.num_launches) for entry in counter.entries] == [(Call.COMPILED, 0)]
 
 
 @pytest.mark.parametrize(
