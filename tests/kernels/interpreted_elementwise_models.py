@@ -28,24 +28,27 @@ def short_batches() -> list[Groups]:
 
 
 # Each label has a layout, a model and changes of its configuration. Then it has each rank's number of calls: of SwiGLU,
-# which a layer calls once, of additions with a norm, which it calls twice, and of norms without an addition.
+# which a dense layer calls once, and of that of experts, once a layer too. Additions with a norm, which a layer calls
+# twice, and norms without an addition follow.
 _RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-MODELS: dict[str, dict[str, tuple[str, str, dict[str, Any], list[tuple[int, int, int]]]]] = {
+Counts = tuple[int, int, int, int]
+MODELS: dict[str, dict[str, tuple[str, str, dict[str, Any], list[Counts]]]] = {
     "few": {
         # The last layer of the first stage has no norm after it.
-        "PP2": ("PP2", "qwen3", {}, [(4, 6, 2), (4, 8, 2)]),
+        "PP2": ("PP2", "qwen3", {}, [(4, 0, 6, 2), (4, 0, 8, 2)]),
         # What is between layers has no norm. The rest runs twice.
-        "recomputed": ("DP2+distopt", "qwen3", _RECOMPUTED, [(8, 8, 9)] * 2),
+        "recomputed": ("DP2+distopt", "qwen3", _RECOMPUTED, [(8, 0, 8, 9)] * 2),
     },
     "more": {
-        "TP2+SP": ("TP2+SP", "qwen3", {}, [(8, 16, 2)] * 2),
-        "experts": ("EP2", "qwen3_moe", {}, [(0, 8, 1)] * 2),
-        "biased": ("TP2", "llama_biased", {}, [(0, 0, 18)] * 2),
+        "TP2+SP": ("TP2+SP", "qwen3", {}, [(8, 0, 16, 2)] * 2),
+        "experts": ("EP2", "qwen3_moe", {}, [(0, 4, 8, 1)] * 2),
+        "shared experts": ("TP2+SP", "qwen2_moe", {}, [(8, 8, 16, 2)] * 2),
+        "biased": ("TP2", "llama_biased", {}, [(0, 0, 0, 18)] * 2),
     },
 }
 
 
-def run_models(which: str, folders: dict[str, Path]) -> dict[str, tuple[Computed, tuple[int, int, int]]]:
+def run_models(which: str, folders: dict[str, Path]) -> dict[str, tuple[Computed, Counts]]:
     """Compute models with the kernels on two ranks; return results, and how often each kernel ran forward."""
     torch.distributed.init_process_group("gloo")
     results = {}
@@ -57,13 +60,14 @@ def run_models(which: str, folders: dict[str, Path]) -> dict[str, tuple[Computed
             packs = [pack_groups(groups, divisor(case.sizes)) for groups in short_batches()]
             with (
                 mock.patch.object(triton_fused, "swiglu", wraps=triton_fused.swiglu) as swiglu,
+                mock.patch.object(triton_fused, "weighted_swiglu", wraps=triton_fused.weighted_swiglu) as weighted,
                 mock.patch.object(triton_fused, "add_and_normalize", wraps=triton_fused.add_and_normalize) as add,
                 mock.patch.object(torch.nn.functional, "rms_norm", wraps=torch.nn.functional.rms_norm) as norm,
             ):
                 log_probs = model.forward_backward(packs, shared_loss)
             # Norms of queries and keys have another width.
             norms = [call for call in norm.call_args_list if call.args[1] == (model.architecture.hidden_size,)]
-            counts = swiglu.call_count, add.call_count, len(norms)
+            counts = swiglu.call_count, weighted.call_count, add.call_count, len(norms)
             results[label] = (Computed(log_probs, model.gradients()), counts)
             # Gathers that overlap need an optimizer, which would end them.
             assert gathers or all(map(torch.equal, model.forward(packs), log_probs))

@@ -19,6 +19,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.ops.elementwise import triton_fused
@@ -119,10 +121,40 @@ class SwigluMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output and its bias, which the caller adds."""
-        if per_token_scale is not None:
-            return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
         gate_up_R2F, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(triton_fused.swiglu(gate_up_R2F))  # type: ignore[no-any-return]
+        if per_token_scale is None:
+            out_RF = triton_fused.swiglu(gate_up_R2F)
+        else:
+            out_RF = triton_fused.weighted_swiglu(gate_up_R2F, per_token_scale)
+        return self.linear_fc2(out_RF)  # type: ignore[no-any-return]
+
+
+class SwigluExperts(SequentialMLP):
+    """Megatron's experts with one SwiGLU of all rows, between products of one expert after the other."""
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, whose rows have the order of the inputs, expert by expert, and None in place of a bias."""
+        config = self.config
+        if config.fp8 or getattr(config, "fp4", None) or config.moe_apply_probs_on_input:
+            # Rows are padded, or weighed before. Each expert has the kernel then.
+            return super().forward(  # type: ignore[no-any-return]
+                permuted_local_hidden_states, tokens_per_expert, permuted_probs
+            )
+        counts = tokens_per_expert.tolist()
+        rows = zip(self.local_experts, permuted_local_hidden_states.split(counts), strict=True)
+        gate_up_R2F = torch.cat([expert.linear_fc1(of_expert)[0] for expert, of_expert in rows])
+        out_RF = triton_fused.weighted_swiglu(gate_up_R2F, permuted_probs)
+        parts = zip(self.local_experts, out_RF.split(counts), strict=True)
+        return torch.cat([expert.linear_fc2(of_expert)[0] for expert, of_expert in parts]), None
+
+
+class SwigluSharedExperts(SharedExpertMLP, SwigluMLP):
+    """Megatron's shared experts on the same kernel, unless they overlap the exchange of tokens."""
+
+
+_OURS = {MLP: SwigluMLP, SequentialMLP: SwigluExperts, SharedExpertMLP: SwigluSharedExperts}
 
 
 def fuse_layers(chunk: Any, backend: str) -> None:
@@ -136,8 +168,10 @@ def fuse_layers(chunk: Any, backend: str) -> None:
         replace_linear_layers(layer)
     layers = [layer for layer in chunk.decoder.layers if _is_of_megatron(layer)]
     for layer in layers:
-        if type(layer.mlp) is MLP and _is_swiglu(layer.mlp.config):
-            layer.mlp.__class__ = SwigluMLP
+        for module in layer.mlp.modules():
+            ours: Any = _OURS.get(type(module))
+            if ours is not None and _is_swiglu(module.config):
+                module.__class__ = ours
         if isinstance(layer.cross_attention, IdentityOp):
             _fuse_addition(layer, "self_attn_bda", layer.pre_mlp_layernorm)
     # A recomputed layer gives its successor a sum without a norm.
