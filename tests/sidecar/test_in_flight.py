@@ -81,12 +81,14 @@ def test_choices_settle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_chosen", "num_sampled", "seconds"),
-    [(False, 4, 9.0), (True, 3, 9.0), (True, 4, None)],
-    ids=["a fixed number", "a resumed iteration beside an evaluation", "a trainer that reports no seconds"],
+    ("is_chosen", "num_sampled", "seconds", "is_learned"),
+    [(True, 4, 9.0, True), (False, 4, 9.0, False), (True, 3, 9.0, False), (True, 4, None, False)],
+    ids=["a whole iteration", "a fixed number", "a resumed one beside an evaluation", "a trainer without seconds"],
 )
-def test_nothing_is_learned_from(is_chosen: bool, num_sampled: int, seconds: float | None) -> None:
-    async def iterate() -> Opening:
+def test_a_whole_iteration_is_learned_from_and_others_are_not(
+    is_chosen: bool, num_sampled: int, seconds: float | None, is_learned: bool
+) -> None:
+    async def iterate() -> bool:
         pacer = Pacer(8, 4, is_chosen)
         await pacer.begin(wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2))
         for place in range(num_sampled):
@@ -95,9 +97,9 @@ def test_nothing_is_learned_from(is_chosen: bool, num_sampled: int, seconds: flo
         pacer.end(seconds)
         await pacer.begin(wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2))
         await pacer.close()
-        return pacer.opening
+        return bool(pacer._points)
 
-    assert virtual_time.run(iterate()) == Opening(8)
+    assert virtual_time.run(iterate()) == is_learned
 
 
 def _mean_seconds(iterations: list[PacedIteration]) -> float:
