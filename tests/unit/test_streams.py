@@ -2,6 +2,7 @@
 
 import abc
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -9,6 +10,7 @@ import os
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.files import write_digests
+from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar import streams
@@ -26,6 +28,7 @@ from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongW
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
+from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
 
 TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
@@ -359,6 +362,69 @@ def test_a_worker_leaves_loads_to_vllm_for_a_reason_that_it_gives(tmp_path, by):
     assert loads == ["vLLM"] * (1 + bool(obstacles))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b.weight": None}, "1 tensors are missing: b.weight"),
+        ({"c.weight": (2,)}, "1 tensors are not in this model: c.weight"),
+        ({"b.weight": (4, 3)}, "1 tensors are of another shape: b.weight"),
+        ({"lm_head.weight": (9, 9)}, None),
+    ],
+)
+def test_tensors_must_be_those_of_the_checkpoint_that_the_engine_started_from(tmp_path, changes, message):
+    shapes = {spec.name: spec.shape for spec in SPECS} | changes
+    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items() if shape is not None]
+    with contextlib.nullcontext() if message is None else pytest.raises(Refusal, match=message):
+        worker(tmp_path).megatron_rl_check_complete(specs)
+
+
+def test_each_load_in_place_is_proved_by_what_the_parameters_hold_then_wherever_they_lie(tmp_path, monkeypatch):
+    extension, loads = copying_worker(tmp_path)
+    model = extension.model_runner.get_model()
+    for version in range(1, 3):
+        expected = put_version(tmp_path, version)
+        assert load(extension, tmp_path, expected)["compared"] == 2
+        # Another load of vLLM's may move the parameters.
+        model.b.weight.data = model.b.weight.data.clone()
+    monkeypatch.setattr(Places, "put", lambda *_: None)
+    answer = load(extension, tmp_path, put_version(tmp_path, 3))
+    assert (answer["code"], answer["error"].partition(":")[0]) == (
+        "wrong weights", "2 tensors do not hold the numbers that were given",
+    )  # fmt: skip
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+    assert loads == []
+
+
+def put_version(folder: Path, version: int) -> str:
+    """Write other numbers with their digests; return their fingerprint."""
+    tensors = {name: tensor + version for name, tensor in TENSORS.items()}
+    digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o600)
+    write_digests(folder, digests)
+    return compute_fingerprint(SPECS, digests)
+
+
+def test_a_worker_reports_no_version_that_its_parameters_do_not_hold(tmp_path):
+    """Offer memory that is not copied, then stream tensors that the model does not take over."""
+    extension, _ = copying_worker(tmp_path)
+    assert load(extension, tmp_path)["compared"] == 2
+    expected = put_version(tmp_path, 1)
+    extension.megatron_rl_memory = SimpleNamespace(copy=lambda opened, places: None)
+    with pytest.raises(NotHeld, match="were copied from the trainer's devices; --publish-through files"):
+        extension.megatron_rl_load_offered(SimpleNamespace(specs=SPECS), read_digests(tmp_path), expected)
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+    model = extension.model_runner.get_model()
+    type(model).load_weights, takes = lambda model, weights: {name for name, _ in weights}, type(model).load_weights
+    try:
+        extension.megatron_rl_begin_stream()
+        model.load_weights((name, tensor + 1) for name, tensor in TENSORS.items())
+        assert "do not hold the numbers that were given" in extension.megatron_rl_end_stream(expected)["error"]
+    finally:
+        type(model).load_weights = takes
+    assert extension.megatron_rl_report() == {"fingerprint": ""}
+
+
 @pytest.mark.parametrize("is_compared", [True, False])
 def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_holds_wrongly(tmp_path, is_compared):
     extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
@@ -370,6 +436,8 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
     refused = [answer for answer in answers if "error" in answer]
     # If the held tensors prove nothing, each tensor is digested by one worker.
     assert len(refused) == (2 if is_compared else 1)
+    for extension, answer in zip(extensions, answers, strict=True):
+        assert extension.megatron_rl_report()["fingerprint"] == ("" if "error" in answer else FINGERPRINT)
     for answer in refused:
         assert answer == {
             "error": "1 tensors do not match the digests sent with them: b.weight",
