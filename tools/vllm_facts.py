@@ -35,7 +35,9 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
         "process_weights_after_loading",
     ),
-    "vllm.outputs.CompletionOutput": ("index", "token_ids", "logprobs", "finish_reason", "weight_versions"),
+    "vllm.outputs.CompletionOutput": (
+        "index", "token_ids", "logprobs", "finish_reason", "routed_experts", "weight_versions",
+    ),
     "vllm.outputs.RequestOutput": ("outputs", "prompt_logprobs"),
     "vllm.outputs.WeightVersionSpan": ("version", "start", "end"),
     "vllm.platforms.interface.Platform": ("is_cpu", "device_type"),
@@ -71,6 +73,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores": (),
     "vllm.v1.worker.gpu_worker.Worker": ("reload_weights",),
+    "vllm.config.aux_output.AuxOutputConfig": ("enable_return_routed_experts",),
+    "vllm.config.vllm.VllmConfig": ("aux_output_config",),
     "vllm.config.model.ModelConfig": (
         "dtype", "get_vocab_size", "hf_text_config", "logprobs_mode", "max_model_len", "model", "quantization",
     ),
@@ -83,6 +87,7 @@ FLAGS = (
     "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "--logprobs-mode", "--worker-extension-cls",
     "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
     "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--scheduler-cls",
+    "--enable-return-routed-experts",
 )  # fmt: skip
 FLAG_FILES = (
     "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",

@@ -43,7 +43,7 @@ RECEIVE = list(streams.list_receive_calls(WEIGHTS))
 SAMPLING = build_sampling_params(Sampling(max_tokens=1), Limits(max_model_len=8, max_num_seqs=1, vocab_size=9))
 SERVERS = [
     ServerConfig("model", 8),
-    ServerConfig("model", 8, device="cuda", transport="nccl", tensor_parallel_size=2, eager=True),
+    ServerConfig("model", 8, device="cuda", transport="nccl", tensor_parallel_size=2, eager=True, replays_routing=True),
     ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.5, 1 << 30)),
 ]
 
@@ -174,6 +174,13 @@ def test_our_client_takes_the_calls_that_a_sender_makes(version):
     for name, text in members.items():
         ours = inspect.signature(getattr(streams._ToldBySidecar, name))
         assert list(ours.parameters) == list(signature(text).parameters)
+
+
+def test_experts_are_returned_where_they_are_read(version):
+    assert member(version, "vllm.outputs.CompletionOutput", "routed_experts") == "field"
+    assert member(version, "vllm.config.vllm.VllmConfig", "aux_output_config") == "field"
+    asked = member(version, "vllm.config.aux_output.AuxOutputConfig", "enable_return_routed_experts")
+    assert asked == "field"
 
 
 def test_every_patched_function_takes_the_parameters_that_patches_know(version):
