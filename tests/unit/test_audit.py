@@ -21,7 +21,15 @@ from megatron_rl.shared.protocol.wire import Mismatch, Plan, Submission
 from megatron_rl.shared.records.append_file import FileInUse
 from megatron_rl.shared.records.audit_chain import BreachName
 from megatron_rl.shared.records.audit_check import Report, verify
-from megatron_rl.shared.records.audit_log import FIRST_PREV, AuditBroken, AuditLog, EngineReport, ProbeRecord, hash_line
+from megatron_rl.shared.records.audit_log import (
+    FIRST_PREV,
+    AuditBroken,
+    AuditLog,
+    EngineReport,
+    ProbeRecord,
+    hash_content,
+    hash_line,
+)
 from megatron_rl.sidecar.iteration import Iteration
 from tests.killing import kill_while_appending
 from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, plans
@@ -534,3 +542,22 @@ def test_an_empty_log_is_clean_and_holds_nothing(path: Path) -> None:
     path.touch(mode=0o600)
     assert verify(path).breaches == []
     assert names(verify(path, ["a" * 64])) == {BreachName.HEAD_NOT_FOUND}
+
+
+def test_the_experts_of_a_response_are_in_the_log_and_so_is_a_mismatch_without_them(tmp_path: Path) -> None:
+    submission = make_submission()
+    group = make_group(submission, 0)
+    first, *others = [msgspec.structs.replace(response, experts=b"ab") for response in group.responses]
+    routed = msgspec.structs.replace(group, responses=[msgspec.structs.replace(first, prompt_experts=b"p"), *others])
+    path = tmp_path / "audit.jsonl"
+    with AuditLog(path, "run", clock=lambda: 1.0) as log:
+        log.record_group(3, group)
+        log.record_group(3, routed)
+        log.record_mismatch(3, Mismatch(mean=0.1, largest=0.5, bound=0.2))
+        log.record_mismatch(3, Mismatch(mean=0.1, largest=0.5, bound=0.2, without_replay=0.15))
+    _, plain, with_experts, measured, compared = map(json.loads, path.read_text().splitlines())
+    assert all("experts" not in response for response in plain["responses"])
+    hashes = [response["experts"] for response in with_experts["responses"]]
+    assert hashes == [hash_content(b"pab"), *[hash_content(b"ab")] * 3]
+    assert "without_replay" not in measured
+    assert compared["without_replay"] == 0.15

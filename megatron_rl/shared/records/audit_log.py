@@ -26,6 +26,7 @@ from megatron_rl.shared.protocol.wire import (
     Mismatch,
     Plan,
     Proof,
+    Response,
     Sampling,
     Submission,
 )
@@ -196,6 +197,8 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     reward: float
     components: dict[str, float | None] = {}
     """Rewards by function."""
+    experts: str = ""
+    """Hash of the experts of its tokens, in the first response those of the prompt's before them; empty without."""
 
 
 class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
@@ -369,6 +372,7 @@ class AuditLog:
                 fingerprint=response.fingerprint,
                 reward=response.reward,
                 components=response.components,
+                experts=_hash_experts(response),
             )
             for response in group.responses
         ]
@@ -501,6 +505,13 @@ def hash_line(line: bytes) -> str | None:
     if match is None:
         return None
     return hashlib.blake2b(line[: match.start()] + b"}", digest_size=32).hexdigest()
+
+
+def _hash_experts(response: Response) -> str:
+    if isinstance(response.experts, msgspec.UnsetType):
+        return ""
+    of_prompt = b"" if isinstance(response.prompt_experts, msgspec.UnsetType) else response.prompt_experts
+    return hash_content(of_prompt + response.experts)
 
 
 def hash_content(content: bytes) -> str:
