@@ -12,12 +12,16 @@ from megatron.core.transformer.attention import Attention
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.gated_delta import chunks, convolution, trial
 from megatron_rl.ops.shared_prompt.layout import ROOT
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.trainer.data.packing import pack_groups
 from megatron_rl.trainer.mcore.model import gated_delta_net
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
+from megatron_rl.trainer.mcore.model.gpt import padded_vocab_size
 from tests import hf_models
 from tests.distributed import parity
 from tests.distributed.layouts import CASES, build, list_layouts, start_session
+from tests.distributed.test_footprint import count
 from tests.ranks import run_ranks
 
 LEAST_EFFECT = 1e-2
@@ -109,6 +113,17 @@ def test_a_fault_planted_in_linear_layers_changes_the_log_probs(
     print(f"{fault}: {effect:.3f}")
     # Written so that NaN counts as an effect.
     assert not effect < LEAST_EFFECT
+
+
+@pytest.mark.each_change
+def test_the_memory_of_linear_layers_is_counted(folder: Path) -> None:
+    (counted,) = run_ranks(count, 1, folder, {"one": "--context-parallel-size 2"})
+    (one,) = counted["one"]
+    architecture = read_architecture(folder)
+    padding = (padded_vocab_size(hf_models.VOCAB_SIZE, 1) - hf_models.VOCAB_SIZE) * architecture.hidden_size
+    tensors = Mapping(architecture).manifest()
+    assert one.num_parameters == sum(tensor.num_elements for tensor in tensors) + padding
+    assert one.device["activations"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,8 +23,8 @@ from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED
 from tests.truth import error_over_bound
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
-# Groups with prompts and responses around the length of a chunk, and of several chunks.
-GROUPS = Layout.of_groups([(64, (1, 65)), (130, (64, 0, 3, 200)), (63, (2,)), (0, (70,)), (1, ())])
+# Groups with prompts and responses around the length of a chunk, and of several chunks; and a prompt alone.
+GROUPS = Layout.of_groups([(64, (1, 65)), (1, ()), (130, (64, 0, 3, 200)), (63, (2,)), (0, (70,))])
 NAMES = ("out", "queries", "keys", "values", "log-decays", "betas")
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
@@ -25,10 +27,12 @@ from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, Supervisor
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import run_folder
+from tests import hf_models
 from tests.sidecar import vllm_models
 from tests.sidecar.naming import NAMED_SECONDS, naming
 from tests.sidecar.vllm_models import Models, Reference, in_shared_memory
 from tests.sidecar.vllm_models import request as group_of
+from tests.truth import distance, error_over_bound
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -296,6 +300,34 @@ def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, tmp_
         different = sum(old != new for old, new in zip(*continuations, strict=True))
         print(f"{family} {changes or ''}: {different} of 24 continuations differ between the versions")
         assert different >= 0.9 * 24
+
+
+def test_engines_with_linear_layers_follow_each_publish(run, tmp_path):
+    """Compare in bfloat16, as vLLM's linear layers compute on a CPU. For qwen3_5 vLLM imports torchvision."""
+    types = ["linear_attention", "full_attention"]
+    widths = {"moe_intermediate_size": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    models = vllm_models.draw("qwen3_next", tmp_path, layer_types=types, **widths)
+    for model in (models.first, models.second):
+        vllm_models.round_to_bfloat16(model)
+    with supervised(run, models, dtype="bfloat16") as supervisor:
+        asked = [group_of(number, temperature=0.8, max_tokens=16, ignore_eos=True, length=70) for number in range(8)]
+        for version, model in enumerate((models.first, models.second)):
+            groups = run(greedy(supervisor, model, version, asked))
+            pairs = [(list(one.prompt_tokens), group[0]) for one, group in zip(asked, groups, strict=True)]
+            sequences = [prompt + decode_tokens(response.tokens).tolist() for prompt, response in pairs]
+            ours = torch.cat([torch.from_numpy(decode_log_probs(response.log_probs).copy()) for _, response in pairs])
+            theirs, truth, other = (
+                torch.cat([one[-16:] for one in hf_models.log_probs(folder, sequences, 0.8, dtype)])
+                for folder, dtype in (
+                    (model, torch.bfloat16),
+                    (model, torch.float64),
+                    (models.second if model is models.first else models.first, torch.float64),
+                )
+            )
+            error = error_over_bound(ours, theirs, truth)
+            print(f"version {version}: error / bound {error:.2f}, {distance(ours, truth)}, {distance(theirs, truth)}")
+            assert error <= 1
+            assert distance(other, truth) > 10 * distance(ours, truth)
 
 
 async def greedy(supervisor: Supervisor, model: Path, version: int, asked):

@@ -1,6 +1,7 @@
 """Small models for real engines, publishes of them, and transformers' log-probs of their responses."""
 
 import dataclasses
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.shared.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
 from megatron_rl.shared.weights.files import write_digests
@@ -46,6 +48,15 @@ def draw(family: str, folder: Path, **changes: Any) -> Models:
     return Models(first, second)
 
 
+def round_to_bfloat16(folder: Path) -> None:
+    """Round a model's weights where they lie."""
+    path = folder / "model.safetensors"
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(rounded, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+
+
 def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
     """Draw one set of weights, with a word for each token: rewards see text."""
     hf_models.draw("qwen3", folder, **SIZES, **changes)
@@ -77,7 +88,7 @@ def described(folder: Path, version: int) -> Weights:
         version=version,
         fingerprint=compute_fingerprint(list_specs(tensors), digests),
         transport="shm",
-        dtype="float32",
+        dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
         location=str(folder),
     )
 
