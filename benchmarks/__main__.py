@@ -152,6 +152,8 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 after a prompt of 512",
         "speedup_2048_64_8": "the same after a prompt of 2,048",
         "linear_speedup_512_64_8": "a linear layer with duplicated prompts / shared, as the first",
+        "speedup_mla_512_64_8": "the first one with heads of 192 and values of 128, as in multi-latent attention",
+        "bound_mla_512_64_8": "its bound, the ratio of the pairs of tokens",
         "worst_of_grid": "the smallest speed-up of the grid",
         "step_speedup_512_64_8": "a training step with duplicated prompts / shared",
         "token_saving_error": "tokens saved, as measured, minus the formula's",

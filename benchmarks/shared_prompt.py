@@ -3,6 +3,7 @@
 Attention runs forward and backward, with 8 heads of 64 in fp32. A group has K responses of R tokens after one prompt of
 P; it is compared with the K whole sequences in torch's own attention, one by one and as a batch, whichever is faster.
 A linear layer's convolution and gated delta rule are compared with themselves over the whole sequences.
+A row has heads as in multi-latent attention, of 192 and values of 128. Its bound is the ratio of the pairs of tokens.
 The step is that of a Qwen3 of 10 M parameters with one group of 512/64/8, from slot to update, against the faster of
 --no-shared-prompt and Megatron's own model with a plain batch. All of a row take turns; each ratio is the median over
 rounds.
@@ -28,6 +29,7 @@ from megatron_rl.trainer.data.packing import pack_groups, separate_responses
 from tests.ranks import run_ranks
 
 NUM_HEADS, HEAD_DIM = 8, 64
+LATENT_DIMS = (192, 128)
 GRID = [(p, r, k) for p in (64, 256, 1024) for r in (64, 512) for k in (1, 4, 16)]
 RAGGED = [(64, 512, 4), (256, 512, 16), (1024, 512, 4)]
 NAMED = [(512, 64, 8), (2048, 64, 8)]
@@ -58,6 +60,12 @@ class Group:
         """The lengths of prompt and response together."""
         return [self.prompt + response for response in self.responses]
 
+    def num_pairs_saved(self) -> float:
+        """Return how many times as many pairs of tokens the whole sequences have."""
+        own = [length * (length + 1) / 2 for length in (self.prompt, *self.responses)]
+        whole = sum(length * (length + 1) / 2 for length in self.sequences)
+        return whole / (sum(own) + self.prompt * sum(self.responses))
+
     def saving(self) -> float:
         """Return the formula's saving: tokens that are not computed, over those of the duplicated sequences."""
         return 1 - (self.prompt + sum(self.responses)) / sum(self.sequences)
@@ -87,6 +95,7 @@ def main() -> None:
     if not arguments.tiny:
         grid |= {"/".join(map(str, shape)) + " ragged": Group.ragged(*shape) for shape in RAGGED}
     speedups = {name: compare(group) for name, group in {**named, **grid}.items()}
+    speedups["512/64/8 MLA"] = compare(named["512/64/8"], LATENT_DIMS)
     report.table("attention: duplicated / shared, P/R/K", speedups, "")
     linear = {name: compare_linear(group) for name, group in named.items()}
     report.table("linear layers: duplicated / shared, P/R/K", linear, "")
@@ -104,6 +113,8 @@ def main() -> None:
             "speedup_512_64_8": medians["512/64/8"],
             "speedup_2048_64_8": medians["2048/64/8"],
             "linear_speedup_512_64_8": statistics.median(linear["512/64/8"]),
+            "speedup_mla_512_64_8": medians["512/64/8 MLA"],
+            "bound_mla_512_64_8": named["512/64/8"].num_pairs_saved(),
             "worst_of_grid": min(medians[name] for name in grid),
             "step_speedup_512_64_8": statistics.median(step_speedups),
             "token_saving_error": max(abs(group.measured_saving() - group.saving()) for group in groups),
@@ -139,15 +150,17 @@ def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
     return taking_turns(ways)
 
 
-def compare(group: Group) -> list[float]:
-    """Return the speed-ups of the shared prompt, round by round."""
+def compare(group: Group, dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)) -> list[float]:
+    """Return the speed-ups of the shared prompt, round by round; `dims` are the widths of keys and of values."""
     layout = Layout.of_groups([(group.prompt, group.responses)])
     attention = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).attention
     ways = {
-        "shared": Way(layout.num_tokens, lambda q, k, v: attention(q, k, v, layout, HEAD_DIM**-0.5, None)),
-        "looped": Way(sum(group.sequences), lambda q, k, v: one_by_one(q, k, v, group.sequences)),
+        "shared": Way(layout.num_tokens, lambda q, k, v: attention(q, k, v, layout, dims[0] ** -0.5, None), dims),
+        "looped": Way(sum(group.sequences), lambda q, k, v: one_by_one(q, k, v, group.sequences), dims),
         "batched": Way(
-            len(group.sequences) * max(group.sequences), lambda q, k, v: as_a_batch(q, k, v, len(group.sequences))
+            len(group.sequences) * max(group.sequences),
+            lambda q, k, v: as_a_batch(q, k, v, len(group.sequences)),
+            dims,
         ),
     }
     return ratios(taking_turns({name: way.run for name, way in ways.items()}), "shared")
@@ -171,11 +184,16 @@ def _attend(
 class Way:
     """One way of computing it, on tensors of its own."""
 
-    def __init__(self, num_tokens: int, attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]):
+    def __init__(
+        self,
+        num_tokens: int,
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM),
+    ):
         self._attention = attention
-        shape = (num_tokens, NUM_HEADS, HEAD_DIM)
-        self._inputs = [torch.randn(shape).requires_grad_() for _ in range(3)]
-        self._grad_out_THD = torch.randn(shape)
+        shapes = [(num_tokens, NUM_HEADS, width) for width in (dims[0], *dims)]
+        self._inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        self._grad_out_THD = torch.randn(num_tokens, NUM_HEADS, dims[1])
 
     def run(self) -> None:
         for tensor in self._inputs:
@@ -211,8 +229,11 @@ def one_by_one(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, le
 
 def as_a_batch(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Attend over all in one call; shorter ones are padded at their end, which no other row sees."""
+    width = v_THD.shape[-1]
+    # torch's fast operator has one width for all heads.
+    v_THD = F.pad(v_THD, (0, q_THD.shape[-1] - width))
     q, k, v = (tensor.unflatten(0, (num_sequences, -1)).transpose(1, 2) for tensor in (q_THD, k_THD, v_THD))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)[..., :width]
 
 
 def taking_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:

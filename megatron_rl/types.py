@@ -31,6 +31,9 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    # yarn of multi-latent attention
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,22 @@ class LinearAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latents:
+    """The widths of multi-latent attention, whose keys and values are products of one narrow row of a token."""
+
+    kv_rank: int
+    """Width of the row that all keys and values of a token are products of."""
+    plain_dim: int
+    """Width of the part of a head of queries and keys that does not turn."""
+    turned_dim: int
+    """Width of the part that turns, whose key is the same in all heads."""
+    value_dim: int
+    """Width of a head of values."""
+    query_rank: int | None = None
+    """Width of the row that all queries of a token are products of; None if they are products of its hidden state."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Architecture:
     """The architecture of a model, independent of sharding, training and storage.
 
@@ -113,6 +132,8 @@ class Architecture:
     """Whether attention's output is multiplied by a sigmoid, which has its own part of the queries' projection."""
     zero_centered_norms: bool = False
     """Whether norms multiply by 1 plus their weight; the norms within linear layers never do."""
+    latents: Latents | None = None
+    """None if keys and values are products of a token's hidden state; `kv_channels` is the width of a key's head."""
     sliding_window: int | None = None
     """Number of tokens that attention reaches back; None for all of them."""
     full_layers: tuple[int, ...] = ()
@@ -159,6 +180,23 @@ class Architecture:
     def num_full_layers(self) -> int:
         """Number of layers that attend fully."""
         return self.num_layers - sum(map(self.is_linear, range(self.num_layers)))
+
+    @property
+    def value_channels(self) -> int:
+        """Width of a head of values."""
+        return self.kv_channels if self.latents is None else self.latents.value_dim
+
+    @property
+    def rope_channels(self) -> int:
+        """Width of the part of a head that rope is defined for."""
+        return self.kv_channels if self.latents is None else self.latents.turned_dim
+
+    @property
+    def cached_channels(self) -> int:
+        """Numbers that a layer of an engine keeps for a token: keys and values, or what they are products of."""
+        if self.latents is not None:
+            return self.latents.kv_rank + self.latents.turned_dim
+        return 2 * self.num_query_groups * self.kv_channels
 
     @property
     def num_expert_layers(self) -> int:

@@ -29,6 +29,12 @@ _YARN_ROPE = {
 }  # fmt: skip
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
+_LATENT_YARN_ROPE = {**_YARN_ROPE, "mscale": 0.9, "mscale_all_dim": 0.6}
+_LATENT_EXPERTS = {
+    "num_key_value_heads": 8, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+}  # fmt: skip
 
 # The settings that each family's conversion could get wrong, switched on between them.
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -75,13 +81,25 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
          }},
     ),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {**_LATENT_EXPERTS, "q_lora_rank": 24, "rope_parameters": _LATENT_YARN_ROPE},
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {**_LATENT_EXPERTS, "q_lora_rank": 24, "v_head_dim": 24, "rope_parameters": {"rope_theta": 1e6}},
+    ),
+    "deepseek_v3_direct": (transformers.DeepseekV3Config, {**_LATENT_EXPERTS, "q_lora_rank": None}),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
-# The linear layers of the last two are compared in `tests/distributed/test_linear_layers.py` with each change.
-COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss", "qwen3_next", "qwen3_5")
+# Linear layers are compared in `tests/distributed/test_linear_layers.py` with each change.
+COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss", "qwen3_next", "qwen3_5", "deepseek_v3_direct", "glm4_moe_lite")
 _ROUTER_BIAS = "e_score_correction_bias"
 WITH_WINDOW = ("mistral", "gemma3_text")
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next")
+WITH_EXPERTS = (
+    "qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next", "deepseek_v3", "deepseek_v3_direct",
+    "glm4_moe_lite",
+)  # fmt: skip
 
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:

@@ -45,9 +45,7 @@ class ParameterCounts:
 def count_parameters(architecture: Architecture) -> ParameterCounts:
     """Count a model's parameters."""
     hidden = architecture.hidden_size
-    queries = architecture.num_attention_heads * architecture.kv_channels
-    groups = architecture.num_query_groups * architecture.kv_channels
-    attention = hidden * ((3 if architecture.attention_gate else 2) * queries + 2 * groups)
+    attention = _count_attention(architecture)
     linear, num_full = architecture.linear, architecture.num_full_layers
     if linear is not None:
         values = linear.num_value_heads * linear.value_head_dim
@@ -69,6 +67,20 @@ def count_parameters(architecture: Architecture) -> ParameterCounts:
         num_layers=num_layers,
         is_tied=architecture.tied_embeddings,
     )
+
+
+def _count_attention(architecture: Architecture) -> int:
+    hidden, heads, latents = architecture.hidden_size, architecture.num_attention_heads, architecture.latents
+    queries = heads * architecture.kv_channels
+    if latents is None:
+        groups = architecture.num_query_groups * architecture.kv_channels
+        return hidden * ((3 if architecture.attention_gate else 2) * queries + 2 * groups)
+    of_queries = hidden * queries
+    if latents.query_rank is not None:
+        of_queries = latents.query_rank * (hidden + queries)
+    of_keys = hidden * (latents.kv_rank + latents.turned_dim)
+    of_keys += latents.kv_rank * heads * (latents.plain_dim + latents.value_dim)
+    return of_queries + of_keys + hidden * heads * latents.value_dim
 
 
 @dataclasses.dataclass(frozen=True)

@@ -241,6 +241,15 @@ def recompute_without_engine(module: ModuleType) -> None:
     checkpoint.__init__ = init
 
 
+def tell_latent_attention_of_engine(module: ModuleType) -> None:
+    """Tell multi-latent attention if TransformerEngine is missing: 0.16 would ask for instances of its layers."""
+    if not hasattr(module, "HAVE_TE") or not hasattr(module, "TELinear"):
+        raise unknown_megatron(f"{module.__name__} has no HAVE_TE or no TELinear")
+    # Without TransformerEngine, 0.16 has a stand-in of unittest here, and later versions have None.
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False  # type: ignore[attr-defined]
+
+
 def add_weight_gradients_with_torch(module: ModuleType) -> None:
     """Add weight gradients to main gradients with torch, where megatron wants apex for it and apex is not installed."""
     if not hasattr(module, "_grad_accum_fusion_available"):
@@ -307,6 +316,7 @@ def _unfused_optimizer(module: ModuleType) -> Any:
 FIXES = (
     Patch("fused_weight_gradient_mlp_cuda", "megatron.core.tensor_parallel.layers", add_weight_gradients_with_torch),
     Patch("te_general_gemm", "megatron.core.transformer.moe.moe_utils", bind_te_general_gemm),
+    Patch("HAVE_TE", "megatron.core.transformer.multi_latent_attention", tell_latent_attention_of_engine),
     Patch("CheckpointWithoutOutput", "megatron.core.tensor_parallel.random", recompute_without_engine),
     Patch("DistributedOptimizer._set_main_param_and_optimizer_states", _OPTIMIZER_MODULE, keep_step_on_load),
     Patch("DistributedOptimizer.sharded_state_dict", _OPTIMIZER_MODULE, allocate_state_before_saving),

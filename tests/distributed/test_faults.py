@@ -16,6 +16,7 @@ from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 
 LEAST_EFFECT = 1e-2
+TURNED_DIM = 8
 SEQUENCES = hf_models.sequences([60, 9])
 
 
@@ -36,6 +37,11 @@ def neutral(part: str, value: float) -> Callable[[dict[str, torch.Tensor]], None
             tensors[name] = torch.full_like(tensors[name], value)
 
     return change
+
+
+def without_turned_keys(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if "kv_a_proj_with_mqa" in name]:
+        tensors[name][-TURNED_DIM:] = 0
 
 
 TENSOR_FAULTS = {
@@ -61,6 +67,9 @@ TENSOR_FAULTS = {
         "gemma3_text",
         swapped("post_attention_layernorm", "pre_feedforward_layernorm"),
     ),
+    "norm of keys' and values' narrow rows left out": ("deepseek_v3", neutral("kv_a_layernorm", 1.0)),
+    "norm of queries' narrow rows left out": ("deepseek_v3", neutral("q_a_layernorm", 1.0)),
+    "key part that turns left out": ("deepseek_v3", without_turned_keys),
     "biases of attention left out": ("seed_oss", neutral("_proj.bias", 0.0)),
 }
 ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
@@ -72,6 +81,12 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     ),
     "yarn without its factor": (
         "qwen2", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, attention_factor=1.0))
+    ),
+    "yarn's factor of scores left out": (
+        "deepseek_v3", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, mscale_all_dim=None))
+    ),
+    "yarn's factor of the part that turns left out": (
+        "deepseek_v3", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, attention_factor=1.0))
     ),
     "no sliding window": ("mistral", lambda a: dataclasses.replace(a, sliding_window=None)),
     "a window one too long": ("gemma3_text", lambda a: dataclasses.replace(a, sliding_window=12)),

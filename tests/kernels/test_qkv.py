@@ -89,6 +89,8 @@ def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert choose_backend("torch", "cuda", BF16, 128) == Choice("torch")
+    with pytest.raises(UsageError, match="it has no multi-latent attention"):
+        choose_backend("triton", "cuda", BF16, 192, has_latents=True)
     with pytest.raises(UsageError, match=r"triton cannot run here \(it is not known to work on npu\): write torch"):
         choose_backend("triton", "npu", BF16, 128)
     with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):

@@ -243,7 +243,8 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--multi-latent-attention", "drop the flag"),
+        ("--multi-latent-attention", "come from config.json; write --hf-model and drop the flag"),
+        ("--mla-down-proj-fusion", "drop the flag"),
         ("--fp8-format hybrid", "write --bf16"),
         ("--transformer-impl inference_optimized", "vLLM"),
         ("--position-embedding-type learned_absolute", "write --position-embedding-type rope"),

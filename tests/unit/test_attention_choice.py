@@ -68,6 +68,7 @@ def test_every_backend_has_a_place_among_those_that_auto_takes_on_cuda(monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backend_that_computes_attention_passes_its_trial(name, dtype) -> None:
     check_backend(name, torch.device("cpu"), dtype, 4, 2, 32)
+    check_backend(name, torch.device("cpu"), dtype, 2, 2, 24, value_dim=16)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import FAMILIES, derive_config, read_architecture
-from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
+from megatron_rl.types import Architecture, Experts, Latents, LinearAttention, Rope, RopeKind
 
 _BASE: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
@@ -28,7 +28,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    },
 }  # fmt: skip
+_FAMILY["glm4_moe_lite"] = _FAMILY["deepseek_v3"]
+LATENTS = Latents(kv_rank=32, plain_dim=16, turned_dim=8, value_dim=12, query_rank=24)
 GATED = Experts(4, 2, 48, False, shared_ffn_hidden_size=80, has_shared_gate=True)
 SIGMOID = Experts(
     16, 4, 48, score="sigmoid", has_bias=True, scaling_factor=2.5, num_groups=4, num_active_groups=2,
@@ -119,6 +126,17 @@ def read(name: str, **changes: Any) -> Architecture:
                           "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3},
          "linear", LinearAttention(4, 8, 16, 24, 3, 4)),
         ("seed_oss", {}, "qkv_bias", True),
+        ("deepseek_v3", {}, "latents", LATENTS),
+        ("deepseek_v3", {"q_lora_rank": None}, "latents", dataclasses.replace(LATENTS, query_rank=None)),
+        # transformers writes the width of the part that turns.
+        ("deepseek_v3", {"head_dim": 8}, "kv_channels", 24),
+        ("deepseek_v3", {}, "experts", SIGMOID),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}}, "rope",
+         Rope(1e4, RopeKind.YARN, 40.0, 256, mscale=1.0, mscale_all_dim=1.0)),
+        ("glm4_moe_lite", {}, "latents", LATENTS),
+        ("glm4_moe_lite", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 1.0}}, "rope", Rope(1e6)),
+        ("glm4_moe_lite", {"routed_scaling_factor": None, "mlp_layer_types": ["dense"] + 3 * ["sparse"]}, "experts",
+         dataclasses.replace(SIGMOID, scaling_factor=1.8)),
         ("seed_oss", {"attention_bias": False}, "qkv_bias", False),
         ("seed_oss", {}, "kv_channels", 128),
         ("gemma3_text", {}, "full_layers", ()),
@@ -222,6 +240,17 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("qwen3_5_text", {"linear_num_key_heads": 5}, "must be a multiple of linear_num_key_heads = 5"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
+        ("deepseek_v3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4 in config.json must be num_attention_h"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 in config.json must be even"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
+        ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0}}, "both mscale and mscale_all"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 2.0}}, "attention_factor"),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4}}, "only yarn is"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias = True"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
         ("gemma3_text", {"attention_bias": True}, "attention_bias = True"),
@@ -302,6 +331,11 @@ def test_a_key_that_the_model_needs_is_named_when_it_is_missing(name: str) -> No
 )
 def test_a_derived_config_reads_as_the_architecture_that_it_was_derived_from(name: str, rope: Rope) -> None:
     architecture = dataclasses.replace(read(name), rope=rope, tied_embeddings=True, dtype="bfloat16")
+    if architecture.latents is not None and rope.kind is not RopeKind.DEFAULT:
+        with pytest.raises(InputError, match=f"a {name} model cannot have rope"):
+            derive_config(architecture)
+        scaled = Rope(5e5, RopeKind.YARN, 4.0, 64, beta_fast=8.0, mscale=0.9, mscale_all_dim=0.6)
+        architecture = dataclasses.replace(architecture, rope=scaled)
     assert FAMILIES[name].read(json.loads(json.dumps(derive_config(architecture)))) == architecture
 
 

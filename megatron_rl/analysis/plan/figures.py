@@ -58,8 +58,8 @@ def estimate(
 
 
 def count_context_bytes(architecture: Architecture) -> int:
-    """Count the bytes that an engine keeps for a token: its keys and values in every layer of full attention."""
-    return 2 * architecture.num_full_layers * architecture.num_query_groups * architecture.kv_channels * _BYTES
+    """Count the bytes that an engine keeps for a token: keys and values of full attention, or their narrow rows."""
+    return architecture.num_full_layers * architecture.cached_channels * _BYTES
 
 
 def _estimate_engine(
@@ -104,7 +104,8 @@ def _estimate_trainer(
             layers * 4 * architecture.experts.num_active * hidden * _BYTES * (split.expert - 1) / split.expert / ranks
         )
         moved += sent * (1.0 if split.expert * split.tensor <= 8 else chip.link / chip.network)
-    queries = architecture.num_attention_heads * architecture.kv_channels
+    # Products with keys and with values: half of the operations each.
+    queries = architecture.num_attention_heads * (architecture.kv_channels + architecture.value_channels) // 2
     of_pair = (
         2 * _FLOPS_OF_PARAMETER * architecture.num_full_layers * queries * (_ATTENTION_PASSES + (passes - 3)) / flops
     )

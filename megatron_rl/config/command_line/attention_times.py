@@ -46,6 +46,9 @@ def _find_shape(settings: DraftSettings, architecture: Architecture) -> GroupSha
     if settings.run.stage != "grpo" or not settings.attention.is_shared or response is None:
         return None
     prompt = settings.data.max_prompt_tokens or (settings.training.seq_length or 0) - response
+    # Times were measured with values as wide as keys.
+    if architecture.value_channels != architecture.kv_channels:
+        return None
     if prompt < 1 or settings.transformer.params_dtype not in (torch.float16, torch.bfloat16):
         return None
     split = settings.parallel_sizes.tensor * settings.parallel_sizes.context

@@ -34,9 +34,9 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
             f"--num-query-groups {model.num_query_groups} does not divide the {model.num_attention_heads} attention "
             f"heads: write one of {list_divisors(model.num_attention_heads)}"
         )
-    if model.kv_channels % 2:
+    if model.latents is None and model.kv_channels % 2:
         yield f"--kv-channels {model.kv_channels} must be even, because rotary positions turn pairs: write another"
-    elif int(model.kv_channels * model.rope.turned) % 2 or not int(model.kv_channels * model.rope.turned):
+    elif int(model.rope_channels * model.rope.turned) % 2 or not int(model.rope_channels * model.rope.turned):
         yield (
             f"--rotary-percent {model.rope.turned:g} must turn an even number of the {model.kv_channels} dimensions of "
             "a head: write another"
@@ -60,6 +60,12 @@ def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterato
     divided = {"attention heads": model.num_attention_heads, "query groups": model.num_query_groups}
     if not model.has_experts(0):
         divided["columns of the MLP (ffn_hidden_size)"] = model.ffn_hidden_size
+    if model.latents is not None:
+        divided["columns of keys' and values' narrow rows (kv_lora_rank and qk_rope_head_dim)"] = (
+            model.latents.kv_rank + model.latents.turned_dim
+        )
+        if model.latents.query_rank is not None:
+            divided["columns of queries' narrow rows (q_lora_rank)"] = model.latents.query_rank
     if model.experts and model.experts.shared_ffn_hidden_size:
         divided["columns of the shared expert"] = model.experts.shared_ffn_hidden_size
     undivided = [f"{size} {what}" for what, size in divided.items() if size % sizes.tensor]

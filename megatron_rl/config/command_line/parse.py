@@ -384,7 +384,9 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 def _choose_backends(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
     """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
-    conditions = shared_prompt.Conditions(device, dtype, architecture.sliding_window, architecture.kv_channels)
+    conditions = shared_prompt.Conditions(
+        device, dtype, architecture.sliding_window, architecture.kv_channels, architecture.value_channels
+    )
     settings = _choose_attention(settings, architecture, reading, conditions)
     settings = _choose_backend(
         settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
@@ -400,7 +402,9 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
         settings,
         "model.qkv_backend",
         reading,
-        lambda name: qkv.choose_backend(name, device, dtype, architecture.kv_channels),
+        lambda name: qkv.choose_backend(
+            name, device, dtype, architecture.kv_channels, architecture.latents is not None
+        ),
     )
     if architecture.linear is None:
         return settings

@@ -37,7 +37,7 @@ def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any
     """Build the TransformerConfig of a model of this architecture, with the other values in `asked`."""
     fields = {**list_architecture_fields(architecture), **asked}
     settled = {field: value for field, (value, _) in settle_fields(fields, platform).items()}
-    return import_configs()["transformer"](**{**fields, **settled})
+    return import_configs(architecture.latents is not None)["transformer"](**{**fields, **settled})
 
 
 def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
@@ -63,7 +63,8 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         "kv_channels": architecture.kv_channels,
         "normalization": "RMSNorm",
         "layernorm_epsilon": architecture.norm_epsilon,
-        "qk_layernorm": architecture.qk_layernorm,
+        # Megatron would sum over ranks the gradients of latents' norms, which are whole on each rank.
+        "qk_layernorm": architecture.qk_layernorm and architecture.latents is None,
         "gated_linear_unit": True,
         "activation_func": F.silu if architecture.activation == "silu" else gelu_tanh,
         "add_bias_linear": architecture.linear_bias,
@@ -81,6 +82,18 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
     if architecture.full_layers:
         windows = [architecture.find_window(layer) for layer in range(architecture.num_layers)]
         fields["window_attn_skip_freq"] = [int(one is not None) for one in windows]
+    latents = architecture.latents
+    if latents is not None:
+        fields |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": latents.query_rank,
+            "kv_lora_rank": latents.kv_rank,
+            "qk_head_dim": latents.plain_dim,
+            "qk_pos_emb_head_dim": latents.turned_dim,
+            "v_head_dim": latents.value_dim,
+            # Megatron's own angles follow rows, and are not used.
+            "rope_type": "rope",
+        }
     experts = architecture.experts
     if experts is not None:
         fields |= {
@@ -133,7 +146,10 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
     # Interleaved stages deadlock or compute nonsense unless they send and receive this way, and up to 0.18 free outputs
     # that they still need.
     interleaving = "as virtual pipeline stages need it" if is_interleaved else "without virtual pipeline stages"
+    has_latents = bool(asked.get("multi_latent_attention"))
     return {
+        # Megatron's kernel for multi-latent attention turns keys by their rows.
+        **({"apply_rope_fusion": (False, "positions follow packs")} if has_latents else {}),
         "variable_seq_lengths": (True, "packed groups differ in length"),
         # Megatron requires it for variable lengths, even in models without experts.
         "moe_token_dispatcher_type": ("alltoall", "packed groups differ in length"),
@@ -203,6 +219,7 @@ class Fields:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     has_model: bool = True
+    has_latents: bool = False
     # The mistakes in the values.
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -222,6 +239,7 @@ def resolve_fields(
     fields = _collect_given(flags, given)
     fields.has_model = architecture is not None
     if architecture is not None:
+        fields.has_latents = architecture.latents is not None
         for field, value in list_architecture_fields(architecture).items():
             fields.transformer.setdefault(field, value)
         has_bias = architecture.experts is not None and architecture.experts.has_bias
@@ -254,7 +272,7 @@ def build_configs(fields: Fields) -> tuple[dict[str, Any], list[str]]:
         "transformer": not fields.has_model,
         "optimizer": fields.optimizer.get("use_precision_aware_optimizer") and find_engine_refusal() is not None,
     }
-    for subject, config in import_configs().items():
+    for subject, config in import_configs(fields.has_latents).items():
         values = getattr(fields, subject)
         try:
             if not cannot_build.get(subject):

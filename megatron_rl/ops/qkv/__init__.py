@@ -22,16 +22,24 @@ _ORDERS = {"cuda": BACKENDS}
 _FUNCTIONS = {"triton": triton_fused.split_heads, "naive": naive.split_heads}
 
 
-def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int) -> Choice:
+def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, has_latents: bool = False) -> Choice:
     """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run.
 
-    `device` is the type of a torch.device, such as `cuda`.
+    `device` is the type of a torch.device, such as `cuda`. Latents give heads by several products.
     """
+
+    def refuse(one: str) -> str | None:
+        if one != "triton":
+            return None
+        if has_latents:
+            return "it has no multi-latent attention"
+        return triton_fused.refusal(device, dtype, head_dim)
+
     return choose_by_flag(
         "--qkv-backend",
         name,
         _ORDERS.get(device, ("torch",)),
-        lambda one: triton_fused.refusal(device, dtype, head_dim) if one == "triton" else None,
+        refuse,
     )
 
 

@@ -17,7 +17,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_family
 from megatron_rl.shared.weights.families.names import Name, Split
 from megatron_rl.shared.weights.linear_layers import list_blocks, list_shapes
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Latents
 
 Shape = tuple[int, ...]
 
@@ -156,6 +156,8 @@ class Mapping:
 
     def _source_shapes(self, name: Name) -> list[Shape]:
         a = self.architecture
+        if a.latents is not None and (shape := _find_latent_shape(a, a.latents, name.parameters[0])) is not None:
+            return [shape]
         query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
         parameter = name.parameters[0]
         of_linear_layer = list_shapes(parameter, name.sources, a)
@@ -226,6 +228,25 @@ def _list_queries(query: str, group: int, a: Architecture) -> list[tuple[str | N
     return [(query, (2 * head + gate) * width, width) for gate in (0, 1) for head in numbers]
 
 
+def _find_latent_shape(a: Architecture, latents: Latents, parameter: str) -> Shape | None:
+    """Return the shape of a parameter of multi-latent attention; None if it is none."""
+    found = re.search(r"\.self_attention\.(\w+)\.", parameter)
+    if found is None:
+        return None
+    query_rank = latents.query_rank or 0
+    shapes = {
+        "linear_q_proj": (a.num_attention_heads * a.kv_channels, a.hidden_size),
+        "linear_q_down_proj": (query_rank, a.hidden_size),
+        "q_layernorm": (query_rank,),
+        "linear_q_up_proj": (a.num_attention_heads * a.kv_channels, query_rank),
+        "linear_kv_down_proj": (latents.kv_rank + latents.turned_dim, a.hidden_size),
+        "kv_layernorm": (latents.kv_rank,),
+        "linear_kv_up_proj": (a.num_attention_heads * (latents.plain_dim + latents.value_dim), latents.kv_rank),
+        "linear_proj": (a.hidden_size, a.num_attention_heads * latents.value_dim),
+    }
+    return shapes[found[1]]
+
+
 def _num_experts(architecture: Architecture) -> int:
     assert architecture.experts is not None
     return architecture.experts.num_experts
@@ -276,5 +297,7 @@ def measure_model(architecture: Architecture) -> ModelSize:
             num_multiplied += spec.num_elements * experts.num_active // experts.num_experts
         else:
             num_multiplied += spec.num_elements
-    width = architecture.num_full_layers * architecture.num_attention_heads * architecture.kv_channels
+    # Products with keys and with values: half of the operations each.
+    of_head = (architecture.kv_channels + architecture.value_channels) // 2
+    width = architecture.num_full_layers * architecture.num_attention_heads * of_head
     return ModelSize(sum(spec.num_elements for spec in specs), num_multiplied, width)

@@ -127,8 +127,10 @@ def count_needs(
     logits = _LOGITS_COPIES * max_num_seqs * architecture.vocab_size * _ITEM_BYTES["float32"]
     # A published tensor lies beside its place until it is copied.
     publish = max(tensors) * _ITEM_BYTES["float32"]
-    heads = max(1, architecture.num_query_groups // size)
-    of_token = 2 * architecture.num_full_layers * heads * architecture.kv_channels * item
+    channels = architecture.cached_channels
+    if architecture.latents is None:
+        channels = channels // architecture.num_query_groups * max(1, architecture.num_query_groups // size)
+    of_token = architecture.num_full_layers * channels * item
     return EngineNeeds(
         weights=math.ceil(sum(tensors) / size) * item,
         work=_CONTEXT + _GRAPHS + _DIGESTS + step + logits + publish,

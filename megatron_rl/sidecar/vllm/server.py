@@ -255,6 +255,9 @@ def link_package(folder: Path) -> Path:
 # The head sizes that vLLM's CPU attention is compiled for. With another one it starts, and the first request fails.
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
+# The columns that its multi-latent attention keeps of a token.
+CPU_LATENT_SIZE = 576
+
 
 def find_problems(
     model: Architecture,
@@ -270,7 +273,14 @@ def find_problems(
             f"--hf-model: vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is {dtype}: write "
             "--rollout-dtype bfloat16, and --publish-dtype bfloat16 for the trainer, or choose engines on accelerators"
         )
-    if device == "cpu" and model.kv_channels not in CPU_HEAD_SIZES:
+    latents = model.latents
+    if device == "cpu" and latents is not None and model.cached_channels != CPU_LATENT_SIZE:
+        yield (
+            f"--hf-model: a token's narrow row has {latents.kv_rank} + {latents.turned_dim} columns (kv_lora_rank and "
+            f"qk_rope_head_dim), and vLLM's attention on a CPU takes {CPU_LATENT_SIZE}: choose a model with these, or "
+            "engines on accelerators"
+        )
+    if device == "cpu" and latents is None and model.kv_channels not in CPU_HEAD_SIZES:
         yield (
             f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
             f"takes {', '.join(map(str, CPU_HEAD_SIZES))}: choose a model with one of these, or engines on accelerators"

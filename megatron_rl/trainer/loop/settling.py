@@ -119,12 +119,20 @@ def try_attention(settings: Settings, device: torch.device) -> None:
     use_blocks(settings.attention.blocks)
     one, dtype = settings.architecture, settings.transformer.params_dtype
     name = settings.attention.backend
-    refused = find_backend(name).refusal(Conditions(device.type, dtype, one.sliding_window, one.kv_channels))
+    conditions = Conditions(device.type, dtype, one.sliding_window, one.kv_channels, one.value_channels)
+    refused = find_backend(name).refusal(conditions)
     if refused is not None:
         raise PlatformError(f"{name} cannot run here: {refused}")
     for window in one.windows:
         attention_trial.check_backend(
-            name, device, dtype, one.num_attention_heads, one.num_query_groups, one.kv_channels, window
+            name,
+            device,
+            dtype,
+            one.num_attention_heads,
+            one.num_query_groups,
+            one.kv_channels,
+            window,
+            one.value_channels,
         )
 
 

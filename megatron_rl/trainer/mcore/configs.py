@@ -8,10 +8,14 @@ def find_megatron_version() -> str:
     return str(megatron.core.__version__)
 
 
-def import_configs() -> dict[str, type]:
-    """Import megatron-core's dataclasses, and return them by the names that the targets of flags use."""
+def import_configs(has_latents: bool = False) -> dict[str, type]:
+    """Import megatron-core's dataclasses, and return them by the names that the targets of flags use.
+
+    A model with multi-latent attention has another configuration.
+    """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    return {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+    transformer = MLATransformerConfig if has_latents else TransformerConfig
+    return {"transformer": transformer, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}

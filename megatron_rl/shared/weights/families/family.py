@@ -6,9 +6,10 @@ from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families.experts import ExpertKeys
+from megatron_rl.shared.weights.families.latents import read_latents, write_latents
 from megatron_rl.shared.weights.families.linear import read_linear, write_linear
 from megatron_rl.shared.weights.families.names import Name
-from megatron_rl.shared.weights.families.rotary import read_rope, read_two_ropes, write_rope
+from megatron_rl.shared.weights.families.rotary import find_unsupported_rope, read_rope, read_two_ropes, write_rope
 from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
 from megatron_rl.types import Architecture, Rope
 
@@ -50,6 +51,8 @@ class Family:
     has_window: bool = False
     default_window: int | None = None
     """Tokens of the window if config.json has no key for it; null in config.json always means no window."""
+    has_latents: bool = False
+    """True if all its models have multi-latent attention."""
     has_prediction_layers: bool = False
     """True if folders may hold layers for multi-token prediction, after the model's own. They are left out."""
     has_linear_layers: bool = False
@@ -82,8 +85,12 @@ class Family:
             _check_layers(config, window)
         elif self.full_every is not None:
             window, fields["full_layers"] = _read_layers(config, window, self.full_every)
+        _check_mlps(config)
+        latents = read_latents(config) if self.has_latents else None
+        if latents is not None:
+            fields["kv_channels"] = latents.plain_dim + latents.turned_dim
         if self.local_base_key is None:
-            rope = read_rope(config, self.default_turned)
+            rope = read_rope(config, self.default_turned, self.has_latents)
         else:
             rope, local_rope = read_two_ropes(config, self.local_base_key)
             fields["local_rope"] = None if window is None else local_rope
@@ -92,6 +99,7 @@ class Family:
         return Architecture(
             family=self.name,
             rope=rope,
+            latents=latents,
             experts=None if self.experts is None else self.experts.read(config),
             linear=read_linear(config) if self.has_linear_layers else None,
             sliding_window=window,
@@ -109,11 +117,14 @@ class Family:
         config |= {key: allowed[0] for key, allowed in self.requires.items() if allowed[0] is not None}
         for field, keys in self.switches.items():
             config |= dict.fromkeys(keys, getattr(architecture, field))
-        config |= write_rope(architecture.rope)
+        config |= write_rope(architecture.rope, self.has_latents)
         if self.default_turned is not None:
             config["partial_rotary_factor"] = architecture.rope.turned
         if self.experts and architecture.experts:
             config |= self.experts.write(architecture.experts)
+        if architecture.latents is not None:
+            # Where there is such a key, it is the width of the part that turns.
+            config |= write_latents(architecture.latents) | {"head_dim": architecture.latents.turned_dim}
         if architecture.linear:
             config |= write_linear(architecture.linear, architecture.num_layers)
         if self.full_every is not None:
@@ -139,6 +150,10 @@ class Family:
             return "experts" if architecture.experts else "no experts"
         if (architecture.linear is not None) is not self.has_linear_layers:
             return "linear layers" if architecture.linear else "no linear layers"
+        if (architecture.latents is not None) != self.has_latents:
+            return "multi-latent attention" if architecture.latents else "no multi-latent attention"
+        if (reason := find_unsupported_rope(architecture.rope, self.has_latents)) is not None:
+            return reason
         if architecture.rope.turned != 1 and self.default_turned is None:
             return f"rope.turned = {architecture.rope.turned}"
         if architecture.experts and self.experts:
@@ -236,6 +251,20 @@ def _read_layers(config: Mapping[str, Any], window: int | None, every: int) -> t
     if window is None:
         raise InputError(f"sliding_window in config.json must be a number: layer_types has {local!r}")
     return window, tuple(layer for layer, kind in enumerate(kinds) if kind == full)
+
+
+def _check_mlps(config: Mapping[str, Any]) -> None:
+    """Raise unless mlp_layer_types, which some models have, gives only the first layers an MLP in place of experts."""
+    types = config.get("mlp_layer_types")
+    dense = config.get("first_k_dense_replace")
+    if types is None or dense is None:
+        return
+    wanted = ["dense" if layer < dense else "sparse" for layer in range(read_count(config, "num_hidden_layers"))]
+    if types != wanted:
+        raise InputError(
+            f"mlp_layer_types in config.json must agree with first_k_dense_replace = {dense!r}: 'dense' for as many "
+            "first layers, and 'sparse' for the others"
+        )
 
 
 def _check_layers(config: Mapping[str, Any], window: int | None) -> None:

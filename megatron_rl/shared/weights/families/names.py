@@ -70,6 +70,17 @@ def _linear(parameter: str, sources: tuple[str, ...], split: Split, kind: str = 
     )
 
 
+def has_query_rank(architecture: Architecture) -> bool:
+    """Check whether queries are products of a narrow row."""
+    return architecture.latents is not None and architecture.latents.query_rank is not None
+
+
+def _latent_norm(kind: str, source: str, **options: Any) -> Name:
+    attention = f"{_LAYER}.self_attention"
+    parameters = (f"{attention}.{kind}_layernorm.weight", f"{attention}.linear_{kind}_up_proj.layer_norm_weight")
+    return Name(parameters, (f"{_HF_LAYER}.{source}.weight",), Split.WHOLE, **options)
+
+
 _QKV_SOURCES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP_SOURCES = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -141,6 +152,17 @@ def linear_attention(*projections: str) -> tuple[Name, ...]:
         Name((f"{ours}.out_proj.weight",), (f"{theirs}.out_proj.weight",), Split.COLUMNS, layers=Layers.LINEAR),
     )
 
+
+LATENT_ATTENTION = (
+    _linear("self_attention.linear_q_proj", ("self_attn.q_proj",), Split.ROWS, when=lambda a: not has_query_rank(a)),
+    _linear("self_attention.linear_q_down_proj", ("self_attn.q_a_proj",), Split.ROWS, when=has_query_rank),
+    _latent_norm("q", "self_attn.q_a_layernorm", when=has_query_rank),
+    _linear("self_attention.linear_q_up_proj", ("self_attn.q_b_proj",), Split.ROWS, when=has_query_rank),
+    _linear("self_attention.linear_kv_down_proj", ("self_attn.kv_a_proj_with_mqa",), Split.ROWS),
+    _latent_norm("kv", "self_attn.kv_a_layernorm"),
+    _linear("self_attention.linear_kv_up_proj", ("self_attn.kv_b_proj",), Split.ROWS),
+    _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.COLUMNS),
+)
 
 DENSE_MLP = (
     _linear("mlp.linear_fc1", _GATE_UP_SOURCES, Split.GATE_UP, layers=Layers.DENSE),

@@ -5,6 +5,7 @@ from megatron_rl.shared.weights.families.family import Family
 from megatron_rl.shared.weights.families.names import (
     ATTENTION,
     DENSE_MLP,
+    LATENT_ATTENTION,
     STEM,
     STEM_WITH_OUTPUT_NORMS,
     experts_mlp,
@@ -110,31 +111,39 @@ QWEN2_MOE = Family(
 )
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts in every layer, and a shared one with a gate."""
 
+# Dense first layers, then experts that a sigmoid with a bias chooses, and a shared one.
+_BIASED_MLP = (
+    DENSE_MLP
+    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    + router_bias("mlp.gate.e_score_correction_bias")
+    + shared_expert("mlp.shared_experts")
+)
+_BIASED_EXPERTS = ExpertKeys(
+    num_experts=("n_routed_experts", "num_local_experts"),
+    ffn_hidden_size="moe_intermediate_size",
+    others={
+        "num_dense_layers": "first_k_dense_replace",
+        "scaling_factor": "routed_scaling_factor",
+        "num_groups": "n_group",
+        "num_active_groups": "topk_group",
+    },
+    num_shared="n_shared_experts",
+    constants={"score": "sigmoid", "has_bias": True},
+)
+
 GLM4_MOE = Family(
     name="glm4_moe",
     hf_class="Glm4MoeForCausalLM",
     names=STEM
     + ATTENTION
-    + DENSE_MLP
-    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-    + router_bias("mlp.gate.e_score_correction_bias")
-    + shared_expert("mlp.shared_experts"),
+    + _BIASED_MLP,
     switches={"qkv_bias": ("attention_bias",), "qk_layernorm": ("use_qk_norm",)},
     requires={"hidden_act": ("silu",), "norm_topk_prob": (True,)},
     defaults={
         "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
         "n_group": 1, "topk_group": 1,
     },
-    experts=ExpertKeys(
-        num_experts=("n_routed_experts", "num_local_experts"),
-        ffn_hidden_size="moe_intermediate_size",
-        others={
-            "num_dense_layers": "first_k_dense_replace", "scaling_factor": "routed_scaling_factor",
-            "num_groups": "n_group", "num_active_groups": "topk_group",
-        },
-        num_shared="n_shared_experts",
-        constants={"score": "sigmoid", "has_bias": True},
-    ),
+    experts=_BIASED_EXPERTS,
     has_prediction_layers=True,
     default_turned=0.5,
 )  # fmt: skip
@@ -226,11 +235,57 @@ GEMMA3_TEXT = Family(
 )  # fmt: skip
 """The text models of Gemma 3: a window in most layers, norms after attention and MLP too, and scaled embeddings."""
 
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    hf_class="DeepseekV3ForCausalLM",
+    names=STEM
+    + LATENT_ATTENTION
+    + _BIASED_MLP,
+    constants={"qk_layernorm": True},
+    requires={
+        "hidden_act": ("silu",),
+        "norm_topk_prob": (True,),
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+        "moe_layer_freq": (1,),
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+    },
+    defaults={
+        "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+    },
+    experts=_BIASED_EXPERTS,
+    has_latents=True,
+    has_prediction_layers=True,
+)  # fmt: skip
+"""DeepSeek-V3, Moonlight and Kimi-K2: GLM-4.5's experts, and multi-latent attention."""
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    hf_class="Glm4MoeLiteForCausalLM",
+    names=STEM + LATENT_ATTENTION + _BIASED_MLP,
+    constants={"qk_layernorm": True},
+    requires={
+        "hidden_act": ("silu",),
+        "norm_topk_prob": (True,),
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+    },
+    defaults={
+        "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+        "n_group": 1, "topk_group": 1,
+    },
+    experts=_BIASED_EXPERTS,
+    has_latents=True,
+    has_prediction_layers=True,
+)  # fmt: skip
+"""GLM-4.7-Flash: as DeepSeek-V3."""
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, GEMMA3_TEXT, QWEN3_NEXT,
-        QWEN3_5,
+        QWEN3_5, DEEPSEEK_V3, GLM4_MOE_LITE,
     )
 }  # fmt: skip
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -17,6 +17,8 @@ _ROPE_KEYS = {
     "attention_factor": "attention_factor",
     "truncate": "truncate",
 }
+# What models with multi-latent attention scale yarn by, in transformers and vLLM alike.
+_LATENT_ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _OTHER_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
 _ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
@@ -26,7 +28,7 @@ _ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
 }
 
 
-def read_rope(config: Mapping[str, Any], default_turned: float | None = None) -> Rope:
+def read_rope(config: Mapping[str, Any], default_turned: float | None = None, has_latents: bool = False) -> Rope:
     """Read the rope in either form: rope_theta with rope_scaling, or the rope_parameters of transformers 5.
 
     `default_turned` is the part of a head that turns without a partial_rotary_factor; None if whole heads must turn.
@@ -36,6 +38,8 @@ def read_rope(config: Mapping[str, Any], default_turned: float | None = None) ->
     if kind not in list(RopeKind):
         supported = ", ".join(RopeKind)
         raise InputError(f"rope type {kind!r} in config.json is not supported: the supported ones are {supported}")
+    if has_latents:
+        return _read_rope_of_latents(config, parameters, kind)
     for key in ("mscale", "mscale_all_dim"):
         if parameters.get(key):
             raise InputError(f"{key} in config.json's rope parameters is not supported: write attention_factor instead")
@@ -79,6 +83,33 @@ def read_two_ropes(config: Mapping[str, Any], local_key: str) -> tuple[Rope, Rop
     return full, local
 
 
+def _read_rope_of_latents(config: Mapping[str, Any], parameters: dict[str, Any], kind: str) -> Rope:
+    """Read the rope of the part of a head that turns."""
+    base = read_positive({"rope_theta": config["rope_theta"], **parameters}, "rope_theta")
+    if parameters.pop("partial_rotary_factor", 1) != 1:
+        raise InputError("partial_rotary_factor in config.json's rope parameters is not supported: it must be 1.0")
+    if kind == RopeKind.DEFAULT:
+        return Rope(base=base)
+    if kind != RopeKind.YARN:
+        raise InputError(
+            f"rope type {kind!r} in config.json is not supported with multi-latent attention: only yarn is"
+        )
+    used = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
+    if unknown := sorted(used.keys() - set(_LATENT_ROPE_KEYS)):
+        raise InputError(
+            f"{unknown[0]} in config.json's rope parameters is not supported with multi-latent attention: transformers "
+            "and vLLM read it differently"
+        )
+    if "factor" not in used:
+        raise InputError("config.json's rope parameters must have factor, which yarn needs")
+    if ("mscale" in used) != ("mscale_all_dim" in used):
+        raise InputError("config.json's rope parameters must have both mscale and mscale_all_dim, or none of them")
+    length = used.pop("original_max_position_embeddings", config.get("max_position_embeddings"))
+    fields: dict[str, Any] = {key: read_positive(used, key) for key in used}
+    length = read_count(config, "original_max_position_embeddings", length)
+    return Rope(base=base, kind=RopeKind.YARN, original_max_positions=length, **fields)
+
+
 def _read_turned(config: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
     """Return the part of a head that turns; transformers prefers the key among the rope parameters."""
     key = "partial_rotary_factor"
@@ -115,7 +146,18 @@ def _rope_value(parameters: Mapping[str, Any], key: str) -> Any:
     return parameters[key] if key == "original_max_position_embeddings" else read_positive(parameters, key)
 
 
-def write_rope(rope: Rope) -> dict[str, Any]:
+def find_unsupported_rope(rope: Rope, has_latents: bool) -> str | None:
+    """Return a feature of a rope that config.json does not express, with multi-latent attention or without."""
+    if not has_latents:
+        return None if rope.mscale is None else f"rope.mscale = {rope.mscale:g}"
+    if rope.kind not in (RopeKind.DEFAULT, RopeKind.YARN):
+        return f"rope.kind = {rope.kind}"
+    if rope.attention_factor is not None or not rope.truncate:
+        return f"rope.attention_factor = {rope.attention_factor}, or rope.truncate = {rope.truncate}"
+    return None
+
+
+def write_rope(rope: Rope, has_latents: bool = False) -> dict[str, Any]:
     """Write the rope in the older form, which every reader understands."""
     if rope.kind == RopeKind.DEFAULT:
         return {"rope_theta": rope.base}
@@ -127,5 +169,8 @@ def write_rope(rope: Rope) -> dict[str, Any]:
         ),
     }[rope.kind]  # fmt: skip
     scaling = {key: getattr(rope, _ROPE_KEYS[key]) for key in used}
+    if has_latents:
+        del scaling["truncate"]
+        scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
     present = {key: value for key, value in scaling.items() if value is not None}
     return {"rope_theta": rope.base, "rope_scaling": {"rope_type": str(rope.kind), **present}}

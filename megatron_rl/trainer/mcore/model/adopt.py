@@ -73,6 +73,12 @@ def adopt(
 def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
     """Yield each reason why the model cannot take packs."""
     kind = type(chunk).__name__
+    if architecture.latents is not None:
+        yield (
+            "a recipe's model with multi-latent attention cannot take packs: build the model here, with "
+            "pretrain_grpo.py and --hf-model"
+        )
+        return
     if not isinstance(chunk, GPTModel):
         yield f"the recipe builds a {kind}, and only megatron-core's GPTModel and its subclasses can be trained here"
         return

@@ -70,8 +70,12 @@ class SharedPromptAttention(MegatronModule):
         scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(width)
         # Megatron counts layers from one.
         layer = layer_number - 1
-        # The factor applies to both queries and keys, so it is squared in their products.
-        self.scale = scale * rope.attention_factor(architecture.find_rope(layer)) ** 2
+        if architecture.latents is not None:
+            # Only the turned part has the factor of rope, and has got it already.
+            self.scale = rope.score_factor(architecture.rope) / math.sqrt(architecture.kv_channels)
+        else:
+            # The factor applies to both queries and keys, so it is squared in their products.
+            self.scale = scale * rope.attention_factor(architecture.find_rope(layer)) ** 2
         self.window = architecture.find_window(layer)
         self.backend = backend
         self.context_group = pg_collection.cp

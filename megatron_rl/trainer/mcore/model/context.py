@@ -7,7 +7,7 @@ ranks. Values are exchanged bit for bit, and each gradient returns to the rank t
 over copies of a key-value head, in the order of ranks.
 
 Letters: T tokens of the pack, P ranks of the group, R rows of each rank (T / P), H heads, D head dimension, N targets,
-M targets that this rank's rows predict.
+M targets that this rank's rows predict. C numbers of a row are those of a rank's heads.
 """
 
 import math
@@ -42,10 +42,12 @@ def exchange_rows_for_heads(
     num_groups = k_RHD.shape[1]
     num_copies = math.lcm(num_groups, size) // num_groups
     tensors = (q_RHD, _repeat(k_RHD, num_copies), _repeat(v_RHD, num_copies))
-    by_rank = [tensor_RHD.unflatten(1, (size, -1)) for tensor_RHD in tensors]
-    sent_PRHD = torch.cat(by_rank, dim=2).transpose(0, 1)
-    received_THD = _Exchange.apply(sent_PRHD, group).flatten(0, 1)
-    return received_THD.split([part.shape[2] for part in by_rank], dim=1)
+    # All numbers of a rank's heads in one row, since values may have another width than keys.
+    by_rank = [tensor_RHD.unflatten(1, (size, -1)).flatten(2) for tensor_RHD in tensors]
+    sent_PRC = torch.cat(by_rank, dim=2).transpose(0, 1)
+    received_TC = _Exchange.apply(sent_PRC, group).flatten(0, 1)
+    parts = received_TC.split([part.shape[2] for part in by_rank], dim=1)
+    return tuple(part_TC.unflatten(1, (-1, of.shape[2])) for part_TC, of in zip(parts, tensors, strict=True))
 
 
 def exchange_rows_for_groups(mixed_RGX: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -52,12 +52,13 @@ class PackedGPTModel(GPTModel):
         self.qkv_backend = qkv_backend
         device, local_rope = next(self.parameters()).device, architecture.local_rope
         # Not buffers: mixed precision would round them.
-        self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels).to(device)
+        self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.rope_channels).to(device)
         self._local_frequencies_F = (
             None if local_rope is None else rope.inverse_frequencies(local_rope, architecture.kv_channels).to(device)
         )
-        # Megatron computes the angles of rows, cached for 32 lengths. They are not used here.
-        self.rotary_pos_emb.forward = lambda *_, **__: None
+        if architecture.latents is None:
+            # Megatron computes the angles of rows, cached for 32 lengths. They are not used here.
+            self.rotary_pos_emb.forward = lambda *_, **__: None
 
     def forward(  # type: ignore[override]
         self, pack: Pack, temperature: float = 1.0, with_entropies: bool = False
@@ -68,7 +69,8 @@ class PackedGPTModel(GPTModel):
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         has_kernel = self.qkv_backend == "triton" and self._local_frequencies_F is None
-        rotation_R2F = self._make_rotation(pack.positions_T[rows]) if has_kernel else None
+        is_turned_here = has_kernel or self.architecture.latents is not None
+        rotation_R2F = self._make_rotation(pack.positions_T[rows]) if is_turned_here else None
         with counting(self, pack, rows):
             return super().forward(
                 input_ids=pack.tokens_T[None, rows],
@@ -81,7 +83,10 @@ class PackedGPTModel(GPTModel):
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Make the table by which all layers turn queries and keys, with the factor of Megatron's operations."""
-        factor = _yarn_get_concentration_factor_from_config(self.config)
+        if self.architecture.latents is not None:
+            factor = rope.attention_factor(self.architecture.rope)
+        else:
+            factor = _yarn_get_concentration_factor_from_config(self.config)
         return make_rotation(rope.pair_angles(self._rope_frequencies_F, positions_R), factor)
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
@@ -95,7 +100,8 @@ class PackedGPTModel(GPTModel):
                 # The models round this factor to the dtype of the embedding.
                 factor = torch.tensor(self.architecture.hidden_size**0.5, dtype=decoder_input.dtype, device="cpu")
                 decoder_input = decoder_input * factor.item()
-        return (decoder_input, self._compute_angles(position_ids[0]), *rest)
+        has_latents = self.architecture.latents is not None
+        return (decoder_input, None if has_latents else self._compute_angles(position_ids[0]), *rest)
 
     def _compute_angles(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Compute the angles of rope; with a local rope, those of both, the local ones last."""

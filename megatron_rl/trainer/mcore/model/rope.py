@@ -34,7 +34,20 @@ def attention_factor(rope: Rope) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def score_factor(rope: Rope) -> float:
+    """Return the factor that yarn gives to whole scores of multi-latent attention, besides that of the turned part."""
+    if rope.kind is not RopeKind.YARN or not rope.mscale_all_dim:
+        return 1.0
+    return _yarn_scale(rope.factor, rope.mscale_all_dim) ** 2
+
+
+def _yarn_scale(factor: float, share: float) -> float:
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:

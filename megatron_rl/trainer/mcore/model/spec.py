@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import find_norm
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
+from megatron_rl.trainer.mcore.model.latent_attention import PackedLatentAttention
 from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention, TwoRopesSelfAttention
 from megatron_rl.types import Architecture
@@ -31,7 +32,7 @@ def block_spec(
     kinds = [(architecture.has_experts(one), architecture.is_linear(one)) for one in range(architecture.num_layers)]
     layers: dict[tuple[bool, bool], ModuleSpec] = {}
     for has_experts, is_linear in sorted(set(kinds)):
-        layer, norm = make_layer(config, config.num_moe_experts if has_experts else None)
+        layer, norm = make_layer(config, architecture, config.num_moe_experts if has_experts else None)
         if architecture.has_output_norms:
             output_norm = ModuleSpec(module=NormalizeAndAdd, params={"config": config, "norm": norm})
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = output_norm
@@ -44,7 +45,9 @@ def block_spec(
 
 
 def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend: str, qkv_backend: str) -> None:
-    if architecture.local_rope is not None:
+    if architecture.latents is not None:
+        layer.submodules.self_attention.module = PackedLatentAttention
+    elif architecture.local_rope is not None:
         layer.submodules.self_attention.module = TwoRopesSelfAttention
         layer.submodules.self_attention.params["architecture"] = architecture
     elif qkv_backend == "triton":
@@ -64,11 +67,14 @@ def _make_linear(layer: ModuleSpec, norm: type, architecture: Architecture, back
     layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
 
 
-def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
+def _local_layer(
+    config: TransformerConfig, architecture: Architecture, num_experts: int | None
+) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=architecture.qk_layernorm,
+        multi_latent_attention=architecture.latents is not None,
         normalization=config.normalization,
     )
     if num_experts:
@@ -76,19 +82,28 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[Mo
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     norm = find_norm(config)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
+    attention = layer.submodules.self_attention.submodules
+    if architecture.latents is not None:
+        attention.q_layernorm = attention.kv_layernorm = norm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     return layer, norm
 
 
-def _engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
-    from megatron.core.extensions.transformer_engine import TENorm
+def _engine_layer(
+    config: TransformerConfig, architecture: Architecture, num_experts: int | None
+) -> tuple[ModuleSpec, type]:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=architecture.qk_layernorm,
+        multi_latent_attention=architecture.latents is not None,
         use_te_activation_func=config.use_te_activation_func,
     )
+    if architecture.latents is not None:
+        # As in the local layer, ranks divide these columns: a whole copy on each would sum its gradients differently.
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     return layer, TENorm
