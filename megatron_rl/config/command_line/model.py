@@ -25,6 +25,8 @@ REQUIRED = {
 _LLAMA3 = Rope(kind=RopeKind.LLAMA3, factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 _YARN = Rope(kind=RopeKind.YARN, original_max_positions=4096)
 _OF_YARN = ("original_max_positions", "beta_fast", "beta_slow", "truncate")
+# The values of Megatron's configuration, which its scripts write into that of any model.
+_LINEAR_DEFAULTS = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128, "window": 4}
 # Each kind of scaling has a flag of its own for the factor.
 _FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_factor": RopeKind.YARN}
 
@@ -213,7 +215,7 @@ def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Itera
         for field in dataclasses.fields(LinearAttention):
             item = given.get(f"architecture.linear.{field.name}")
             item = given.get("described.linear_attention_freq") if field.name == "full_interval" else item
-            if item is not None:
+            if item is not None and item.value != _LINEAR_DEFAULTS.get(field.name):
                 yield f"{item.source} has no effect without --experimental-attention-variant: add it, or drop the flag"
     if not said.get("experts.num_experts"):
         for field in dataclasses.fields(Experts)[1:]:
@@ -248,10 +250,9 @@ def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts 
 
 
 def _describe_linear(said: Mapping[str, Any]) -> LinearAttention:
-    """Describe linear layers, with the defaults of Megatron's configuration."""
+    """Describe linear layers."""
     fields = {path.removeprefix("linear."): value for path, value in said.items() if path.startswith("linear.")}
-    defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
-    return LinearAttention(**{**defaults, **fields})
+    return LinearAttention(**{**_LINEAR_DEFAULTS, **fields})
 
 
 def _find_dtype(given: Mapping[str, Given]) -> str:
