@@ -2,15 +2,17 @@
 
 import dataclasses
 import logging
+from typing import Any
 
 import pytest
 
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.engines.decoding import StepCosts
-from megatron_rl.sidecar.in_flight.choice import list_numbers
+from megatron_rl.sidecar.in_flight import control
+from megatron_rl.sidecar.in_flight.choice import choose, list_numbers
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.in_flight.curve import GroupLife
-from megatron_rl.sidecar.in_flight.forecast import Opening
+from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork
 from tests import virtual_time
 from tests.paced_run import Case, PacedIteration, run_paced
 
@@ -100,6 +102,29 @@ def test_a_whole_iteration_is_learned_from_and_others_are_not(
         return bool(pacer._points)
 
     assert virtual_time.run(iterate()) == is_learned
+
+
+def test_a_forecast_gets_the_groups_of_all_engines_in_the_order_in_which_they_began(monkeypatch) -> None:
+    works: list[SamplingWork] = []
+
+    def keep(work: SamplingWork, *arguments: Any) -> Forecast:
+        works.append(work)
+        return choose(work, *arguments)
+
+    async def iterate() -> None:
+        pacer = Pacer(8, 4)
+        plan = wire.Plan(num_prompts=4, group_size=2, num_replicas=1, micro_batch_size=2)
+        await pacer.begin(plan)
+        # The first to begin, the longest, ends last.
+        for begun, ended, length in ((3, 4, 10), (2, 6, 20), (1, 7, 30), (0, 9, 40)):
+            pacer.sampled(GroupLife(f"engine-{begun % 2}", float(begun), float(ended), (length, length)))
+        pacer.end(9.0)
+        await pacer.begin(plan)
+        await pacer.close()
+
+    monkeypatch.setattr(control, "choose", keep)
+    virtual_time.run(iterate())
+    assert [(work.lengths, work.num_engines) for work in works] == [([(40, 40), (30, 30), (20, 20), (10, 10)], 2)]
 
 
 def _mean_seconds(iterations: list[PacedIteration]) -> float:
