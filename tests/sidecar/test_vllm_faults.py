@@ -375,6 +375,33 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
         shutil.rmtree(folder)
 
 
+def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path):
+    (tmp_path / "stale.py").write_text(
+        "from megatron_rl.sidecar.vllm.worker import WorkerExtension as Deriving\n"
+        "class WorkerExtension(Deriving):\n"
+        "    def megatron_rl_prepare(self, *arguments):\n"
+        "        from vllm.model_executor.layers.attention.mla_attention import MLAAttention\n"
+        "        MLAAttention.process_weights_after_loading = lambda self, dtype: None\n"
+        "        return super().megatron_rl_prepare(*arguments)\n"
+    )
+    models = vllm_models.draw("deepseek_v3", tmp_path, **LATENT_SIZES)
+    config = dataclasses.replace(
+        vllm_models.CONFIG,
+        model=str(models.first),
+        flags=("--worker-extension-cls", "stale.WorkerExtension"),
+        environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+    )
+    folder = run_folder()
+    engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
+    try:
+        run(engine.start())
+        with in_shared_memory(models.second, 1) as weights, pytest.raises(Exception, match="do not follow from"):
+            run(engine.load(weights))
+    finally:
+        run(engine.close())
+        shutil.rmtree(folder)
+
+
 def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_keeps_its_log(run, tmp_path):
     # The sidecar refuses this model before it starts an engine; vLLM starts, and fails when it attends.
     models = vllm_models.draw("qwen3", tmp_path / "models", head_dim=16)

@@ -17,11 +17,29 @@ import torch
 
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.sidecar.vllm.derived import SOURCE, find_stale, list_derived
 from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
 from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
 
 TIED = "lm_head.weight"
 """A tied output layer, which is one tensor in our exports and may be stored twice in a checkpoint."""
+
+
+def keep_sources(
+    weights: Iterable[tuple[str, torch.Tensor]], sources: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights, and keep a copy of those that other parameters are derived from."""
+    for name, tensor in weights:
+        if name.endswith(SOURCE):
+            sources[name] = tensor.clone()
+        yield name, tensor
+
+
+def get_tensor_rank() -> int:
+    """Return this worker's rank among those that divide heads."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 class LoadProver:
@@ -57,11 +75,14 @@ class LoadProver:
     def megatron_rl_recorded(self, with_digests: bool = False) -> Iterator[Record]:
         """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
         model = self.model_runner.get_model()
-        record = Record({name for name, _ in model.named_parameters()})
+        derived = list_derived(model)
+        record = Record({name for name, _ in model.named_parameters()} - derived)
+        sources: dict[str, torch.Tensor] = {}
         original = model.load_weights
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-            loaded = original(record.noted(weights, with_digests), *args, **kwargs)
+            noted = record.noted(weights, with_digests)
+            loaded = original(keep_sources(noted, sources) if derived else noted, *args, **kwargs)
             record.loaded |= set(loaded or ())
             return loaded
 
@@ -72,6 +93,9 @@ class LoadProver:
             else:
                 with digesting(model, self.megatron_rl_order, record.dtypes) as record.readings:
                     yield record
+            # Only the whole load has ended with what vLLM derives.
+            if sources and (stale := find_stale(model, sources, get_tensor_rank())):
+                raise Refusal(f"{len(stale)} parameters do not follow from the weights: {', '.join(stale[:5])}")
         finally:
             del model.load_weights
 
