@@ -12,6 +12,7 @@ from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose_backend
 from megatron_rl.ops.shared_prompt.trial import check_backend
 from megatron_rl.trainer.loop.settling import settle_attention
+from megatron_rl.types import Architecture
 
 CPU = Conditions("cpu", torch.float32)
 CUDA = Conditions("cuda", torch.bfloat16)
@@ -121,7 +122,7 @@ def test_a_run_leaves_a_backend_that_fails_on_the_device_for_the_next_one_and_sk
     session: Any = SimpleNamespace(
         device=torch.device("cpu"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
     )
-    shape = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=16, sliding_window=None)
+    shape = Architecture("qwen3", 2, 64, 96, 4, 2, 16, 128, 64)
 
     def settle(source: str) -> tuple[str, list[str]]:
         config, sources = AttentionConfig(backend="merge", blocks="chip"), {"attention.backend": source}

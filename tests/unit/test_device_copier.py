@@ -55,8 +55,9 @@ def platform() -> Iterator[OtherDevice]:
 
 
 def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    found = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*found)
+    # A tensor of no elements may have strides that a view refuses.
+    found = [tensor.flatten().view(torch.uint8) for tensor in (one, other) if tensor.numel()]
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*(found or (one, other)))
 
 
 def draw_pack() -> Pack:
