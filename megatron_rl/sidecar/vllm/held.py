@@ -24,6 +24,7 @@ from megatron_rl.ops.slices import Slice, build_digester
 from megatron_rl.shared.weights.fingerprint import DTYPES, digest, digests_by_row
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
+from megatron_rl.sidecar.vllm.derived import list_derived
 
 T = TypeVar("T")
 
@@ -169,9 +170,11 @@ def prove_order(
     code = _find_code(dtype)
     given = {spec.name: _Question(index, spec, code, dtype).random() for index, spec in enumerate(specs)}
     found: dict[tuple[str, bool], ParameterRows] = {}
+    # These are compared with the tensors that they follow from, of which they may hold rows once more.
+    derived = list_derived(model)
 
     def is_found(name: str, parameter: torch.Tensor, is_in_place: bool) -> bool:
-        rows = find(name, parameter, is_in_place)
+        rows = None if name in derived else find(name, parameter, is_in_place)
         if rows is None:
             return False
         wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
@@ -182,7 +185,7 @@ def prove_order(
         load(given)
     in_place = {name for name, is_right in readings.in_place.items() if is_right}
     packed = {name for name, is_right in readings.handed_over.items() if is_right} - in_place
-    all_read = readings.in_place.keys() | readings.handed_over.keys()
+    all_read = (readings.in_place.keys() | readings.handed_over.keys()) - derived
     return Order(
         rows={name: found[name, name in in_place] for name in sorted(in_place | packed)},
         packed=frozenset(packed),

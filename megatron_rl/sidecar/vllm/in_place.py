@@ -26,6 +26,7 @@ import torch
 from megatron_rl.ops.slices import Move
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.sidecar.vllm.derived import list_derived
 from megatron_rl.sidecar.vllm.held import Order, Rectangle, as_matrix
 
 # Each piece is a copy of its own: beyond this number vLLM's reload may be faster.
@@ -46,6 +47,7 @@ def find_obstacles(model: torch.nn.Module, order: Order, unheld: Collection[str]
     found = (
         (order.packed, "parameters are packed by their layers"),
         (order.unknown, "parameters do not hold a tensor's numbers as they are"),
+        (list_derived(model), "parameters follow from others at the end of a load"),
         (scattered, "parameters are not one piece of memory"),
         (divided, f"parameters hold more than {_MAX_PIECES} parts of tensors"),
         (unheld, "tensors are held by no parameter"),

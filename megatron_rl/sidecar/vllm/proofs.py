@@ -35,13 +35,6 @@ def keep_sources(
         yield name, tensor
 
 
-def get_tensor_rank() -> int:
-    """Return this worker's rank among those that divide heads."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
 class LoadProver:
     """The base of `worker.WorkerExtension`; vLLM's worker owns `rank`, `vllm_config` and `model_runner`."""
 
@@ -94,10 +87,14 @@ class LoadProver:
                 with digesting(model, self.megatron_rl_order, record.dtypes) as record.readings:
                     yield record
             # Only the whole load has ended with what vLLM derives.
-            if sources and (stale := find_stale(model, sources, get_tensor_rank())):
+            if sources and (stale := find_stale(model, sources, self.megatron_rl_find_tensor_rank())):
                 raise Refusal(f"{len(stale)} parameters do not follow from the weights: {', '.join(stale[:5])}")
         finally:
             del model.load_weights
+
+    def megatron_rl_find_tensor_rank(self) -> int:
+        """Return this worker's rank among those that divide heads: vLLM numbers these first."""
+        return self.rank % int(self.vllm_config.parallel_config.tensor_parallel_size)
 
     def megatron_rl_facts(self) -> dict[str, Any]:
         """Return everything that decides the order of weights beyond the names and shapes of tensors and parameters."""
