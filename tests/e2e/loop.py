@@ -228,11 +228,11 @@ class World:
         return words
 
 
-def make_world(folder: Path, num_prompts: int = 40, family: str = "qwen3") -> World:
+def make_world(folder: Path, num_prompts: int = 40, family: str = "qwen3", **changes: Any) -> World:
     """Draw the model, write prompts and reward."""
     return World(
         folder,
-        draw_model(folder / "model", family=family),
+        draw_model(folder / "model", family=family, **changes),
         write_prompts(folder / "prompts.jsonl", num_prompts),
         write_reward(folder / "reward.py"),
     )

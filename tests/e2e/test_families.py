@@ -33,7 +33,7 @@ def run(world: loop.World, folder: Path, **changes: Any) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", hf_models.CONFIGS)
 def test_a_run_of_a_family_resumes_as_if_it_had_not_ended(family: str, tmp_path: Path) -> None:
-    world = loop.make_world(tmp_path, family=family)
+    world = loop.make_world(tmp_path, family=family, num_hidden_layers=4)
     changes = CHANGES.get(family, TENSOR)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     run(world, whole, **changes)
