@@ -84,8 +84,34 @@ class Architecture:
     experts: Experts | None = None
     sliding_window: int | None = None
     """Number of tokens that attention reaches back; None for all of them."""
+    full_layers: tuple[int, ...] = ()
+    """The layers, counted from zero, whose attention reaches all tokens in spite of `sliding_window`."""
+    local_rope: Rope | None = None
+    """The rope of layers with a window; None if it is that of the others."""
+    scale_width: int | None = None
+    """The number whose inverse square root multiplies scores of attention; None for the width of a head."""
+    activation: str = "silu"
+    """The function of an MLP's gate: "silu" or "gelu_tanh"."""
+    has_output_norms: bool = False
+    """Whether the outputs of attention and of the MLP are normalized before they are added to the residual."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight, in float32."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     dtype: str = "float32"
     """Dtype of the stored weights: "float32", "bfloat16" or "float16"."""
+
+    def find_window(self, layer: int) -> int | None:
+        """Return the window of a layer, counted from zero; None if its attention reaches all tokens."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    def is_local(self, layer: int) -> bool:
+        """Check whether a layer, counted from zero, has the rope of layers with a window, which is one of its own."""
+        return self.local_rope is not None and self.find_window(layer) is not None
+
+    def find_rope(self, layer: int) -> Rope:
+        """Return the rope of a layer, counted from zero."""
+        return self.local_rope if self.local_rope is not None and self.is_local(layer) else self.rope
 
     def has_experts(self, layer: int) -> bool:
         """Check whether a layer, counted from zero, has experts; it has an MLP otherwise."""

@@ -24,6 +24,8 @@ _YARN_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0,
 }  # fmt: skip
 
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+
 # The settings that each family's conversion could get wrong, switched on between them.
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}),
@@ -54,11 +56,21 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
          "n_shared_experts": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16,
          "attention_bias": True, "use_qk_norm": True},
     ),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        {"sliding_window": 11, "head_dim": 16, "query_pre_attn_scalar": 40, "pad_token_id": None,
+         "layer_types": [_LOCAL, _LOCAL, _FULL, _LOCAL],
+         "rope_parameters": {
+             _FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+             _LOCAL: {"rope_type": "default", "rope_theta": 100.0},
+         }},
+    ),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
 COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss")
 _ROUTER_BIAS = "e_score_correction_bias"
+WITH_WINDOW = ("mistral", "gemma3_text")
 WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe")
 
 

@@ -52,13 +52,21 @@ def load_another_model(checkpoint: Path, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: hf_models.draw(name, root / name) for name in ("qwen3", "qwen2", "mixtral", "glm4_moe")}
+    return {
+        name: hf_models.draw(name, root / name) for name in ("qwen3", "qwen2", "mixtral", "glm4_moe", "gemma3_text")
+    }
 
 
 def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders, tmp_path: Path) -> None:
     dense = [("TP2", "PP2"), ("PP2xVPP2", "TP2"), ("DP2+distopt", "PP2xVPP2")]
     experts = [("EP2", "PP2"), ("PP2", "EP2")]
-    pairs = {"qwen3": dense, "qwen2": dense, "mixtral": experts, "glm4_moe": experts}
+    pairs = {
+        "qwen3": dense,
+        "qwen2": dense,
+        "mixtral": experts,
+        "glm4_moe": experts,
+        "gemma3_text": [("PP2xVPP2", "PP2")],
+    }
     results = run_ranks(save_and_load, 2, folders, tmp_path, pairs)
     for key, (saved, loaded, iteration, finite) in results[0].items():
         assert saved == loaded, key

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.trainer.data.packing import pack_sequences
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Rope
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 
@@ -52,6 +52,10 @@ TENSOR_FAULTS = {
     "dense layer's gate and up swapped": ("glm4_moe", swapped("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")),
     "shared expert's gate and up swapped": ("qwen2_moe", swapped("shared_expert.gate_proj", "shared_expert.up_proj")),
     "gate of the shared expert left out": ("qwen2_moe", neutral("shared_expert_gate", 0.0)),
+    "norms around the addition swapped": (
+        "gemma3_text",
+        swapped("post_attention_layernorm", "pre_feedforward_layernorm"),
+    ),
     "biases of attention left out": ("seed_oss", neutral("_proj.bias", 0.0)),
 }
 ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
@@ -65,6 +69,15 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
         "qwen2", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, attention_factor=1.0))
     ),
     "no sliding window": ("mistral", lambda a: dataclasses.replace(a, sliding_window=None)),
+    "a window one too long": ("gemma3_text", lambda a: dataclasses.replace(a, sliding_window=12)),
+    "windows in all layers": ("gemma3_text", lambda a: dataclasses.replace(a, full_layers=())),
+    "one rope in all layers": ("gemma3_text", lambda a: dataclasses.replace(a, local_rope=None)),
+    "local rope of another base": ("gemma3_text", lambda a: dataclasses.replace(a, local_rope=Rope(base=1e4))),
+    "scores scaled by the width of heads": ("gemma3_text", lambda a: dataclasses.replace(a, scale_width=None)),
+    "norms of outputs left out": ("gemma3_text", lambda a: dataclasses.replace(a, has_output_norms=False)),
+    "embedding not scaled": ("gemma3_text", lambda a: dataclasses.replace(a, scales_embedding=False)),
+    "norms not centered at zero": ("gemma3_text", lambda a: dataclasses.replace(a, zero_centered_norms=False)),
+    "another activation": ("gemma3_text", lambda a: dataclasses.replace(a, activation="silu")),
     "another epsilon": ("qwen3", lambda a: dataclasses.replace(a, norm_epsilon=1e-2)),
     "whole heads turned": (
         "glm4_moe", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, turned=1.0))

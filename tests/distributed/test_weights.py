@@ -111,7 +111,7 @@ def test_transformers_loads_what_was_saved(folders, out) -> None:
     tokens = torch.tensor([hf_models.sequences([30])[0]])
     pairs = {
         "qwen3": "TP2xPP2", "qwen3_moe": "EP2xPP2", "llama_biased": "PP2xVPP2", "glm4_moe": "PP2xVPP2",
-        "qwen2_moe": "EP2xPP2", "seed_oss": "TP2xPP2",
+        "qwen2_moe": "EP2xPP2", "seed_oss": "TP2xPP2", "gemma3_text": "PP2xVPP2",
     }  # fmt: skip
     for model in folders.keys() & pairs.keys():
         logits = [

@@ -380,6 +380,21 @@ def test_a_flag_that_contradicts_the_folder_is_an_error_naming_both(tmp_path: Pa
     assert text.endswith(f"in {tmp_path}/config.json: drop the flag")
 
 
+def test_windows_in_some_layers_and_two_ropes_come_from_the_folder(tmp_path: Path) -> None:
+    model = dataclasses.replace(
+        QWEN3, family="gemma3_text", sliding_window=32, full_layers=(1, 3), local_rope=Rope(base=1e4), scale_width=24,
+        activation="gelu_tanh", has_output_norms=True, zero_centered_norms=True, scales_embedding=True,
+    )  # fmt: skip
+    settings = parse(*CPU, "--hf-model", folder(tmp_path, model))
+    transformer = settings.transformer
+    assert settings.architecture == model
+    assert (transformer.window_size, transformer.window_attn_skip_freq) == ((31, 0), [1, 0, 1, 0])
+    assert transformer.layernorm_zero_centered_gamma
+    assert not transformer.bias_activation_fusion
+    text = error(*CPU, "--hf-model", str(tmp_path), "--swiglu")
+    assert "--swiglu contradicts the activation of gemma3_text models, GEGLU: drop the flag" in text
+
+
 def test_a_folder_without_a_config_is_an_error_about_the_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="config.json does not exist"):
         parse(*CPU, "--hf-model", str(tmp_path))

@@ -33,6 +33,11 @@ SIGMOID = Experts(
 )  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_TWO_ROPES = {
+    _FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+    _LOCAL: {"rope_type": "default", "rope_theta": 1e3},
+}
 _NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
 
 
@@ -99,6 +104,27 @@ def read(name: str, **changes: Any) -> Architecture:
         ("seed_oss", {}, "qkv_bias", True),
         ("seed_oss", {"attention_bias": False}, "qkv_bias", False),
         ("seed_oss", {}, "kv_channels", 128),
+        ("gemma3_text", {}, "full_layers", ()),
+        ("gemma3_text", {"sliding_window_pattern": 2}, "full_layers", (1, 3)),
+        ("gemma3_text", {"layer_types": [_LOCAL, _FULL, _LOCAL, _LOCAL]}, "full_layers", (1,)),
+        ("gemma3_text", {"layer_types": [_FULL] * 4}, "sliding_window", None),
+        ("gemma3_text", {"layer_types": [_FULL] * 4}, "local_rope", None),
+        ("gemma3_text", {}, "sliding_window", 4096),
+        ("gemma3_text", {}, "rope", Rope(1e6)),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope",
+         Rope(1e6, RopeKind.LINEAR, 8.0)),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "local_rope", Rope(1e4)),
+        ("gemma3_text", {"rope_local_base_freq": 2e4}, "local_rope", Rope(2e4)),
+        ("gemma3_text", {"rope_parameters": _TWO_ROPES}, "rope", Rope(1e5, RopeKind.LINEAR, 4.0)),
+        ("gemma3_text", {"rope_parameters": _TWO_ROPES}, "local_rope", Rope(1e3)),
+        ("gemma3_text", {"rope_parameters": {_LOCAL: None}}, "rope", Rope(1e6)),
+        ("gemma3_text", {"rope_parameters": {_LOCAL: None}}, "local_rope", Rope(1e4)),
+        ("gemma3_text", {}, "scale_width", 256),
+        ("gemma3_text", {"query_pre_attn_scalar": 168}, "scale_width", 168),
+        ("gemma3_text", {}, "kv_channels", 256),
+        ("gemma3_text", {"num_key_value_heads": None}, "num_query_groups", 4),
+        ("gemma3_text", {}, "tied_embeddings", True),
+        ("gemma3_text", {}, "activation", "gelu_tanh"),
     ],
 )  # fmt: skip
 def test_a_key_of_config_json_gives_a_field_of_the_architecture(
@@ -173,6 +199,17 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("glm4_moe", {"partial_rotary_factor": 1.5}, "must turn an even number of the 16 dimensions"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias = True"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ("gemma3_text", {"attention_bias": True}, "attention_bias = True"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window in config.json must be a number"),
+        ("gemma3_text", {"layer_types": [_FULL] * 3}, "for each of the 4 layers"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "for each of the 4 layers"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "with full_attention and sliding_attention"),
+        ("gemma3_text", {"rope_parameters": _TWO_ROPES, "rope_scaling": _YARN}, "without rope_scaling beside it"),
         ("llama", {"is_causal": False}, "is_causal = False"),
         ("mistral", {"logit_scale": 0.5}, "logit_scale = 0.5"),
         ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 2}}}, "per_layer_config"),

@@ -36,7 +36,10 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
             said["rope.factor"] = given[name]
         elif name in given and given[name].value != 1 and "rope.kind" not in said:
             said["rope.kind"] = dataclasses.replace(given[name], value=kind)
-    return architecture, [*_check_layer_pattern(given, architecture.num_layers)] + [
+    problems = [*_check_layer_pattern(given, architecture.num_layers)]
+    if "described.swiglu" in given and architecture.activation != "silu":
+        problems.append(f"--swiglu contradicts the activation of {architecture.family} models, GEGLU: drop the flag")
+    return architecture, problems + [
         f"{item.source} contradicts {_name_key(architecture, path)} = {_write_json(_look_up(architecture, path))} in "
         f"{folder / 'config.json'}: drop the flag"
         for path, item in said.items()

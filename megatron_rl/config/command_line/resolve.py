@@ -42,7 +42,13 @@ def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any
 
 def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     """Settle the fields that follow from packs of any length, from loaded weights, and from the platform's kernels."""
-    return _settle_precision(asked) | _settle_packing(asked) | _settle_addition(asked) | _settle_limits(asked, platform)
+    return (
+        _settle_precision(asked)
+        | _settle_packing(asked)
+        | _settle_addition(asked)
+        | _settle_activation(asked)
+        | _settle_limits(asked, platform)
+    )
 
 
 def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
@@ -59,12 +65,17 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": architecture.norm_epsilon,
         "qk_layernorm": architecture.qk_layernorm,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": F.silu if architecture.activation == "silu" else gelu_tanh,
         "add_bias_linear": architecture.linear_bias,
         "add_qkv_bias": architecture.qkv_bias or architecture.linear_bias,
         # Megatron counts the tokens to the left of a token, and the architecture counts the token too.
         "window_size": None if window is None else (window - 1, 0),
     }
+    if architecture.full_layers:
+        windows = [architecture.find_window(layer) for layer in range(architecture.num_layers)]
+        fields["window_attn_skip_freq"] = [int(one is not None) for one in windows]
+    if architecture.zero_centered_norms:
+        fields["layernorm_zero_centered_gamma"] = True
     experts = architecture.experts
     if experts is not None:
         fields |= {
@@ -76,6 +87,11 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         }
         fields |= _list_special_fields(architecture, experts)
     return fields
+
+
+def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    """Compute GELU by its approximation with a hyperbolic tangent."""
+    return F.gelu(gate, approximate="tanh")
 
 
 def _list_special_fields(architecture: Architecture, experts: Experts) -> dict[str, Any]:
@@ -132,6 +148,13 @@ def _settle_addition(asked: Mapping[str, Any]) -> Reasons:
     if asked.get("add_bias_linear") is not False:
         return {}
     return {"bias_dropout_fusion": (False, "without biases and dropout there is one addition, and nothing to fuse")}
+
+
+def _settle_activation(asked: Mapping[str, Any]) -> Reasons:
+    if asked.get("activation_func") is not gelu_tanh:
+        return {}
+    names = ["bias_activation_fusion"] + ["use_te_activation_func"] * bool(asked.get("use_te_activation_func"))
+    return dict.fromkeys(names, (False, "the MLP's activation has no such kernel"))
 
 
 def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:

@@ -7,9 +7,9 @@ from typing import Any
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families.experts import ExpertKeys
 from megatron_rl.shared.weights.families.names import Name
-from megatron_rl.shared.weights.families.rotary import read_rope, write_rope
+from megatron_rl.shared.weights.families.rotary import read_rope, read_two_ropes, write_rope
 from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Rope
 
 # The fields of Architecture, each with its key of config.json, which is the same in every family.
 KEYS = {
@@ -51,6 +51,12 @@ class Family:
     """Tokens of the window if config.json has no key for it; null in config.json always means no window."""
     has_prediction_layers: bool = False
     """True if folders may hold layers for multi-token prediction, after the model's own. They are left out."""
+    full_every: int | None = None
+    """N, if without layer_types every Nth layer sees all tokens and the others have a window; None if all are alike."""
+    local_base_key: str | None = None
+    """The key of the rope's base in layers with a window; None if all layers have the same rope."""
+    scale_key: str | None = None
+    """The key of Architecture's `scale_width`; None if scores are scaled by the width of a head."""
     default_turned: float | None = None
     """The part of a head that turns if config.json has no partial_rotary_factor; None if whole heads always turn."""
 
@@ -69,10 +75,20 @@ class Family:
         window = (
             read_count(config, "sliding_window", window) if self._is_windowed(config) and window is not None else None
         )
-        _check_layers(config, window)
+        if self.full_every is None:
+            _check_layers(config, window)
+        else:
+            window, fields["full_layers"] = _read_layers(config, window, self.full_every)
+        if self.local_base_key is None:
+            rope = read_rope(config, self.default_turned)
+        else:
+            rope, local_rope = read_two_ropes(config, self.local_base_key)
+            fields["local_rope"] = None if window is None else local_rope
+        if self.scale_key is not None:
+            fields["scale_width"] = read_count(config, self.scale_key)
         return Architecture(
             family=self.name,
-            rope=read_rope(config, self.default_turned),
+            rope=rope,
             experts=None if self.experts is None else self.experts.read(config),
             sliding_window=window,
             **fields,
@@ -94,7 +110,14 @@ class Family:
             config["partial_rotary_factor"] = architecture.rope.turned
         if self.experts and architecture.experts:
             config |= self.experts.write(architecture.experts)
-        if self.has_window:
+        if self.full_every is not None:
+            full = [architecture.find_window(layer) is None for layer in range(architecture.num_layers)]
+            config["layer_types"] = ["full_attention" if is_full else "sliding_attention" for is_full in full]
+        if self.local_base_key and architecture.local_rope:
+            config[self.local_base_key] = architecture.local_rope.base
+        if self.scale_key:
+            config[self.scale_key] = architecture.scale_width or architecture.kv_channels
+        if self.has_window and (self.full_every is None or architecture.sliding_window is not None):
             config["sliding_window"] = architecture.sliding_window
         if self.window_key:
             config[self.window_key] = architecture.sliding_window is not None
@@ -102,9 +125,9 @@ class Family:
 
     def find_unsupported(self, architecture: Architecture) -> str | None:
         """Return a feature of this architecture that the family cannot express; None if it can express all of them."""
-        for field in ("qk_layernorm", "qkv_bias", "linear_bias"):
+        for field in _CONSTANT_FIELDS:
             value = getattr(architecture, field)
-            if field not in self.switches and value != self.constants.get(field, False):
+            if field not in self.switches and value != self.constants.get(field, _DEFAULTS[field]):
                 return f"{field} = {value}"
         if (architecture.experts is None) != (self.experts is None):
             return "experts" if architecture.experts else "no experts"
@@ -116,6 +139,13 @@ class Family:
                 return reason
         if architecture.sliding_window and not self.has_window:
             return f"sliding_window = {architecture.sliding_window}"
+        if architecture.full_layers and self.full_every is None:
+            return "layers with a window beside layers without"
+        local = architecture.local_rope
+        if local is not None and (self.local_base_key is None or local != Rope(base=local.base)):
+            return f"local_rope = {local}"
+        if architecture.scale_width is not None and self.scale_key is None:
+            return f"scale_width = {architecture.scale_width}"
         return None
 
     def _check_requirements(self, config: Mapping[str, Any]) -> None:
@@ -163,6 +193,12 @@ COMMON_REQUIRES: Mapping[str, tuple[Any, ...]] = {
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TYPES = {field.name: field.type for field in dataclasses.fields(Architecture)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Architecture)}
+# Fields that are the same in every model of a family, unless a key of config.json switches them.
+_CONSTANT_FIELDS = (
+    "qk_layernorm", "qkv_bias", "linear_bias", "activation", "has_output_norms", "zero_centered_norms",
+    "scales_embedding",
+)  # fmt: skip
 
 
 def _field(config: Mapping[str, Any], field: str, key: str) -> Any:
@@ -176,6 +212,22 @@ def _field(config: Mapping[str, Any], field: str, key: str) -> Any:
     if _TYPES[field] is bool:
         return read_boolean(config, key)
     return read_positive(config, key) if _TYPES[field] is float else read_count(config, key)
+
+
+def _read_layers(config: Mapping[str, Any], window: int | None, every: int) -> tuple[int | None, tuple[int, ...]]:
+    """Read the window, and the layers without one; the window is None if no layer has it."""
+    full, local = "full_attention", "sliding_attention"
+    num_layers = read_count(config, "num_hidden_layers")
+    every = read_count({"sliding_window_pattern": every, **config}, "sliding_window_pattern")
+    kinds = config.get("layer_types", [local if number % every else full for number in range(1, num_layers + 1)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {full, local}:
+        wanted = f"{full!r} or {local!r} for each of the {num_layers} layers"
+        raise InputError(f"layer_types in config.json must be {wanted}")
+    if local not in kinds:
+        return None, ()
+    if window is None:
+        raise InputError(f"sliding_window in config.json must be a number: layer_types has {local!r}")
+    return window, tuple(layer for layer, kind in enumerate(kinds) if kind == full)
 
 
 def _check_layers(config: Mapping[str, Any], window: int | None) -> None:

@@ -68,18 +68,8 @@ def _linear(parameter: str, sources: tuple[str, ...], split: Split, kind: str = 
 _QKV_SOURCES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP_SOURCES = ("mlp.gate_proj", "mlp.up_proj")
 
-STEM = (
+_OUTER = (
     Name(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Split.VOCABULARY),
-    Name(
-        (f"{_LAYER}.input_layernorm.weight", f"{_LAYER}.self_attention.linear_qkv.layer_norm_weight"),
-        (f"{_HF_LAYER}.input_layernorm.weight",),
-        Split.WHOLE,
-    ),
-    Name(
-        (f"{_LAYER}.pre_mlp_layernorm.weight", f"{_LAYER}.mlp.linear_fc1.layer_norm_weight"),
-        (f"{_HF_LAYER}.post_attention_layernorm.weight",),
-        Split.WHOLE,
-    ),
     Name(("decoder.final_layernorm.weight",), ("model.norm.weight",), Split.WHOLE),
     Name(("output_layer.weight",), ("lm_head.weight",), Split.VOCABULARY, when=lambda a: not a.tied_embeddings),
     # With tied embeddings and several pipeline stages, the last stage holds a copy of the first stage's embedding.
@@ -90,6 +80,32 @@ STEM = (
         when=lambda a: a.tied_embeddings,
         exported=False,
     ),
+)
+
+
+def _norms(mlp: str) -> tuple[Name, ...]:
+    """Name the norms before attention and before the MLP, of which the second is stored as `mlp`."""
+    return (
+        Name(
+            (f"{_LAYER}.input_layernorm.weight", f"{_LAYER}.self_attention.linear_qkv.layer_norm_weight"),
+            (f"{_HF_LAYER}.input_layernorm.weight",),
+            Split.WHOLE,
+        ),
+        Name(
+            (f"{_LAYER}.pre_mlp_layernorm.weight", f"{_LAYER}.mlp.linear_fc1.layer_norm_weight"),
+            (f"{_HF_LAYER}.{mlp}.weight",),
+            Split.WHOLE,
+        ),
+    )
+
+
+STEM = (_OUTER[0], *_norms("post_attention_layernorm"), *_OUTER[1:])
+STEM_WITH_OUTPUT_NORMS = (
+    _OUTER[0],
+    *_norms("pre_feedforward_layernorm"),
+    Name((f"{_LAYER}.self_attn_bda.norm.weight",), (f"{_HF_LAYER}.post_attention_layernorm.weight",), Split.WHOLE),
+    Name((f"{_LAYER}.mlp_bda.norm.weight",), (f"{_HF_LAYER}.post_feedforward_layernorm.weight",), Split.WHOLE),
+    *_OUTER[1:],
 )
 
 ATTENTION = (

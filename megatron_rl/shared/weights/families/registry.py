@@ -6,6 +6,7 @@ from megatron_rl.shared.weights.families.names import (
     ATTENTION,
     DENSE_MLP,
     STEM,
+    STEM_WITH_OUTPUT_NORMS,
     experts_mlp,
     router_bias,
     shared_expert,
@@ -153,7 +154,33 @@ SEED_OSS = Family(
 )
 """Seed-OSS: biases of queries, keys and values, and of no other layer."""
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS)
-}
+GEMMA3_TEXT = Family(
+    name="gemma3_text",
+    hf_class="Gemma3ForCausalLM",
+    names=STEM_WITH_OUTPUT_NORMS + ATTENTION + DENSE_MLP,
+    constants={
+        "qk_layernorm": True, "activation": "gelu_tanh", "has_output_norms": True, "zero_centered_norms": True,
+        "scales_embedding": True,
+    },
+    requires={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (False,),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+    },
+    defaults={
+        "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256,
+    },
+    has_window=True,
+    default_window=4096,
+    full_every=6,
+    local_base_key="rope_local_base_freq",
+    scale_key="query_pre_attn_scalar",
+)  # fmt: skip
+"""The text models of Gemma 3: a window in most layers, norms after attention and MLP too, and scaled embeddings."""
+
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, GEMMA3_TEXT)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -56,6 +56,29 @@ def read_rope(config: Mapping[str, Any], default_turned: float | None = None) ->
     return Rope(base=base, kind=RopeKind(kind), turned=turned, **fields)
 
 
+def read_two_ropes(config: Mapping[str, Any], local_key: str) -> tuple[Rope, Rope]:
+    """Read the rope of layers that see all tokens, and that of layers with a window.
+
+    In the older form, `local_key` is the base of the second, whose frequencies are not scaled.
+    """
+    by_kind = config.get("rope_parameters")
+    if not by_kind:
+        others = {key: value for key, value in config.items() if key != "rope_scaling"}
+        return read_rope(config), read_rope({**others, "rope_theta": config[local_key]})
+    kinds = ("full_attention", "sliding_attention")
+    is_by_kind = isinstance(by_kind, dict) and set(by_kind) <= set(kinds)
+    if config.get("rope_scaling") or not is_by_kind:
+        raise InputError(
+            f"rope_parameters in config.json must be a dictionary with {' and '.join(kinds)}, without rope_scaling "
+            "beside it"
+        )
+    bases = {"full_attention": config["rope_theta"], "sliding_attention": config[local_key]}
+    full, local = (
+        read_rope({**config, "rope_theta": base, "rope_parameters": by_kind.get(kind)}) for kind, base in bases.items()
+    )
+    return full, local
+
+
 def _read_turned(config: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
     """Return the part of a head that turns; transformers prefers the key among the rope parameters."""
     key = "partial_rotary_factor"

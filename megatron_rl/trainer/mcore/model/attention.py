@@ -57,10 +57,13 @@ class SharedPromptAttention(MegatronModule):
         **_: Any,
     ):
         super().__init__(config=config)
-        scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        width = architecture.scale_width or config.kv_channels
+        scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(width)
+        # Megatron counts layers from one.
+        layer = layer_number - 1
         # The factor applies to both queries and keys, so it is squared in their products.
-        self.scale = scale * rope.attention_factor(architecture.rope) ** 2
-        self.window = architecture.sliding_window
+        self.scale = scale * rope.attention_factor(architecture.find_rope(layer)) ** 2
+        self.window = architecture.find_window(layer)
         self.backend = backend
         self.context_group = pg_collection.cp
 

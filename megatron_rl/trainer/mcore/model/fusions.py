@@ -148,6 +148,8 @@ def _fuse_addition(layer: Any, name: str, norm: Any) -> None:
         kind = type(norm)
         is_elsewhere = isinstance(norm, IdentityOp)
         _say_once("a linear layer normalizes" if is_elsewhere else f"the norm is {kind.__name__} of {kind.__module__}")
+    elif isinstance(getattr(layer, name), torch.nn.Module):
+        _say_once("a layer normalizes what it adds")
     elif not layer.config.fp32_residual_connection:
         setattr(layer, name, AddAndNormalize(getattr(layer, name), norm))
 

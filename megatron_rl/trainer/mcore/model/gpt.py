@@ -49,9 +49,12 @@ class PackedGPTModel(GPTModel):
         self.architecture = architecture
         self.output_layer_backend = output_layer_backend
         self.qkv_backend = qkv_backend
-        # Not a buffer: mixed precision would round it.
-        frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels)
-        self._rope_frequencies_F = frequencies_F.to(next(self.parameters()).device)
+        device, local_rope = next(self.parameters()).device, architecture.local_rope
+        # Not buffers: mixed precision would round them.
+        self._rope_frequencies_F = rope.inverse_frequencies(architecture.rope, architecture.kv_channels).to(device)
+        self._local_frequencies_F = (
+            None if local_rope is None else rope.inverse_frequencies(local_rope, architecture.kv_channels).to(device)
+        )
         # Megatron computes the angles of rows, cached for 32 lengths. They are not used here.
         self.rotary_pos_emb.forward = lambda *_, **__: None
 
@@ -63,7 +66,8 @@ class PackedGPTModel(GPTModel):
         With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
-        rotation_R2F = self._make_rotation(pack.positions_T[rows]) if self.qkv_backend == "triton" else None
+        has_kernel = self.qkv_backend == "triton" and self._local_frequencies_F is None
+        rotation_R2F = self._make_rotation(pack.positions_T[rows]) if has_kernel else None
         with counting(self, pack, rows):
             return super().forward(
                 input_ids=pack.tokens_T[None, rows],
@@ -84,7 +88,18 @@ class PackedGPTModel(GPTModel):
             # With the strides of the embedding's transposed [R, 1, E], a frozen weight is multiplied row by row. That
             # is slower than all rows at once, and rounded differently from the same weight when it is trained.
             decoder_input = decoder_input.squeeze(1).unsqueeze(1)
-        return (decoder_input, rope.angles(self._rope_frequencies_F, position_ids[0]), *rest)
+            if self.architecture.scales_embedding:
+                # The models round this factor to the dtype of the embedding.
+                factor = torch.tensor(self.architecture.hidden_size**0.5, dtype=decoder_input.dtype, device="cpu")
+                decoder_input = decoder_input * factor.item()
+        return (decoder_input, self._compute_angles(position_ids[0]), *rest)
+
+    def _compute_angles(self, positions_R: torch.Tensor) -> torch.Tensor:
+        """Compute the angles of rope; with a local rope, those of both, the local ones last."""
+        angles_R11D = rope.angles(self._rope_frequencies_F, positions_R)
+        if self._local_frequencies_F is None:
+            return angles_R11D
+        return torch.stack((angles_R11D, rope.angles(self._local_frequencies_F, positions_R)))
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackParams, **__: Any) -> Any:
         """Apply the output layer to the rows that predict targets, and return the targets' log-probs."""

@@ -1,4 +1,4 @@
-"""Megatron's self-attention whose heads are split, normalized and turned in one kernel.
+"""Megatron's self-attention whose heads are split, normalized and turned in one kernel, or turned by one of two ropes.
 
 A layer takes Megatron's own way if it has what the kernel lacks. The log names the reason once.
 
@@ -16,6 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_rl.ops.qkv import HeadNorms, split_heads
 from megatron_rl.trainer.mcore.model.attention import PackParams
+from megatron_rl.types import Architecture
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +24,19 @@ _log = logging.getLogger(__name__)
 _NORM_PACKAGES = ("megatron_rl", "torch", "transformer_engine")
 # Fields of Megatron's configuration that change what happens between the product and attention.
 _CHANGES = ("multi_latent_attention", "attention_output_gate", "rotary_interleaved", "no_rope_freq", "test_mode")
+
+
+class TwoRopesSelfAttention(SelfAttention):
+    """Megatron's self-attention in a model whose layers with a window have a rope of their own."""
+
+    def __init__(self, *args: Any, architecture: Architecture, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Megatron counts layers from one.
+        self._is_local = architecture.is_local(self.layer_number - 1)
+
+    def forward(self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> Any:
+        """Compute attention with this layer's angles, of those of both ropes."""
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb[int(self._is_local)], **kwargs)
 
 
 class FusedSelfAttention(SelfAttention):

@@ -10,7 +10,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
-from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
+from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd, ZeroCenteredRMSNorm
+from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention, TwoRopesSelfAttention
 from megatron_rl.types import Architecture
 
 
@@ -28,7 +29,13 @@ def block_spec(
     layers: dict[bool, ModuleSpec] = {}
     for has_experts in sorted({architecture.has_experts(number) for number in range(architecture.num_layers)}):
         layer, norm = make_layer(config, config.num_moe_experts if has_experts else None)
-        if qkv_backend == "triton":
+        if architecture.has_output_norms:
+            output_norm = ModuleSpec(module=NormalizeAndAdd, params={"config": config, "norm": norm})
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = output_norm
+        if architecture.local_rope is not None:
+            layer.submodules.self_attention.module = TwoRopesSelfAttention
+            layer.submodules.self_attention.params["architecture"] = architecture
+        elif qkv_backend == "triton":
             layer.submodules.self_attention.module = FusedSelfAttention
         layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
             module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
@@ -48,11 +55,12 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[Mo
     if num_experts:
         # Checkpoints keep the name of the norm before experts. The local spec would name it after a dense layer's fc1.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    norm = ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
+    return layer, norm
 
 
 def _engine_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
