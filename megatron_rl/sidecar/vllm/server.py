@@ -298,7 +298,9 @@ def _division(model: Architecture, size: int) -> Iterator[str]:
 
 def find_longest(model: Architecture) -> int:
     """Return the length of the longest sequence that an engine takes."""
-    scale = model.rope.factor if model.rope.kind is RopeKind.LINEAR else 1.0
+    # Models with two ropes state the length that the factor has already lengthened.
+    is_scaled = model.rope.kind is RopeKind.LINEAR and model.local_rope is None
+    scale = model.rope.factor if is_scaled else 1.0
     return int(model.max_position_embeddings * scale)
 
 
