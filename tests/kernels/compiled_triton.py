@@ -1,6 +1,8 @@
 """Compile the kernels of the `triton` backend for GPUs that this machine need not have, and print what each takes.
 
-    python -m tests.kernels.compiled_triton --dtypes bf16 --head-dims 64 128 --targets 90 gfx942
+    python -m tests.kernels.compiled_triton --dtypes bf16 --head-dims 64 192x128 --targets 90 gfx942
+
+Values are as wide as keys, unless their width is given after an x.
 
 Registers are counted for a thread, and memory for a program. A stack means that registers were spilled.
 """
@@ -47,6 +49,7 @@ class Compiled:
     kernel: str
     dtype: str
     head_dim: int
+    value_dim: int
     blocks: Blocks
     registers: int
     stack: int
@@ -60,28 +63,29 @@ class Compiled:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 96, 128, 256])
+    parser.add_argument("--head-dims", nargs="+", default=["64", "96", "128", "256", "192x128"])
     parser.add_argument("--targets", nargs="+", choices=CHIPS, default=list(CHIPS))
     arguments = parser.parse_args()
-    for target, dtype, head_dim in itertools.product(arguments.targets, arguments.dtypes, arguments.head_dims):
-        blocks = choose_blocks(triton_fused.compute_width(head_dim), DTYPES[dtype], CHIPS[target])
+    for target, dtype, head_dims in itertools.product(arguments.targets, arguments.dtypes, arguments.head_dims):
+        dims = [int(width) for width in head_dims.split("x")]
+        head_dim, value_dim = dims[0], dims[-1]
+        blocks = choose_blocks(triton_fused.compute_width(max(dims)), DTYPES[dtype], CHIPS[target])
         for name, sizes in (*blocks._asdict().items(), ("sum", Blocks(0, triton_fused.SUMMED, 4, 3))):
-            compiled = compile_kernel(target, f"{name}_kernel", dtype, head_dim, sizes)
+            compiled = compile_kernel(target, f"{name}_kernel", dtype, head_dim, value_dim, sizes)
             print(json.dumps(dataclasses.asdict(compiled)), flush=True)
 
 
-def compile_kernel(target: str, name: str, dtype: str, head_dim: int, blocks: Blocks) -> Compiled:
+def compile_kernel(target: str, name: str, dtype: str, head_dim: int, value_dim: int, blocks: Blocks) -> Compiled:
     """Compile a kernel as the launcher would have it compiled."""
     kernel = getattr(triton_kernels, name)
-    heads = dict.fromkeys(("Q", "GRAD"), 32) | dict.fromkeys(("K", "V"), 8)
+    heads = {"Q": (32, head_dim), "GRAD": (32, value_dim), "K": (8, head_dim), "V": (8, value_dim)}
     sizes = {
-        "HEAD_DIM": head_dim,
-        "WIDTH": triton_fused.compute_width(head_dim),
+        **triton_fused.compute_sizes(head_dim, value_dim),
         "TILE": TILE,
         "QUERIES": blocks.queries,
         "KEYS": blocks.keys,
-        **{f"{tensor}_STRIDE_T": num_heads * head_dim for tensor, num_heads in heads.items()},
-        **{f"{tensor}_STRIDE_{letter}": head_dim for tensor in heads for letter in "HG"},
+        **{f"{tensor}_STRIDE_T": num_heads * width for tensor, (num_heads, width) in heads.items()},
+        **{f"{tensor}_STRIDE_{letter}": width for tensor, (_, width) in heads.items() for letter in "HG"},
     }
     signature = {parameter.name: _type_of(parameter, dtype) for parameter in kernel.params}
     constants = {parameter: sizes[parameter] for parameter, kind in signature.items() if kind == "constexpr"}
@@ -99,7 +103,7 @@ def compile_kernel(target: str, name: str, dtype: str, head_dim: int, blocks: Bl
     assembly = compiled.asm["amdgcn"] if is_hip else compiled.asm["ptx"]
     instructions = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma", assembly))
     memory, most = compiled.metadata.shared, CHIPS[target].shared_memory
-    return Compiled(target, name, dtype, head_dim, blocks, registers, stack, memory, most, instructions)
+    return Compiled(target, name, dtype, head_dim, value_dim, blocks, registers, stack, memory, most, instructions)
 
 
 def _type_of(parameter: Any, dtype: str) -> str:
@@ -107,7 +111,7 @@ def _type_of(parameter: Any, dtype: str) -> str:
         return "constexpr"
     if parameter.name in TABLES:
         return "*i32"
-    if parameter.name.endswith(("_THD", "_TGD")):
+    if parameter.name.endswith(("_THD", "_TGD", "_THV", "_TGV")):
         return f"*{dtype}"
     if parameter.name.endswith("_HT") or parameter.name.startswith("partial_"):
         return "*fp32"

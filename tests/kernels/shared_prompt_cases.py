@@ -42,12 +42,17 @@ class Case:
         dtype: torch.dtype = torch.float64,
         window: int | None = None,
         draw: int = 0,
+        value_dim: int | None = None,
     ) -> "Case":
-        """Draw inputs for query heads and key-value heads; each draw has the same numbers at each call."""
+        """Draw inputs for query heads and key-value heads; each draw has the same numbers at each call.
+
+        Without `value_dim`, values are as wide as keys.
+        """
+        value_dim = value_dim or head_dim
         generator = torch.Generator().manual_seed(layout.num_tokens + draw)
         tensors = [
-            torch.randn(layout.num_tokens, num, head_dim, generator=generator, dtype=torch.float64).to(dtype)
-            for num in (heads[0], heads[1], heads[1], heads[0])
+            torch.randn(layout.num_tokens, num, width, generator=generator, dtype=torch.float64).to(dtype)
+            for num, width in ((heads[0], head_dim), (heads[1], head_dim), (heads[1], value_dim), (heads[0], value_dim))
         ]
         return cls(layout, *tensors, scale=head_dim**-0.5, window=window)
 

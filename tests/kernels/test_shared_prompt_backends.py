@@ -25,9 +25,11 @@ SHAPES = list(itertools.product((RAGGED, BRANCHED), ((4, 4), (4, 2), (4, 1)), (6
 
 @pytest.mark.parametrize("name", FAST)
 @settings(max_examples=80)
-@given(layout=layouts(), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
-def test_any_forest_is_attended_to_as_defined(name: str, layout: Layout, heads: tuple[int, int]) -> None:
-    case = Case.draw(layout, heads, head_dim=8)
+@given(layout=layouts(), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]), value_dim=st.sampled_from([8, 5, 12]))
+def test_any_forest_is_attended_to_as_defined(
+    name: str, layout: Layout, heads: tuple[int, int], value_dim: int
+) -> None:
+    case = Case.draw(layout, heads, head_dim=8, value_dim=value_dim)
     assert max(errors(case.run(find_backend(name).attention), case.exact()).values()) <= 1e-12
 
 

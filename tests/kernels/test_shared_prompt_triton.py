@@ -122,6 +122,8 @@ def test_tables_have_the_layout_that_compiled_kernels_expect() -> None:
         (Conditions("cuda", torch.float32), None),
         (Conditions("cuda", torch.float64), "fp32, fp16 and bf16"),
         (Conditions("cuda", torch.bfloat16, window=4), "no sliding window"),
+        (Conditions("cuda", torch.bfloat16, head_dim=192, value_dim=128), None),
+        (Conditions("cuda", torch.bfloat16, head_dim=64, value_dim=512), "and the model's are 512 wide"),
         (Conditions("npu", torch.bfloat16), "not known to work on npu"),
         (Conditions("cpu", torch.float32), "needs Triton's interpreter, TRITON_INTERPRET=1"),
     ],
@@ -176,13 +178,13 @@ def test_blocks_of_wide_heads_follow_from_the_memory_of_the_device(
         pytest.param(("bf16",), (128,), ("90", "gfx942"), id="the usual ones"),
         pytest.param(("bf16",), (256,), ("86",), id="the tightest one"),
         pytest.param(
-            ("bf16", "fp16", "fp32"), (64, 96, 128, 256), ("80", "86", "89", "90", "100", "120", "gfx942"),
+            ("bf16", "fp16", "fp32"), (64, 96, 128, 256, "192x128"), ("80", "86", "89", "90", "100", "120", "gfx942"),
             id="all", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
 def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
-    dtypes: tuple[str, ...], head_dims: tuple[int, ...], targets: tuple[str, ...], tmp_path: Path
+    dtypes: tuple[str, ...], head_dims: tuple[int | str, ...], targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     spec = importlib.util.find_spec("triton")
     if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():

@@ -74,7 +74,10 @@ def shared_prompt_attention(
     window: int | None = None,
     backend_name: str = "naive",
 ) -> torch.Tensor:
-    """Compute attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension."""
+    """Compute attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension.
+
+    Values, and so the output, may have another width than queries and keys.
+    """
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {q_THD.shape[0]}")
     return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)

@@ -21,10 +21,12 @@ def check_backend(
     num_groups: int,
     head_dim: int,
     window: int | None = None,
+    value_dim: int | None = None,
 ) -> None:
     """Raise a PlatformError if the backend does not compute attention on this device."""
     for groups in _PACKS:
-        _check_pack(Layout.of_groups(groups), name, device, dtype, num_heads, num_groups, head_dim, window)
+        layout = Layout.of_groups(groups)
+        _check_pack(layout, name, device, dtype, num_heads, num_groups, head_dim, window, value_dim or head_dim)
 
 
 def _check_pack(
@@ -36,13 +38,14 @@ def _check_pack(
     num_groups: int,
     head_dim: int,
     window: int | None,
+    value_dim: int,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     num_tokens = layout.num_tokens
     # One head of keys and values with its queries, since kernels compute such heads one by one.
-    heads = (num_heads // num_groups, 1, 1)
-    inputs = [torch.randn(num_tokens, of, head_dim, generator=generator).to(dtype) for of in heads]
-    weights = torch.randn(num_tokens, heads[0], head_dim, generator=generator).to(dtype)
+    queries = num_heads // num_groups
+    shapes = ((queries, head_dim), (1, head_dim), (1, value_dim), (queries, value_dim))
+    *inputs, weights = (torch.randn(num_tokens, *shape, generator=generator).to(dtype) for shape in shapes)
     host = torch.device("cpu")
     truth = _compute(layout, "naive", inputs, weights, host, torch.float64, window)
     plain = _compute(layout, "naive", inputs, weights, host, dtype, window)

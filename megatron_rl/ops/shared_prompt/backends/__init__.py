@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt.layout import Layout
 
+# Queries [T, H, D], keys [T, G, D] and values [T, G, V]; the output is [T, H, V].
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
 
 
@@ -20,11 +22,18 @@ class Conditions:
     window: int | None = None
     head_dim: int | None = None
     """The width of a head; None for a width that every backend supports."""
+    value_dim: int | None = None
+    """The width of a value's head; None for that of a query's and a key's."""
 
     @property
     def is_half(self) -> bool:
         """Whether flash kernels are written for the dtype."""
         return self.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether values have another width than queries and keys."""
+        return self.value_dim is not None and self.value_dim != self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +48,26 @@ class Backend:
 
 
 def attend_to_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-    """Return attention over no tokens: empty as the queries, and in the autograd graph of all three inputs."""
-    return q_THD + 0 * (k_TGD.sum() + v_TGD.sum())
+    """Return attention over no tokens: empty, and in the autograd graph of all three inputs."""
+    num_heads, width = q_THD.shape[1], v_TGD.shape[2]
+    return q_THD.new_zeros(0, num_heads, width) + 0 * (q_THD.sum() + k_TGD.sum() + v_TGD.sum())
+
+
+def attend_with_equal_widths(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGV: torch.Tensor,
+) -> torch.Tensor:
+    """Attend by an operator that has one width for all heads: the narrower heads get columns of zeros.
+
+    Such columns add nothing to a score, and those of the output are cut off.
+    """
+    widths = q_THD.shape[-1], v_TGV.shape[-1]
+    if widths[0] == widths[1]:
+        return attend(q_THD, k_TGD, v_TGV)
+    padded = (F.pad(tensor, (0, max(widths) - tensor.shape[-1])) for tensor in (q_THD, k_TGD, v_TGV))
+    return attend(*padded)[..., : widths[1]]
 
 
 def make_rows_dense(tensor_THD: torch.Tensor) -> torch.Tensor:

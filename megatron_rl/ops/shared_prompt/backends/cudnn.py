@@ -35,6 +35,8 @@ def refusal(conditions: Conditions) -> str | None:
         return f"cuDNN does not run on {'AMD GPUs' if conditions.device == 'cuda' else conditions.device}"
     if not conditions.is_half:
         return "it needs --bf16 or --fp16"
+    if conditions.has_other_values:
+        return f"values must be as wide as keys, not {conditions.value_dim} beside {conditions.head_dim}"
     if conditions.head_dim is not None and conditions.head_dim % _MULTIPLE:
         return f"the width of heads must be a multiple of {_MULTIPLE}, and the model's are {conditions.head_dim} wide"
     if not torch.backends.cudnn.is_available():

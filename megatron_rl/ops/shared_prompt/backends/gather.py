@@ -2,7 +2,7 @@
 
 A strand's rows are the last rows of its keys, so the diagonal of its causal mask ends at the bottom right. On an
 accelerator in half precision, one call for sequences of varying length has all strands. Otherwise each strand is a call
-with a mask.
+with a mask. The fast operators have one width for all heads, so narrower values get columns of zeros.
 
 Letters: T tokens, N gathered rows, L rows of a strand, M its keys, H query heads, G key-value heads, D head dimension.
 """
@@ -16,7 +16,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, flash_npu
+from megatron_rl.ops.shared_prompt.backends import (
+    Conditions,
+    attend_to_nothing,
+    attend_with_equal_widths,
+    flash_npu,
+)
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables
@@ -76,6 +81,21 @@ def attention(
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     gathered = find_tables(layout, q_THD.device, Gathered.of)
+
+    def attend(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        return _attend(q_THD, k_TGD, v_TGD, gathered, scale, window)
+
+    return attend_with_equal_widths(attend, q_THD, k_TGD, v_TGD)
+
+
+def _attend(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    gathered: Gathered,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":
         return _attend_on_npu(q_THD, k_NGD, v_NGD, gathered, scale)

@@ -3,6 +3,7 @@
 Each strand attends causally to itself, and to all of each range above it. A row's results are averaged, weighted by
 their shares of the full softmax's denominator. A call's backward gets the merged results and denominator in place of
 its own. Then it computes its part of the full gradients, and the parts are added.
+The operators have one width for all heads, so narrower values get columns of zeros.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -12,7 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, flash_npu, make_rows_dense
+from megatron_rl.ops.shared_prompt.backends import (
+    Conditions,
+    attend_to_nothing,
+    attend_with_equal_widths,
+    flash_npu,
+    make_rows_dense,
+)
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -68,10 +75,14 @@ def attend_and_merge(
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     flash = find_tables(layout, q_THD.device, plan, *arguments)
-    if isinstance(flash, CpuFlash) and flash.is_plain:
-        return flash.alone(q_THD, k_TGD, v_TGD, scale)
-    out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, flash, scale)
-    return out_THD
+
+    def attend(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        if isinstance(flash, CpuFlash) and flash.is_plain:
+            return flash.alone(q_THD, k_TGD, v_TGD, scale)
+        out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, flash, scale)
+        return out_THD
+
+    return attend_with_equal_widths(attend, q_THD, k_TGD, v_TGD)
 
 
 class _Merged(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The definition of shared-prompt attention: a dense mask, a softmax, two products. Every backend is tested against it.
 
-Letters: T tokens, S segments, H query heads, G key-value heads, D head dimension, I = H / G.
+Letters: T tokens, S segments, H query heads, G key-value heads, D head dimension, V that of values, I = H / G.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def prepare(layout: Layout, device: torch.device) -> MaskTables:
 def attention(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
+    v_TGV: torch.Tensor,
     layout: Layout,
     scale: float,
     window: int | None = None,
@@ -53,9 +53,9 @@ def attention(
     mask_TT = find_tables(layout, q_THD.device, MaskTables.of).visible(window)
     q_GITD = q_THD.reshape(num_tokens, num_groups, num_heads // num_groups, head_dim).permute(1, 2, 0, 3)
     k_G1DT = k_TGD.permute(1, 2, 0).unsqueeze(1)
-    v_G1TD = v_TGD.transpose(0, 1).unsqueeze(1)
+    v_G1TV = v_TGV.transpose(0, 1).unsqueeze(1)
     scores_GITT = (q_GITD @ k_G1DT) * scale
     softmax_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     weights_GITT = scores_GITT.masked_fill(~mask_TT, float("-inf")).softmax(dim=-1, dtype=softmax_dtype)
-    out_GITD = weights_GITT.to(v_TGD.dtype) @ v_G1TD
-    return out_GITD.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+    out_GITV = weights_GITT.to(v_TGV.dtype) @ v_G1TV
+    return out_GITV.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, v_TGV.shape[-1])

@@ -3,7 +3,7 @@
 One kernel computes attention, one the gradient of queries, and one the gradients of keys and values. A fourth kernel
 sums the results of several programs for the same keys, in a fixed order: the same inputs give the same bits.
 
-Letters: T tokens, H query heads, G key-value heads, D head dimension.
+Letters: T tokens, H query heads, G key-value heads, D head dimension, V that of values.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,9 @@ def refusal(conditions: Conditions) -> str | None:
     """Refuse what `refuse_triton` does, windows and wide heads."""
     if conditions.window is not None:
         return "it has no sliding window"
-    if conditions.head_dim is not None and conditions.head_dim > WIDEST:
-        return f"heads must be at most {WIDEST} wide, and the model's are {conditions.head_dim} wide"
+    widest = max(conditions.head_dim or 0, conditions.value_dim or 0)
+    if widest > WIDEST:
+        return f"heads must be at most {WIDEST} wide, and the model's are {widest} wide"
     return refuse_triton(conditions.device, conditions.dtype)
 
 
@@ -48,10 +49,9 @@ def attention(
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`, without a window."""
     assert window is None
-    if q_THD.shape[-1] > WIDEST:
-        raise ValueError(
-            f"heads must be at most {WIDEST} wide for --shared-prompt-backend triton, not {q_THD.shape[-1]}"
-        )
+    widest = max(q_THD.shape[-1], v_TGD.shape[-1])
+    if widest > WIDEST:
+        raise ValueError(f"heads must be at most {WIDEST} wide for --shared-prompt-backend triton, not {widest}")
     if layout.num_tokens == 0:
         return attend_to_nothing(q_THD, k_TGD, v_TGD)
     out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, find_tables(layout, q_THD.device, TileTables.of), scale)
@@ -61,6 +61,16 @@ def attention(
 def compute_width(head_dim: int) -> int:
     """Return the columns of a head in a block: a power of two, and enough for a product of blocks."""
     return max(NARROWEST, 1 << (head_dim - 1).bit_length())
+
+
+def compute_sizes(head_dim: int, value_dim: int) -> dict[str, int]:
+    """Return the constants of the kernels that follow from the widths of keys and of values."""
+    return {
+        "HEAD_DIM": head_dim,
+        "WIDTH": compute_width(head_dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_WIDTH": compute_width(value_dim),
+    }
 
 
 class _Fused(torch.autograd.Function):
@@ -86,25 +96,27 @@ class _Launcher:
     """Calls the kernels with the arguments that they share."""
 
     def __init__(self, tables: TileTables, scale: float, inputs: Sequence[torch.Tensor]) -> None:
-        q_THD, k_TGD, _ = inputs
+        q_THD, k_TGD, v_TGV = inputs
         self._tables = tables
         self._scale = scale
         self._inputs = inputs
         self._strides = [stride for tensor in inputs for stride in tensor.stride()[:2]]
         self._num_tokens, self._num_heads, head_dim = q_THD.shape
         self._num_groups = k_TGD.shape[1]
-        self._sizes = {"HEAD_DIM": head_dim, "WIDTH": compute_width(head_dim), "TILE": tables.tile}
-        self._blocks = choose_blocks(self._sizes["WIDTH"], q_THD.dtype, find_chip(q_THD.device))
+        self._sizes = {**compute_sizes(head_dim, v_TGV.shape[-1]), "TILE": tables.tile}
+        widest = max(self._sizes["WIDTH"], self._sizes["VALUE_WIDTH"])
+        self._blocks = choose_blocks(widest, q_THD.dtype, find_chip(q_THD.device))
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention, and the base-2 logarithm of each softmax's denominator [H, T]."""
         from megatron_rl.ops.shared_prompt.backends.triton_kernels import forward_kernel
 
-        out_THD, log_totals_HT = _allocate_like(self._inputs[0]), self._allocate_per_row()
+        out_THV = self._inputs[0].new_empty((self._num_tokens, self._num_heads, self._inputs[2].shape[-1]))
+        log_totals_HT = self._allocate_per_row()
         tables, blocks = self._tables, self._blocks.forward
         grid = len(tables.query_tiles) * (tables.tile // blocks.queries), self._num_heads
-        self._launch(forward_kernel, grid, blocks, [out_THD, log_totals_HT, tables.query_tiles, tables.ranges])
-        return out_THD, log_totals_HT
+        self._launch(forward_kernel, grid, blocks, [out_THV, log_totals_HT, tables.query_tiles, tables.ranges])
+        return out_THV, log_totals_HT
 
     def differentiate(
         self, grad_out_THD: torch.Tensor, out_THD: torch.Tensor, log_totals_HT: torch.Tensor
@@ -127,7 +139,8 @@ class _Launcher:
 
         blocks = self._blocks.key_gradients
         grid = len(tables.key_items) * (tables.tile // blocks.keys), self._num_groups
-        found = [grad_k_TGD, grad_v_TGD, self._allocate_per_slot(), self._allocate_per_slot()]
+        partial = [self._allocate_per_slot(self._sizes[width]) for width in ("WIDTH", "VALUE_WIDTH")]
+        found = [grad_k_TGD, grad_v_TGD, *partial]
         self._launch(key_gradients_kernel, grid, blocks, [*given, *found, tables.key_items], strides)
 
         if tables.num_slots:
@@ -163,8 +176,8 @@ class _Launcher:
     def _allocate_per_row(self) -> torch.Tensor:
         return self._inputs[0].new_empty((self._num_heads, self._num_tokens), dtype=torch.float32)
 
-    def _allocate_per_slot(self) -> torch.Tensor:
-        shape = (self._tables.num_slots, self._num_groups, self._tables.tile, self._sizes["WIDTH"])
+    def _allocate_per_slot(self, width: int) -> torch.Tensor:
+        shape = (self._tables.num_slots, self._num_groups, self._tables.tile, width)
         return self._inputs[0].new_empty(shape, dtype=torch.float32)
 
 

@@ -5,8 +5,8 @@ of the third kernel has a block of keys of one key-value head, and loops over qu
 are rows of the buffer. A query never sees a later key, so `key <= query` and the ends of ranges are the only masks.
 Logarithms and exponentials are to base 2. `triton_tables` describes the tables.
 
-Letters: T tokens, H query heads, G key-value heads, D head dimension (padded with zeros to WIDTH, a power of two),
-M queries of a block, N keys of a block.
+Letters: T tokens, H query heads, G key-value heads, D head dimension, V that of values, M queries of a block, N keys of
+a block. Blocks of D and V columns are padded with zeros to WIDTH and VALUE_WIDTH, powers of two.
 """
 
 import os
@@ -25,8 +25,8 @@ IS_INTERPRETED = tl.constexpr(
 def forward_kernel(
     q_THD: tl.tensor,
     k_TGD: tl.tensor,
-    v_TGD: tl.tensor,
-    out_THD: tl.tensor,
+    v_TGV: tl.tensor,
+    out_THV: tl.tensor,
     log_totals_HT: tl.tensor,
     query_tiles: tl.tensor,
     ranges: tl.tensor,
@@ -41,6 +41,8 @@ def forward_kernel(
     heads_per_group: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -52,22 +54,22 @@ def forward_kernel(
     rows_M = first + tl.arange(0, QUERIES)
     q_MD = _block(q_THD + head * Q_STRIDE_H, Q_STRIDE_T, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
     k_TD = k_TGD + group * K_STRIDE_G
-    v_TD = v_TGD + group * V_STRIDE_G
-    out_MD = tl.zeros([QUERIES, WIDTH], tl.float32)
+    v_TV = v_TGV + group * V_STRIDE_G
+    out_MV = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
     totals_M = tl.zeros([QUERIES], tl.float32)
     greatest_M = tl.full([QUERIES], float("-inf"), tl.float32)
     for index in range(first_range, end_range):
         start, edge, end = _key_range(ranges, index, end_range, strand_start, strand_end, first, QUERIES, KEYS)
-        out_MD, totals_M, greatest_M = _attend(
-            out_MD, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
-            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, False,
+        out_MV, totals_M, greatest_M = _attend(
+            out_MV, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
+            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, False,
         )  # fmt: skip
-        out_MD, totals_M, greatest_M = _attend(
-            out_MD, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
-            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, True,
+        out_MV, totals_M, greatest_M = _attend(
+            out_MV, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
+            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, True,
         )  # fmt: skip
-    _store(out_THD + head * HEAD_DIM, tl.num_programs(1) * HEAD_DIM, out_MD / totals_M[:, None],
-           first, strand_end, QUERIES, WIDTH, HEAD_DIM)  # fmt: skip
+    _store(out_THV + head * VALUE_DIM, tl.num_programs(1) * VALUE_DIM, out_MV / totals_M[:, None],
+           first, strand_end, QUERIES, VALUE_WIDTH, VALUE_DIM)  # fmt: skip
     tl.store(
         log_totals_HT + head * num_tokens + rows_M,
         greatest_M + tl.math.log2(totals_M),
@@ -79,11 +81,11 @@ def forward_kernel(
 def query_gradients_kernel(
     q_THD: tl.tensor,
     k_TGD: tl.tensor,
-    v_TGD: tl.tensor,
-    grad_out_THD: tl.tensor,
+    v_TGV: tl.tensor,
+    grad_out_THV: tl.tensor,
     log_totals_HT: tl.tensor,
     deltas_HT: tl.tensor,
-    out_THD: tl.tensor,
+    out_THV: tl.tensor,
     grad_q_THD: tl.tensor,
     query_tiles: tl.tensor,
     ranges: tl.tensor,
@@ -100,6 +102,8 @@ def query_gradients_kernel(
     heads_per_group: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -109,28 +113,29 @@ def query_gradients_kernel(
     group = head // heads_per_group
     first, strand_start, strand_end, first_range, end_range = _query_block(query_tiles, TILE, QUERIES)
     rows_M = first + tl.arange(0, QUERIES)
-    dense_stride = tl.num_programs(1) * HEAD_DIM
-    out_MD = _block(out_THD + head * HEAD_DIM, dense_stride, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
-    grad_out_TD = grad_out_THD + head * GRAD_STRIDE_H
-    grad_out_MD = _block(grad_out_TD, GRAD_STRIDE_T, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
-    deltas_M = tl.sum(out_MD.to(tl.float32) * grad_out_MD.to(tl.float32), 1)
+    num_heads = tl.num_programs(1)
+    out_TV, stride = out_THV + head * VALUE_DIM, num_heads * VALUE_DIM
+    out_MV = _block(out_TV, stride, first, strand_end, QUERIES, VALUE_WIDTH, VALUE_DIM, True)
+    grad_out_TV = grad_out_THV + head * GRAD_STRIDE_H
+    grad_out_MV = _block(grad_out_TV, GRAD_STRIDE_T, first, strand_end, QUERIES, VALUE_WIDTH, VALUE_DIM, True)
+    deltas_M = tl.sum(out_MV.to(tl.float32) * grad_out_MV.to(tl.float32), 1)
     tl.store(deltas_HT + head * num_tokens + rows_M, deltas_M, mask=rows_M < strand_end)
     log_totals_M = tl.load(log_totals_HT + head * num_tokens + rows_M, mask=rows_M < strand_end, other=0.0)
     q_MD = _block(q_THD + head * Q_STRIDE_H, Q_STRIDE_T, first, strand_end, QUERIES, WIDTH, HEAD_DIM, True)
     k_TD = k_TGD + group * K_STRIDE_G
-    v_TD = v_TGD + group * V_STRIDE_G
+    v_TV = v_TGV + group * V_STRIDE_G
     grad_q_MD = tl.zeros([QUERIES, WIDTH], tl.float32)
     for index in range(first_range, end_range):
         start, edge, end = _key_range(ranges, index, end_range, strand_start, strand_end, first, QUERIES, KEYS)
         grad_q_MD = _query_gradients(
-            grad_q_MD, q_MD, grad_out_MD, log_totals_M, deltas_M, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
-            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, False,
+            grad_q_MD, q_MD, grad_out_MV, log_totals_M, deltas_M, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
+            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, False,
         )  # fmt: skip
         grad_q_MD = _query_gradients(
-            grad_q_MD, q_MD, grad_out_MD, log_totals_M, deltas_M, rows_M, k_TD, v_TD, K_STRIDE_T, V_STRIDE_T,
-            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, True,
+            grad_q_MD, q_MD, grad_out_MV, log_totals_M, deltas_M, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
+            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, True,
         )  # fmt: skip
-    _store(grad_q_THD + head * HEAD_DIM, dense_stride, grad_q_MD * scale,
+    _store(grad_q_THD + head * HEAD_DIM, num_heads * HEAD_DIM, grad_q_MD * scale,
            first, strand_end, QUERIES, WIDTH, HEAD_DIM)  # fmt: skip
 
 
@@ -138,12 +143,12 @@ def query_gradients_kernel(
 def key_gradients_kernel(
     q_THD: tl.tensor,
     k_TGD: tl.tensor,
-    v_TGD: tl.tensor,
-    grad_out_THD: tl.tensor,
+    v_TGV: tl.tensor,
+    grad_out_THV: tl.tensor,
     log_totals_HT: tl.tensor,
     deltas_HT: tl.tensor,
     grad_k_TGD: tl.tensor,
-    grad_v_TGD: tl.tensor,
+    grad_v_TGV: tl.tensor,
     partial_k: tl.tensor,
     partial_v: tl.tensor,
     key_items: tl.tensor,
@@ -160,11 +165,13 @@ def key_gradients_kernel(
     heads_per_group: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Compute gradients of keys and values, stored densely, or an item's part: [slots, G, TILE, WIDTH] in fp32."""
+    """Compute gradients of keys and values, stored densely, or an item's part: [slots, G, TILE, columns] in fp32."""
     group = tl.program_id(1)
     num_groups = tl.num_programs(1)
     item = key_items + tl.program_id(0) // (TILE // KEYS) * 5
@@ -179,47 +186,50 @@ def key_gradients_kernel(
     edge = tl.minimum(end, tl.maximum(start, first_key + KEYS))
     keys_N = first_key + tl.arange(0, KEYS)
     k_ND = _block(k_TGD + group * K_STRIDE_G, K_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
-    v_ND = _block(v_TGD + group * V_STRIDE_G, V_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
+    v_NV = _block(v_TGV + group * V_STRIDE_G, V_STRIDE_T, first_key, end_key, KEYS, VALUE_WIDTH, VALUE_DIM, True)
     grad_k_ND = tl.zeros([KEYS, WIDTH], tl.float32)
-    grad_v_ND = tl.zeros([KEYS, WIDTH], tl.float32)
+    grad_v_NV = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
     for number in range(heads_per_group):
         head = group * heads_per_group + number
         q_TD = q_THD + head * Q_STRIDE_H
-        grad_out_TD = grad_out_THD + head * GRAD_STRIDE_H
+        grad_out_TV = grad_out_THV + head * GRAD_STRIDE_H
         log_totals_T = log_totals_HT + head * num_tokens
         deltas_T = deltas_HT + head * num_tokens
-        grad_k_ND, grad_v_ND = _key_gradients(
-            grad_k_ND, grad_v_ND, k_ND, v_ND, keys_N, q_TD, grad_out_TD, log_totals_T, deltas_T, Q_STRIDE_T,
-            GRAD_STRIDE_T, start, edge, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, True,
+        grad_k_ND, grad_v_NV = _key_gradients(
+            grad_k_ND, grad_v_NV, k_ND, v_NV, keys_N, q_TD, grad_out_TV, log_totals_T, deltas_T, Q_STRIDE_T,
+            GRAD_STRIDE_T, start, edge, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, VALUE_DIM,
+            VALUE_WIDTH, True,
         )  # fmt: skip
-        grad_k_ND, grad_v_ND = _key_gradients(
-            grad_k_ND, grad_v_ND, k_ND, v_ND, keys_N, q_TD, grad_out_TD, log_totals_T, deltas_T, Q_STRIDE_T,
-            GRAD_STRIDE_T, edge, end, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, False,
+        grad_k_ND, grad_v_NV = _key_gradients(
+            grad_k_ND, grad_v_NV, k_ND, v_NV, keys_N, q_TD, grad_out_TV, log_totals_T, deltas_T, Q_STRIDE_T,
+            GRAD_STRIDE_T, edge, end, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, VALUE_DIM,
+            VALUE_WIDTH, False,
         )  # fmt: skip
     grad_k_ND *= scale
     if slot < 0:
-        out = group * HEAD_DIM
-        stride = num_groups * HEAD_DIM
-        _store(grad_k_TGD + out, stride, grad_k_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
-        _store(grad_v_TGD + out, stride, grad_v_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
+        _store(grad_k_TGD + group * HEAD_DIM, num_groups * HEAD_DIM, grad_k_ND,
+               first_key, end_key, KEYS, WIDTH, HEAD_DIM)  # fmt: skip
+        _store(grad_v_TGV + group * VALUE_DIM, num_groups * VALUE_DIM, grad_v_NV,
+               first_key, end_key, KEYS, VALUE_WIDTH, VALUE_DIM)  # fmt: skip
     else:
         # Rows of keys beyond the end were computed with the item's queries too.
         is_seen_N1 = (keys_N < end_key)[:, None]
-        first = ((slot * num_groups + group) * TILE + offset).to(tl.int64) * WIDTH
-        within_ND = tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        tl.store(partial_k + first + within_ND, tl.where(is_seen_N1, grad_k_ND, 0.0))
-        tl.store(partial_v + first + within_ND, tl.where(is_seen_N1, grad_v_ND, 0.0))
+        first = ((slot * num_groups + group) * TILE + offset).to(tl.int64)
+        tl.store(partial_k + _within(first, KEYS, WIDTH), tl.where(is_seen_N1, grad_k_ND, 0.0))
+        tl.store(partial_v + _within(first, KEYS, VALUE_WIDTH), tl.where(is_seen_N1, grad_v_NV, 0.0))
 
 
 @triton.jit
 def sum_kernel(
     grad_k_TGD: tl.tensor,
-    grad_v_TGD: tl.tensor,
+    grad_v_TGV: tl.tensor,
     partial_k: tl.tensor,
     partial_v: tl.tensor,
     sums: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
@@ -230,17 +240,22 @@ def sum_kernel(
     offset = tl.program_id(0) % (TILE // KEYS) * KEYS
     first_key = tl.load(record) + offset
     end_key = tl.load(record) + tl.load(record + 1)
-    within_ND = tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     grad_k_ND = tl.zeros([KEYS, WIDTH], tl.float32)
-    grad_v_ND = tl.zeros([KEYS, WIDTH], tl.float32)
+    grad_v_NV = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
     for slot in range(tl.load(record + 2), tl.load(record + 3)):
-        first = tl.cast((slot * num_groups + group) * TILE + offset, tl.int64) * WIDTH
-        grad_k_ND += tl.load(partial_k + first + within_ND)
-        grad_v_ND += tl.load(partial_v + first + within_ND)
-    out = group * HEAD_DIM
-    stride = num_groups * HEAD_DIM
-    _store(grad_k_TGD + out, stride, grad_k_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
-    _store(grad_v_TGD + out, stride, grad_v_ND, first_key, end_key, KEYS, WIDTH, HEAD_DIM)
+        first = tl.cast((slot * num_groups + group) * TILE + offset, tl.int64)
+        grad_k_ND += tl.load(partial_k + _within(first, KEYS, WIDTH))
+        grad_v_NV += tl.load(partial_v + _within(first, KEYS, VALUE_WIDTH))
+    _store(grad_k_TGD + group * HEAD_DIM, num_groups * HEAD_DIM, grad_k_ND,
+           first_key, end_key, KEYS, WIDTH, HEAD_DIM)  # fmt: skip
+    _store(grad_v_TGV + group * VALUE_DIM, num_groups * VALUE_DIM, grad_v_NV,
+           first_key, end_key, KEYS, VALUE_WIDTH, VALUE_DIM)  # fmt: skip
+
+
+@triton.jit
+def _within(first: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return the places of rows from `first` on, which lie densely."""
+    return first * WIDTH + (tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
 
 
 @triton.jit
@@ -278,13 +293,13 @@ def _key_range(
 
 @triton.jit
 def _attend(
-    out_MD: tl.tensor,
+    out_MV: tl.tensor,
     totals_M: tl.tensor,
     greatest_M: tl.tensor,
     q_MD: tl.tensor,
     rows_M: tl.tensor,
     k_TD: tl.tensor,
-    v_TD: tl.tensor,
+    v_TV: tl.tensor,
     K_STRIDE_T: tl.constexpr,
     V_STRIDE_T: tl.constexpr,
     start: tl.tensor,
@@ -293,12 +308,14 @@ def _attend(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a range of keys to the three running values; the output is not yet divided by its totals."""
     for first in tl.range(start, end, KEYS):
         k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
-        v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
+        v_NV = _block(v_TV, V_STRIDE_T, first, end, KEYS, VALUE_WIDTH, VALUE_DIM, IS_EDGE)
         scores_MN = _dot(q_MD, tl.trans(k_ND))
         if IS_EDGE:
             scores_MN = tl.where(_is_visible(rows_M, first, end, KEYS), scores_MN, float("-inf"))
@@ -306,21 +323,21 @@ def _attend(
         weights_MN = tl.math.exp2(scores_MN * scale - now_greatest_M[:, None])
         share_M = tl.math.exp2(greatest_M - now_greatest_M)
         totals_M = totals_M * share_M + tl.sum(weights_MN, 1)
-        out_MD = _dot(_rounded(weights_MN, v_ND.dtype), v_ND, out_MD * share_M[:, None])
+        out_MV = _dot(_rounded(weights_MN, v_NV.dtype), v_NV, out_MV * share_M[:, None])
         greatest_M = now_greatest_M
-    return out_MD, totals_M, greatest_M
+    return out_MV, totals_M, greatest_M
 
 
 @triton.jit
 def _query_gradients(
     grad_q_MD: tl.tensor,
     q_MD: tl.tensor,
-    grad_out_MD: tl.tensor,
+    grad_out_MV: tl.tensor,
     log_totals_M: tl.tensor,
     deltas_M: tl.tensor,
     rows_M: tl.tensor,
     k_TD: tl.tensor,
-    v_TD: tl.tensor,
+    v_TV: tl.tensor,
     K_STRIDE_T: tl.constexpr,
     V_STRIDE_T: tl.constexpr,
     start: tl.tensor,
@@ -329,16 +346,18 @@ def _query_gradients(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tl.tensor:
     """Add the contribution of a range of keys to the gradient of queries, without the scale."""
     for first in tl.range(start, end, KEYS):
         k_ND = _block(k_TD, K_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
-        v_ND = _block(v_TD, V_STRIDE_T, first, end, KEYS, WIDTH, HEAD_DIM, IS_EDGE)
+        v_NV = _block(v_TV, V_STRIDE_T, first, end, KEYS, VALUE_WIDTH, VALUE_DIM, IS_EDGE)
         weights_MN = tl.math.exp2(_dot(q_MD, tl.trans(k_ND)) * scale - log_totals_M[:, None])
         if IS_EDGE:
             weights_MN = tl.where(_is_visible(rows_M, first, end, KEYS), weights_MN, 0.0)
-        grad_scores_MN = weights_MN * (_dot(grad_out_MD, tl.trans(v_ND)) - deltas_M[:, None])
+        grad_scores_MN = weights_MN * (_dot(grad_out_MV, tl.trans(v_NV)) - deltas_M[:, None])
         grad_q_MD = _dot(_rounded(grad_scores_MN, k_ND.dtype), k_ND, grad_q_MD)
     return grad_q_MD
 
@@ -346,12 +365,12 @@ def _query_gradients(
 @triton.jit
 def _key_gradients(
     grad_k_ND: tl.tensor,
-    grad_v_ND: tl.tensor,
+    grad_v_NV: tl.tensor,
     k_ND: tl.tensor,
-    v_ND: tl.tensor,
+    v_NV: tl.tensor,
     keys_N: tl.tensor,
     q_TD: tl.tensor,
-    grad_out_TD: tl.tensor,
+    grad_out_TV: tl.tensor,
     log_totals_T: tl.tensor,
     deltas_T: tl.tensor,
     Q_STRIDE_T: tl.constexpr,
@@ -362,6 +381,8 @@ def _key_gradients(
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add a range of queries of one head to the gradients of keys, without the scale, and of values."""
@@ -369,16 +390,16 @@ def _key_gradients(
         rows_M = first + tl.arange(0, QUERIES)
         # Rows after the end are read as zeros, which add nothing.
         q_MD = _block(q_TD, Q_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
-        grad_out_MD = _block(grad_out_TD, GRAD_STRIDE_T, first, end, QUERIES, WIDTH, HEAD_DIM, True)
+        grad_out_MV = _block(grad_out_TV, GRAD_STRIDE_T, first, end, QUERIES, VALUE_WIDTH, VALUE_DIM, True)
         log_totals_M = tl.load(log_totals_T + rows_M, mask=rows_M < end, other=0.0)
         deltas_M = tl.load(deltas_T + rows_M, mask=rows_M < end, other=0.0)
         weights_NM = tl.math.exp2(_dot(k_ND, tl.trans(q_MD)) * scale - log_totals_M[None, :])
         if IS_EDGE:
             weights_NM = tl.where(keys_N[:, None] <= rows_M[None, :], weights_NM, 0.0)
-        grad_v_ND = _dot(_rounded(weights_NM, grad_out_MD.dtype), grad_out_MD, grad_v_ND)
-        grad_scores_NM = weights_NM * (_dot(v_ND, tl.trans(grad_out_MD)) - deltas_M[None, :])
+        grad_v_NV = _dot(_rounded(weights_NM, grad_out_MV.dtype), grad_out_MV, grad_v_NV)
+        grad_scores_NM = weights_NM * (_dot(v_NV, tl.trans(grad_out_MV)) - deltas_M[None, :])
         grad_k_ND = _dot(_rounded(grad_scores_NM, q_MD.dtype), q_MD, grad_k_ND)
-    return grad_k_ND, grad_v_ND
+    return grad_k_ND, grad_v_NV
 
 
 @triton.jit
