@@ -105,6 +105,11 @@ class Architecture:
         """Return the window of a layer, counted from zero; None if its attention reaches all tokens."""
         return None if layer in self.full_layers else self.sliding_window
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The different windows of the layers."""
+        return list(dict.fromkeys(map(self.find_window, range(self.num_layers))))
+
     def is_local(self, layer: int) -> bool:
         """Check whether a layer, counted from zero, has the rope of layers with a window, which is one of its own."""
         return self.local_rope is not None and self.find_window(layer) is not None

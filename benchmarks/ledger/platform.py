@@ -213,9 +213,15 @@ def _needed_work(
 
 
 def _gather_in_one_call(
-    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, layout: Layout, scale: float, window: int | None
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what `gather.attention` does on a GPU; it asks whether tensors are CUDA's."""
+    """Do what `gather.attention` does on a GPU, where it has no sinks; it asks whether tensors are CUDA's."""
     gathered = find_tables(layout, q_THD.device, gather.Gathered.of)
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     return gather._attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)

@@ -37,7 +37,7 @@ CHIPS = {
 }
 """By compute capability, or AMD's name; the memory is from the makers' documents."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TABLES = ("query_tiles", "ranges", "key_items", "sums")
+TABLES = ("query_tiles", "ranges", "key_items", "sums", "positions_T")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -65,23 +65,28 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--head-dims", nargs="+", default=["64", "96", "128", "256", "192x128"])
     parser.add_argument("--targets", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--window", type=int, default=0)
     arguments = parser.parse_args()
     for target, dtype, head_dims in itertools.product(arguments.targets, arguments.dtypes, arguments.head_dims):
         dims = [int(width) for width in head_dims.split("x")]
         head_dim, value_dim = dims[0], dims[-1]
         blocks = choose_blocks(triton_fused.compute_width(max(dims)), DTYPES[dtype], CHIPS[target])
         for name, sizes in (*blocks._asdict().items(), ("sum", Blocks(0, triton_fused.SUMMED, 4, 3))):
-            compiled = compile_kernel(target, f"{name}_kernel", dtype, head_dim, value_dim, sizes)
+            window = arguments.window
+            compiled = compile_kernel(target, f"{name}_kernel", dtype, head_dim, value_dim, sizes, window)
             print(json.dumps(dataclasses.asdict(compiled)), flush=True)
 
 
-def compile_kernel(target: str, name: str, dtype: str, head_dim: int, value_dim: int, blocks: Blocks) -> Compiled:
+def compile_kernel(
+    target: str, name: str, dtype: str, head_dim: int, value_dim: int, blocks: Blocks, window: int = 0
+) -> Compiled:
     """Compile a kernel as the launcher would have it compiled."""
     kernel = getattr(triton_kernels, name)
     heads = {"Q": (32, head_dim), "GRAD": (32, value_dim), "K": (8, head_dim), "V": (8, value_dim)}
     sizes = {
         **triton_fused.compute_sizes(head_dim, value_dim),
         "TILE": TILE,
+        "WINDOW": window,
         "QUERIES": blocks.queries,
         "KEYS": blocks.keys,
         **{f"{tensor}_STRIDE_T": num_heads * width for tensor, (num_heads, width) in heads.items()},

@@ -12,6 +12,8 @@ from megatron_rl.ops.shared_prompt.backends import Attention
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 NAMES = ("out", "queries", "keys", "values")
+# The results of a case with sinks.
+NAMES_WITH_SINKS = (*NAMES, "sinks")
 
 RAGGED = Layout.of_groups([(70, [33, 0, 64, 64, 5]), (0, [40, 17]), (31, [1]), (19, [])])
 # Turns of a conversation, each with several answers, and one turn that continues after another turn's answers.
@@ -32,6 +34,7 @@ class Case:
     grad_out_THD: torch.Tensor
     scale: float
     window: int | None = None
+    sinks_H: torch.Tensor | None = None
 
     @classmethod
     def draw(
@@ -43,10 +46,11 @@ class Case:
         window: int | None = None,
         draw: int = 0,
         value_dim: int | None = None,
+        has_sinks: bool = False,
     ) -> "Case":
         """Draw inputs for query heads and key-value heads; each draw has the same numbers at each call.
 
-        Without `value_dim`, values are as wide as keys.
+        Without `value_dim`, values are as wide as keys. Sinks are from -1 to 3, so that each has a share.
         """
         value_dim = value_dim or head_dim
         generator = torch.Generator().manual_seed(layout.num_tokens + draw)
@@ -54,7 +58,8 @@ class Case:
             torch.randn(layout.num_tokens, num, width, generator=generator, dtype=torch.float64).to(dtype)
             for num, width in ((heads[0], head_dim), (heads[1], head_dim), (heads[1], value_dim), (heads[0], value_dim))
         ]
-        return cls(layout, *tensors, scale=head_dim**-0.5, window=window)
+        sinks_H = torch.linspace(-1, 3, heads[0], dtype=torch.float64).to(dtype) if has_sinks else None
+        return cls(layout, *tensors, scale=head_dim**-0.5, window=window, sinks_H=sinks_H)
 
     def on(self, device: str) -> "Case":
         """Return the same numbers on another device."""
@@ -68,8 +73,9 @@ class Case:
     def run(self, attention: Attention, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """Compute the output and all gradients in a precision."""
         dtype = dtype or self.q_THD.dtype
-        inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in (self.q_THD, self.k_TGD, self.v_TGD)]
-        out_THD = attention(*inputs, self.layout, self.scale, self.window)
+        given = (self.q_THD, self.k_TGD, self.v_TGD, *([] if self.sinks_H is None else [self.sinks_H]))
+        inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in given]
+        out_THD = attention(*inputs[:3], self.layout, self.scale, self.window, *inputs[3:])
         assert out_THD.dtype == dtype
         out_THD.backward(self.grad_out_THD.to(dtype))
         gradients = [tensor.grad for tensor in inputs]
@@ -85,7 +91,7 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, fl
     """Return the largest error of each tensor."""
     return {
         name: (one.double() - other).abs().max().item() if other.numel() else 0.0
-        for name, one, other in zip(NAMES, found, exact, strict=True)
+        for name, one, other in zip(NAMES_WITH_SINKS[: len(exact)], found, exact, strict=True)
     }
 
 

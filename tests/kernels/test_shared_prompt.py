@@ -26,7 +26,11 @@ def draw_qkv(num_tokens: int, heads: int, groups: int, head_dim: int, dtype: tor
 
 
 def sequence_by_sequence(
-    qkv: list[torch.Tensor], layout: Layout, scale: float, window: int | None = None
+    qkv: list[torch.Tensor],
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute each segment's path as a plain causal sequence, and keep the segment's own rows."""
     q_THD, k_TGD, v_TGD = qkv
@@ -45,26 +49,33 @@ def sequence_by_sequence(
         scores = q @ k.transpose(1, 2) * scale
         distance = torch.arange(len(rows))[:, None] - torch.arange(len(rows))[None, :]
         hidden = (distance < 0) | (distance >= (window or len(rows)))
-        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        if sinks_H is not None:
+            # The share of the tokens is one minus that of the sink.
+            totals = scores.masked_fill(hidden, float("-inf")).exp().sum(-1, keepdim=True)
+            weights = weights * totals / (totals + sinks_H.exp()[:, None, None])
+        out = weights @ v
         out_THD = out_THD.index_copy(0, torch.tensor(rows[-length:]), out.transpose(0, 1)[-length:])
     return out_THD
 
 
 @settings(max_examples=60)
-@given(layouts(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 4]))
+@given(layouts(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 4]), st.booleans())
 def test_each_segment_attends_as_if_its_path_stood_alone(
-    layout: Layout, heads: tuple[int, int], window: int | None
+    layout: Layout, heads: tuple[int, int], window: int | None, has_sinks: bool
 ) -> None:
-    packed = draw_qkv(layout.num_tokens, *heads, 8, torch.float64)
+    sinks = [torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_()] if has_sinks else []
+    packed = [*draw_qkv(layout.num_tokens, *heads, 8, torch.float64), *sinks]
     alone = [tensor.detach().clone().requires_grad_() for tensor in packed]
-    out = shared_prompt_attention(*packed, layout, 0.4, window)
-    reference = sequence_by_sequence(alone, layout, 0.4, window)
+    out = shared_prompt_attention(*packed[:3], layout, 0.4, window, "naive", *packed[3:])
+    reference = sequence_by_sequence(alone[:3], layout, 0.4, window, *alone[3:])
     torch.testing.assert_close(out, reference, rtol=0, atol=1e-12)
     weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
     (out * weights).sum().backward()
     (reference * weights).sum().backward()
     for mine, theirs in zip(packed, alone, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+        expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(mine.grad, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -219,6 +219,7 @@ def test_the_trial_before_training_reaches_the_calls_and_says_how_they_fail(
         (Conditions("cuda", torch.float32), "needs --bf16 or --fp16"),
         (Conditions("cuda", torch.bfloat16, head_dim=36), "must be a multiple of 8, and the model's are 36 wide"),
         (Conditions("cuda", torch.bfloat16, window=4), "no sliding window"),
+        (Conditions("cuda", torch.bfloat16, has_sinks=True), "no sinks"),
         (Conditions("cuda", torch.bfloat16, head_dim=192, value_dim=128), "values must be as wide as keys"),
         (Conditions("npu", torch.bfloat16), "cuDNN does not run on npu"),
         (Conditions("cpu", torch.bfloat16), "cuDNN does not run on cpu"),

@@ -27,7 +27,7 @@ short_items = st.one_of(st.none(), st.integers(1, 9))
 @settings(max_examples=200)
 @given(layouts(), tile_sizes)
 def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> None:
-    tables = TileTables.of(layout, tile)
+    tables = TileTables.of(layout, tile=tile)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
     for first, strand_start, strand_end, first_range, end_range in tables.query_tiles.tolist():
         ranges = [*tables.ranges[first_range:end_range].tolist(), [strand_start, min(first + tile, strand_end)]]
@@ -38,22 +38,30 @@ def test_a_query_meets_each_key_that_it_sees_once(layout: Layout, tile: int) -> 
 
 
 @settings(max_examples=200)
-@given(layouts(), tile_sizes, short_items)
-def test_a_key_meets_each_query_that_sees_it_once(layout: Layout, tile: int, short_item: int | None) -> None:
-    tables = TileTables.of(layout, tile, short_item)
+@given(layouts(), tile_sizes, short_items, st.none() | st.integers(1, 9))
+def test_a_key_meets_each_query_that_sees_it_once(
+    layout: Layout, tile: int, short_item: int | None, window: int | None
+) -> None:
+    tables = TileTables.of(layout, window, tile, short_item)
     met = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
     for first, num_keys, start, end, _ in tables.key_items.tolist():
         assert 0 < num_keys <= tile
         assert start < end
         for key in range(first, first + num_keys):
             met[max(start, key) : end, key] += 1
-    assert np.array_equal(met, layout.visible())
+        if window is not None:
+            # The kernel hides the rest by the difference of rows, which is that of positions but for one number.
+            assert len(set(layout.positions[start:end] - np.arange(start, end))) == 1
+            assert len(set(layout.positions[first : first + num_keys] - np.arange(first, first + num_keys))) == 1
+            assert layout.positions[start] - layout.positions[first + num_keys - 1] < window
+    assert np.array_equal(met * layout.visible(window), layout.visible(window))
+    assert window is not None or np.array_equal(met, layout.visible())
 
 
 @settings(max_examples=200)
 @given(layouts(), tile_sizes, short_items)
 def test_each_key_is_written_once(layout: Layout, tile: int, short_item: int | None) -> None:
-    tables = TileTables.of(layout, tile, short_item)
+    tables = TileTables.of(layout, None, tile, short_item)
     items = tables.key_items.tolist()
     writes = [(first, num_keys) for first, num_keys, _, _, slot in items if slot == -1]
     slots = {slot: (first, num_keys) for first, num_keys, _, _, slot in items if slot != -1}
@@ -121,7 +129,7 @@ def test_tables_have_the_layout_that_compiled_kernels_expect() -> None:
         (Conditions("cuda", torch.float16), None),
         (Conditions("cuda", torch.float32), None),
         (Conditions("cuda", torch.float64), "fp32, fp16 and bf16"),
-        (Conditions("cuda", torch.bfloat16, window=4), "no sliding window"),
+        (Conditions("cuda", torch.bfloat16, window=4, has_sinks=True), None),
         (Conditions("cuda", torch.bfloat16, head_dim=192, value_dim=128), None),
         (Conditions("cuda", torch.bfloat16, head_dim=64, value_dim=512), "and the model's are 512 wide"),
         (Conditions("npu", torch.bfloat16), "not known to work on npu"),

@@ -228,13 +228,16 @@ class StandIn:
 
 
 def settle(
-    attention: AttentionConfig, sources: dict[str, str], can_run: Callable[[AttentionConfig], bool]
+    attention: AttentionConfig,
+    sources: dict[str, str],
+    can_run: Callable[[AttentionConfig], bool],
+    window: int | None = None,
 ) -> tuple[AttentionConfig, list[str]]:
     """Return what is left after the trials, which end as `can_run` says, and what was said."""
     session: Any = SimpleNamespace(
         device=torch.device("cpu"), gather_or_raise_everywhere=lambda find_fault: [find_fault()]
     )
-    settings: Any = StandIn(attention, sources, mock.Mock(), mock.Mock())
+    settings: Any = StandIn(attention, sources, SimpleNamespace(sliding_window=window), mock.Mock())
     said: list[str] = []
 
     def try_attention(settings: Any, device: torch.device) -> None:
@@ -255,6 +258,17 @@ def test_auto_leaves_cudnn_for_triton_if_its_trial_fails_and_a_named_one_is_an_e
     assert settle(merge, auto, lambda one: False) == (merge, [])
     with pytest.raises(PlatformError, match="no plan"):
         settle(cudnn, {"attention.backend": "--shared-prompt-backend cudnn"}, lambda one: False)
+
+
+def test_auto_leaves_triton_for_gather_if_its_trial_with_a_window_fails() -> None:
+    triton, gather = (AttentionConfig(backend=name, blocks="chip") for name in ("triton", "gather"))
+    auto = {"attention.backend": "--shared-prompt-backend auto takes triton"}
+    line = "--shared-prompt-backend auto takes gather after a trial: no plan"
+    assert settle(triton, auto, lambda one: True, window=8) == (triton, [])
+    assert settle(triton, auto, lambda one: one.backend != "triton", window=8) == (gather, [line])
+    assert settle(triton, auto, lambda one: False) == (triton, [])
+    with pytest.raises(PlatformError, match="no plan"):
+        settle(triton, {}, lambda one: False, window=8)
 
 
 def test_measured_blocks_that_fail_are_left_for_those_of_the_chip_and_named_ones_are_an_error() -> None:

@@ -73,11 +73,14 @@ def shared_prompt_attention(
     scale: float,
     window: int | None = None,
     backend_name: str = "naive",
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention over one packed buffer: T tokens, H query heads, G key-value heads, D head dimension.
 
-    Values, and so the output, may have another width than queries and keys.
+    Values, and so the output, may have another width than queries and keys. With a window, a token sees the last
+    `window` positions of its path, its own among them. A sink is one more logit of each softmax of its head, which has
+    no value.
     """
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {q_THD.shape[0]}")
-    return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window)
+    return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window, sinks_H)

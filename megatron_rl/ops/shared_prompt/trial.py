@@ -11,6 +11,7 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 _FACTOR, _UNITS = 3, 2
 # Prompts and responses that end within blocks, and on their edges; and groups of equal lengths, which `cudnn` batches.
 _PACKS = (((70, (9, 128, 1)), (3, (5,)), (64, (64, 200))), ((70, (65, 65, 65)), (70, (65, 65, 65))))
+_WINDOW = 48
 
 
 def check_backend(
@@ -24,6 +25,9 @@ def check_backend(
     value_dim: int | None = None,
 ) -> None:
     """Raise a PlatformError if the backend does not compute attention on this device."""
+    if window is not None:
+        # Small enough to hide keys of these packs.
+        window = min(window, _WINDOW)
     for groups in _PACKS:
         layout = Layout.of_groups(groups)
         _check_pack(layout, name, device, dtype, num_heads, num_groups, head_dim, window, value_dim or head_dim)

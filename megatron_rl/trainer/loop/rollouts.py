@@ -281,6 +281,6 @@ def build_batcher(
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,
-        prepare=lambda layout: attention.prepare(layout, device),
+        prepare=lambda layout: attention.prepare_all(layout, device, settings.architecture.windows),
         num_parts=settings.transformer.context_parallel_size,
     )

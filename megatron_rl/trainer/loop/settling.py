@@ -46,7 +46,7 @@ def settle_qkv_backend(settings: T, session: Session, say: Callable[[str], None]
 def settle_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:
     """Do the same for measured blocks, and for `cudnn`, which packs of other lengths leave for `triton` anyway.
 
-    Any other backend that fails ends the run, in a later trial.
+    With a window `triton` falls back to `gather`. Any other backend that fails ends the run, in a later trial.
     """
     settings = _settle(
         "attention.blocks",
@@ -57,12 +57,14 @@ def settle_attention(settings: T, session: Session, say: Callable[[str], None]) 
         session,
         say,
     )
-    if settings.attention.backend != "cudnn":
+    is_windowed = settings.architecture.sliding_window is not None
+    instead = {"cudnn": "triton", "triton": "gather" if is_windowed else None}.get(settings.attention.backend)
+    if instead is None:
         return settings
     return _settle(
         "attention.backend",
         "--shared-prompt-backend",
-        "triton",
+        instead,
         lambda: try_attention(settings, session.device),
         settings,
         session,

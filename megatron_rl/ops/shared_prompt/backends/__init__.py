@@ -1,15 +1,37 @@
 """The parts of a backend of shared-prompt attention, and its conditions. Each backend is a module in this folder."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-# Queries [T, H, D], keys [T, G, D] and values [T, G, V]; the output is [T, H, V].
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float, int | None], torch.Tensor]
+
+class Attention(Protocol):
+    """The function of a backend, which computes attention."""
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGV: torch.Tensor,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """Return the output, [T, H, V]."""
+
+
+class Prepare(Protocol):
+    """The function of a backend that makes tables."""
+
+    def __call__(self, layout: Layout, device: torch.device, window: int | None = None, /) -> object:
+        """Return the tables."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +46,7 @@ class Conditions:
     """The width of a head; None for a width that every backend supports."""
     value_dim: int | None = None
     """The width of a value's head; None for that of a query's and a key's."""
+    has_sinks: bool = False
 
     @property
     def is_half(self) -> bool:
@@ -41,16 +64,26 @@ class Backend:
     """One implementation of shared-prompt attention."""
 
     attention: Attention
-    prepare: Callable[[Layout, torch.device], object]
-    """The function that makes `attention`'s tables for that device. They are on the host; the layout keeps them."""
+    prepare: Prepare
+    """The function that makes `attention`'s tables for that device and window, on the host; the layout keeps them."""
     refusal: Callable[[Conditions], str | None]
     """The function that returns why the backend cannot run, or None if it can."""
 
+    def prepare_all(self, layout: Layout, device: torch.device, windows: Iterable[int | None]) -> None:
+        """Make the tables for layers with these windows."""
+        for window in windows:
+            self.prepare(layout, device, window)
 
-def attend_to_nothing(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-    """Return attention over no tokens: empty, and in the autograd graph of all three inputs."""
+
+def attend_to_nothing(
+    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, sinks_H: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return attention over no tokens: empty, and in the autograd graph of all inputs."""
     num_heads, width = q_THD.shape[1], v_TGD.shape[2]
-    return q_THD.new_zeros(0, num_heads, width) + 0 * (q_THD.sum() + k_TGD.sum() + v_TGD.sum())
+    total = q_THD.sum() + k_TGD.sum() + v_TGD.sum()
+    if sinks_H is not None:
+        total = total + sinks_H.sum().to(total.dtype)
+    return q_THD.new_zeros(0, num_heads, width) + 0 * total
 
 
 def attend_with_equal_widths(

@@ -35,6 +35,10 @@ def refusal(conditions: Conditions) -> str | None:
         return f"cuDNN does not run on {'AMD GPUs' if conditions.device == 'cuda' else conditions.device}"
     if not conditions.is_half:
         return "it needs --bf16 or --fp16"
+    if conditions.window is not None:
+        return "it has no sliding window"
+    if conditions.has_sinks:
+        return "it has no sinks"
     if conditions.has_other_values:
         return f"values must be as wide as keys, not {conditions.value_dim} beside {conditions.head_dim}"
     if conditions.head_dim is not None and conditions.head_dim % _MULTIPLE:
@@ -51,7 +55,7 @@ def _has_wide_heads() -> bool:
     return version >= WIDE_VERSION and torch.cuda.get_device_capability() == WIDE_CAPABILITY
 
 
-def prepare(layout: Layout, device: torch.device) -> CudnnCalls | TileTables:
+def prepare(layout: Layout, device: torch.device, window: int | None = None) -> CudnnCalls | TileTables:
     """Return the calls that compute attention over the layout, or the tables of `triton`."""
     return layout.once(CudnnCalls.of) or triton_fused.prepare(layout, device)
 
@@ -63,9 +67,11 @@ def attention(
     layout: Layout,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the same as `naive.attention`, without a window."""
+    """Compute the same as `naive.attention`, without a window or sinks."""
     assert window is None
+    assert sinks_H is None
     calls = find_tables(layout, q_THD.device, CudnnCalls.of)
     if calls is None:
         return triton_fused.attention(q_THD, k_TGD, v_TGD, layout, scale)

@@ -28,7 +28,7 @@ def refusal(conditions: Conditions) -> str | None:
     return merge.refusal(conditions)
 
 
-def prepare(layout: Layout, device: torch.device) -> VarlenFlash:
+def prepare(layout: Layout, device: torch.device, window: int | None = None) -> VarlenFlash:
     """Return the calls that compute attention over the layout."""
     return layout.once(VarlenFlash.of, KERNELS)
 
@@ -40,10 +40,11 @@ def attention(
     layout: Layout,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`, without a window."""
     assert window is None
-    return merge.attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, VarlenFlash.of, KERNELS)
+    return merge.attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, sinks_H, VarlenFlash.of, KERNELS)
 
 
 def attend(

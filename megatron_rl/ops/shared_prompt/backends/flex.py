@@ -61,9 +61,9 @@ class BlockTables:
         return cls(blocks, *(torch.from_numpy(number_T.astype(np.int32)) for number_T in numbers_T))
 
 
-def prepare(layout: Layout, device: torch.device) -> BlockTables | None:
-    """Make the tables of the mask of a layout without a window."""
-    return layout.once(BlockTables.of, None) if layout.num_tokens else None
+def prepare(layout: Layout, device: torch.device, window: int | None = None) -> BlockTables | None:
+    """Make the tables of the mask."""
+    return layout.once(BlockTables.of, window) if layout.num_tokens else None
 
 
 def attention(
@@ -73,17 +73,33 @@ def attention(
     layout: Layout,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`."""
     if layout.num_tokens == 0:
-        return attend_to_nothing(q_THD, k_TGD, v_TGD)
-    out_1HTD = _flex_attention()(
+        return attend_to_nothing(q_THD, k_TGD, v_TGD, sinks_H)
+    found = _flex_attention()(
         *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_THD, k_TGD, v_TGD)),
         block_mask=layout.once(build_block_mask, q_THD.device, window),
         scale=scale,
         enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
+        **({} if sinks_H is None else _ask_for_denominators()),
     )
-    return out_1HTD.squeeze(0).transpose(0, 1)
+    if sinks_H is None:
+        return found.squeeze(0).transpose(0, 1)
+    # torch differentiates the logarithm of a softmax's denominator too.
+    out_1HTD, aux = found
+    lse_1HT = getattr(aux, "lse", aux)
+    share_1HT1 = torch.sigmoid(lse_1HT - sinks_H.to(lse_1HT.dtype)[:, None]).unsqueeze(-1)
+    return (out_1HTD * share_1HT1).to(q_THD.dtype).squeeze(0).transpose(0, 1)
+
+
+def _ask_for_denominators() -> dict[str, Any]:
+    """Return the argument that asks FlexAttention for the logarithms of denominators; older torch has another."""
+    from torch.nn.attention import flex_attention
+
+    request = getattr(flex_attention, "AuxRequest", None)
+    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
 def build_block_mask(layout: Layout, device: torch.device, window: int | None) -> "BlockMask":

@@ -54,17 +54,19 @@ class Gathered:
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse unknown devices, and on an NPU a window or full precision."""
+    """Refuse unknown devices, on an NPU a window or full precision, and sinks where one call has all strands."""
     if conditions.device not in ("cpu", "cuda", "npu"):
         return f"it is not known to work on {conditions.device}"
     if conditions.device == "npu" and conditions.window is not None:
         return "on npu it has no sliding window"
     if conditions.device == "npu" and not conditions.is_half:
         return "on npu it needs --bf16 or --fp16"
+    if conditions.has_sinks and conditions.device != "cpu" and conditions.is_half:
+        return "in half precision it has no sinks"
     return None
 
 
-def prepare(layout: Layout, device: torch.device) -> Gathered:
+def prepare(layout: Layout, device: torch.device, window: int | None = None) -> Gathered:
     """Return the rows to gather for the layout."""
     return layout.once(Gathered.of)
 
@@ -76,14 +78,15 @@ def attention(
     layout: Layout,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the same as `naive.attention`."""
     if layout.num_tokens == 0:
-        return attend_to_nothing(q_THD, k_TGD, v_TGD)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD, sinks_H)
     gathered = find_tables(layout, q_THD.device, Gathered.of)
 
     def attend(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        return _attend(q_THD, k_TGD, v_TGD, gathered, scale, window)
+        return _attend(q_THD, k_TGD, v_TGD, gathered, scale, window, sinks_H)
 
     return attend_with_equal_widths(attend, q_THD, k_TGD, v_TGD)
 
@@ -95,15 +98,31 @@ def _attend(
     gathered: Gathered,
     scale: float,
     window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":
+        assert sinks_H is None
         return _attend_on_npu(q_THD, k_NGD, v_NGD, gathered, scale)
     if q_THD.is_cuda and q_THD.dtype in (torch.float16, torch.bfloat16):
+        assert sinks_H is None
         return _attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
     # In fp32 at least: on the CPU, in half precision, torch rounds sums over queries after each block of them.
     wide = torch.promote_types(q_THD.dtype, torch.float32)
-    return _attend_by_strand(q_THD.to(wide), k_NGD.to(wide), v_NGD.to(wide), gathered, scale, window).to(q_THD.dtype)
+    dtype, has_sinks = q_THD.dtype, sinks_H is not None
+    q_THD, k_NGD, v_NGD = (tensor.to(wide) for tensor in (q_THD, k_NGD, v_NGD))
+    if sinks_H is not None:
+        q_THD, k_NGD, v_NGD = _add_sink_column(q_THD, k_NGD, v_NGD, sinks_H.to(wide) / scale)
+    out_THD = _attend_by_strand(q_THD, k_NGD, v_NGD, gathered, scale, window, has_sinks).to(dtype)
+    return out_THD[..., :-1] if has_sinks else out_THD
+
+
+def _add_sink_column(
+    q_THD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add a column in which queries have their head's sink, and keys and values have zeros."""
+    column_TH1 = sinks_H.unsqueeze(-1).expand(len(q_THD), -1, -1)
+    return torch.cat((q_THD, column_TH1), dim=-1), F.pad(k_NGD, (0, 1)), F.pad(v_NGD, (0, 1))
 
 
 def _attend_in_one_call(
@@ -156,7 +175,9 @@ def _attend_by_strand(
     gathered: Gathered,
     scale: float,
     window: int | None,
+    has_sinks: bool = False,
 ) -> torch.Tensor:
+    """Attend strand by strand. A sink is a key before the others, with a one in the last column, which all see."""
     outs = []
     # One split instead of slices, because the gradient of each slice would have the size of the buffer.
     for q_LHD, k_MGD, v_MGD in zip(
@@ -165,14 +186,21 @@ def _attend_by_strand(
         v_NGD.split(gathered.key_lengths),
         strict=True,
     ):
-        q_1HLD, k_1GMD, v_1GMD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_LHD, k_MGD, v_MGD))
         length, num_keys = len(q_LHD), len(k_MGD)
-        is_plain = length == num_keys and (window is None or window >= length)
+        is_plain = length == num_keys and (window is None or window >= length) and not has_sinks
+        mask_LM = None if is_plain else _make_mask(length, num_keys, window, q_THD.device)
+        if has_sinks:
+            assert mask_LM is not None
+            sink_1GD = F.one_hot(torch.tensor(k_MGD.shape[-1] - 1, device=k_MGD.device), k_MGD.shape[-1])
+            sink_1GD = sink_1GD.to(k_MGD.dtype).expand(1, k_MGD.shape[1], -1)
+            k_MGD, v_MGD = torch.cat((sink_1GD, k_MGD)), torch.cat((torch.zeros_like(sink_1GD), v_MGD))
+            mask_LM = F.pad(mask_LM, (1, 0), value=True)
+        q_1HLD, k_1GMD, v_1GMD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q_LHD, k_MGD, v_MGD))
         out_1HLD = F.scaled_dot_product_attention(
             q_1HLD,
             k_1GMD,
             v_1GMD,
-            attn_mask=None if is_plain else _make_mask(length, num_keys, window, q_THD.device),
+            attn_mask=mask_LM,
             is_causal=is_plain,
             scale=scale,
             enable_gqa=q_LHD.shape[1] != k_MGD.shape[1],

@@ -34,7 +34,7 @@ class MaskTables:
         return mask_TT
 
 
-def prepare(layout: Layout, device: torch.device) -> MaskTables:
+def prepare(layout: Layout, device: torch.device, window: int | None = None) -> MaskTables:
     """Return the tables that the mask is computed from."""
     return layout.once(MaskTables.of)
 
@@ -46,8 +46,12 @@ def attention(
     layout: Layout,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Average, for each token, the values of the tokens that it sees; compute the softmax in fp32 or better."""
+    """Average, for each token, the values of the tokens that it sees; compute the softmax in fp32 or better.
+
+    A sink takes its share of the weights, and adds nothing.
+    """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_groups = k_TGD.shape[1]
     mask_TT = find_tables(layout, q_THD.device, MaskTables.of).visible(window)
@@ -56,6 +60,11 @@ def attention(
     v_G1TV = v_TGV.transpose(0, 1).unsqueeze(1)
     scores_GITT = (q_GITD @ k_G1DT) * scale
     softmax_dtype = torch.promote_types(q_THD.dtype, torch.float32)
-    weights_GITT = scores_GITT.masked_fill(~mask_TT, float("-inf")).softmax(dim=-1, dtype=softmax_dtype)
+    logits_GITT = scores_GITT.masked_fill(~mask_TT, float("-inf"))
+    if sinks_H is None:
+        weights_GITT = logits_GITT.softmax(dim=-1, dtype=softmax_dtype)
+    else:
+        sinks_GIT1 = sinks_H.to(softmax_dtype).reshape(num_groups, -1, 1, 1).expand(-1, -1, num_tokens, -1)
+        weights_GITT = torch.cat((logits_GITT.to(softmax_dtype), sinks_GIT1), dim=-1).softmax(dim=-1)[..., :-1]
     out_GITV = weights_GITT.to(v_TGV.dtype) @ v_G1TV
     return out_GITV.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, v_TGV.shape[-1])

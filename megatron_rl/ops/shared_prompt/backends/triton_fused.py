@@ -6,6 +6,7 @@ sums the results of several programs for the same keys, in a fixed order: the sa
 Letters: T tokens, H query heads, G key-value heads, D head dimension, V that of values.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
+from megatron_rl.ops.shared_prompt.backends.sinks import add_sinks, differentiate_sinks
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -25,18 +27,16 @@ SUMMED = 16
 
 
 def refusal(conditions: Conditions) -> str | None:
-    """Refuse what `refuse_triton` does, windows and wide heads."""
-    if conditions.window is not None:
-        return "it has no sliding window"
+    """Refuse what `refuse_triton` does, and wide heads."""
     widest = max(conditions.head_dim or 0, conditions.value_dim or 0)
     if widest > WIDEST:
         return f"heads must be at most {WIDEST} wide, and the model's are {widest} wide"
     return refuse_triton(conditions.device, conditions.dtype)
 
 
-def prepare(layout: Layout, device: torch.device) -> TileTables:
+def prepare(layout: Layout, device: torch.device, window: int | None = None) -> TileTables:
     """Return the tables of the rows that each program computes."""
-    return layout.once(TileTables.of)
+    return layout.once(TileTables.of, *_name_window(window))
 
 
 def attention(
@@ -46,16 +46,22 @@ def attention(
     layout: Layout,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the same as `naive.attention`, without a window."""
-    assert window is None
+    """Compute the same as `naive.attention`."""
     widest = max(q_THD.shape[-1], v_TGD.shape[-1])
     if widest > WIDEST:
         raise ValueError(f"heads must be at most {WIDEST} wide for --shared-prompt-backend triton, not {widest}")
     if layout.num_tokens == 0:
-        return attend_to_nothing(q_THD, k_TGD, v_TGD)
-    out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, find_tables(layout, q_THD.device, TileTables.of), scale)
+        return attend_to_nothing(q_THD, k_TGD, v_TGD, sinks_H)
+    tables = find_tables(layout, q_THD.device, TileTables.of, *_name_window(window))
+    out_THD: torch.Tensor = _Fused.apply(q_THD, k_TGD, v_TGD, sinks_H, tables, scale)
     return out_THD
+
+
+def _name_window(window: int | None) -> tuple[int, ...]:
+    """Return the argument of tables for a window; there is none without one."""
+    return () if window is None else (window,)
 
 
 def compute_width(head_dim: int) -> int:
@@ -76,20 +82,32 @@ def compute_sizes(head_dim: int, value_dim: int) -> dict[str, int]:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, tables: TileTables, scale: float
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        tables: TileTables,
+        scale: float,
     ) -> torch.Tensor:
         inputs = [make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
         launcher = _Launcher(tables, scale, inputs)
         out_THD, log_totals_HT = launcher.attend()
-        ctx.save_for_backward(*inputs, out_THD, log_totals_HT)
+        if sinks_H is not None:
+            out_THD, log_totals_TH = add_sinks(out_THD, log_totals_HT.T, sinks_H, math.log(2))
+            log_totals_HT = log_totals_TH.T.contiguous()
+        ctx.save_for_backward(*inputs, sinks_H, out_THD, log_totals_HT)
         ctx.tables, ctx.scale = tables, scale
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *inputs, out_THD, log_totals_HT = ctx.saved_tensors
-        launcher = _Launcher(ctx.tables, ctx.scale, inputs)
-        return (*launcher.differentiate(make_rows_dense(grad_out_THD), out_THD, log_totals_HT), None, None)
+        *inputs, sinks_H, out_THD, log_totals_HT = ctx.saved_tensors
+        launcher, grad_sinks_H = _Launcher(ctx.tables, ctx.scale, inputs), None
+        if sinks_H is not None:
+            grad_sinks_H = differentiate_sinks(grad_out_THD, out_THD, log_totals_HT.T, sinks_H, math.log(2))
+        gradients = launcher.differentiate(make_rows_dense(grad_out_THD), out_THD, log_totals_HT)
+        return (*gradients, grad_sinks_H, None, None)
 
 
 class _Launcher:
@@ -115,7 +133,8 @@ class _Launcher:
         log_totals_HT = self._allocate_per_row()
         tables, blocks = self._tables, self._blocks.forward
         grid = len(tables.query_tiles) * (tables.tile // blocks.queries), self._num_heads
-        self._launch(forward_kernel, grid, blocks, [out_THV, log_totals_HT, tables.query_tiles, tables.ranges])
+        rows = [tables.query_tiles, tables.ranges, tables.positions_T]
+        self._launch(forward_kernel, grid, blocks, [out_THV, log_totals_HT, *rows])
         return out_THV, log_totals_HT
 
     def differentiate(
@@ -134,14 +153,15 @@ class _Launcher:
 
         blocks = self._blocks.query_gradients
         grid = len(tables.query_tiles) * (tables.tile // blocks.queries), self._num_heads
-        tensors = [*given, out_THD, grad_q_THD, tables.query_tiles, tables.ranges]
+        tensors = [*given, out_THD, grad_q_THD, tables.query_tiles, tables.ranges, tables.positions_T]
         self._launch(query_gradients_kernel, grid, blocks, tensors, strides)
 
         blocks = self._blocks.key_gradients
         grid = len(tables.key_items) * (tables.tile // blocks.keys), self._num_groups
         partial = [self._allocate_per_slot(self._sizes[width]) for width in ("WIDTH", "VALUE_WIDTH")]
         found = [grad_k_TGD, grad_v_TGD, *partial]
-        self._launch(key_gradients_kernel, grid, blocks, [*given, *found, tables.key_items], strides)
+        tensors = [*given, *found, tables.key_items, tables.positions_T]
+        self._launch(key_gradients_kernel, grid, blocks, tensors, strides)
 
         if tables.num_slots:
             grid = len(tables.sums) * (tables.tile // SUMMED), self._num_groups
@@ -167,6 +187,7 @@ class _Launcher:
             self._num_tokens,
             self._num_heads // self._num_groups,
             **self._sizes,
+            WINDOW=self._tables.window or 0,
             QUERIES=blocks.queries,
             KEYS=blocks.keys,
             num_warps=blocks.num_warps,

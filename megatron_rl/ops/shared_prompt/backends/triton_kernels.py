@@ -2,7 +2,8 @@
 
 A program of the first two kernels has a block of queries of one head, and loops over the keys that they see. A program
 of the third kernel has a block of keys of one key-value head, and loops over queries of all heads of its group. Rows
-are rows of the buffer. A query never sees a later key, so `key <= query` and the ends of ranges are the only masks.
+are rows of the buffer. A query never sees a later key, so `key <= query` and the ends of ranges are the only masks, and
+the window's reach if WINDOW is above 0. Within a strand, or a part of it, rows and positions differ by one number.
 Logarithms and exponentials are to base 2. `triton_tables` describes the tables.
 
 Letters: T tokens, H query heads, G key-value heads, D head dimension, V that of values, M queries of a block, N keys of
@@ -30,6 +31,7 @@ def forward_kernel(
     log_totals_HT: tl.tensor,
     query_tiles: tl.tensor,
     ranges: tl.tensor,
+    positions_T: tl.tensor,
     scale: tl.tensor,
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -44,6 +46,7 @@ def forward_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
@@ -59,14 +62,16 @@ def forward_kernel(
     totals_M = tl.zeros([QUERIES], tl.float32)
     greatest_M = tl.full([QUERIES], float("-inf"), tl.float32)
     for index in range(first_range, end_range):
-        start, edge, end = _key_range(ranges, index, end_range, strand_start, strand_end, first, QUERIES, KEYS)
+        start, edge, end, reach = _key_range(
+            ranges, positions_T, index, end_range, strand_start, strand_end, first, WINDOW, QUERIES, KEYS
+        )
         out_MV, totals_M, greatest_M = _attend(
             out_MV, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
-            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, False,
+            start, edge, reach, scale * LOG2_E, WINDOW, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, False,
         )  # fmt: skip
         out_MV, totals_M, greatest_M = _attend(
             out_MV, totals_M, greatest_M, q_MD, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
-            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, True,
+            edge, end, reach, scale * LOG2_E, WINDOW, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, True,
         )  # fmt: skip
     _store(out_THV + head * VALUE_DIM, tl.num_programs(1) * VALUE_DIM, out_MV / totals_M[:, None],
            first, strand_end, QUERIES, VALUE_WIDTH, VALUE_DIM)  # fmt: skip
@@ -89,6 +94,7 @@ def query_gradients_kernel(
     grad_q_THD: tl.tensor,
     query_tiles: tl.tensor,
     ranges: tl.tensor,
+    positions_T: tl.tensor,
     scale: tl.tensor,
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -105,6 +111,7 @@ def query_gradients_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
@@ -126,14 +133,16 @@ def query_gradients_kernel(
     v_TV = v_TGV + group * V_STRIDE_G
     grad_q_MD = tl.zeros([QUERIES, WIDTH], tl.float32)
     for index in range(first_range, end_range):
-        start, edge, end = _key_range(ranges, index, end_range, strand_start, strand_end, first, QUERIES, KEYS)
+        start, edge, end, reach = _key_range(
+            ranges, positions_T, index, end_range, strand_start, strand_end, first, WINDOW, QUERIES, KEYS
+        )
         grad_q_MD = _query_gradients(
             grad_q_MD, q_MD, grad_out_MV, log_totals_M, deltas_M, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
-            start, edge, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, False,
+            start, edge, reach, scale * LOG2_E, WINDOW, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, False,
         )  # fmt: skip
         grad_q_MD = _query_gradients(
             grad_q_MD, q_MD, grad_out_MV, log_totals_M, deltas_M, rows_M, k_TD, v_TV, K_STRIDE_T, V_STRIDE_T,
-            edge, end, scale * LOG2_E, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, True,
+            edge, end, reach, scale * LOG2_E, WINDOW, KEYS, WIDTH, HEAD_DIM, VALUE_DIM, VALUE_WIDTH, True,
         )  # fmt: skip
     _store(grad_q_THD + head * HEAD_DIM, num_heads * HEAD_DIM, grad_q_MD * scale,
            first, strand_end, QUERIES, WIDTH, HEAD_DIM)  # fmt: skip
@@ -152,6 +161,7 @@ def key_gradients_kernel(
     partial_k: tl.tensor,
     partial_v: tl.tensor,
     key_items: tl.tensor,
+    positions_T: tl.tensor,
     scale: tl.tensor,
     Q_STRIDE_T: tl.constexpr,
     Q_STRIDE_H: tl.constexpr,
@@ -168,6 +178,7 @@ def key_gradients_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
@@ -182,8 +193,15 @@ def key_gradients_kernel(
     # After the last key of a short tile, no work is left.
     end = tl.where(first_key < end_key, tl.load(item + 3), start)
     slot = tl.load(item + 4)
-    # From here on, queries come after all keys of the block.
-    edge = tl.minimum(end, tl.maximum(start, first_key + KEYS))
+    reach = start
+    if WINDOW:
+        # The queries of an item belong to one strand. After the last key's reach they see none of the block's keys.
+        reach = _find_reach(positions_T, start, first_key, start < end, WINDOW)
+        end = tl.minimum(end, first_key + KEYS - 1 + reach)
+        edge = tl.maximum(start, end)
+    else:
+        # From here on, queries come after all keys of the block.
+        edge = tl.minimum(end, tl.maximum(start, first_key + KEYS))
     keys_N = first_key + tl.arange(0, KEYS)
     k_ND = _block(k_TGD + group * K_STRIDE_G, K_STRIDE_T, first_key, end_key, KEYS, WIDTH, HEAD_DIM, True)
     v_NV = _block(v_TGV + group * V_STRIDE_G, V_STRIDE_T, first_key, end_key, KEYS, VALUE_WIDTH, VALUE_DIM, True)
@@ -197,12 +215,12 @@ def key_gradients_kernel(
         deltas_T = deltas_HT + head * num_tokens
         grad_k_ND, grad_v_NV = _key_gradients(
             grad_k_ND, grad_v_NV, k_ND, v_NV, keys_N, q_TD, grad_out_TV, log_totals_T, deltas_T, Q_STRIDE_T,
-            GRAD_STRIDE_T, start, edge, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, VALUE_DIM,
+            GRAD_STRIDE_T, start, edge, reach, scale * LOG2_E, WINDOW, QUERIES, WIDTH, HEAD_DIM, VALUE_DIM,
             VALUE_WIDTH, True,
         )  # fmt: skip
         grad_k_ND, grad_v_NV = _key_gradients(
             grad_k_ND, grad_v_NV, k_ND, v_NV, keys_N, q_TD, grad_out_TV, log_totals_T, deltas_T, Q_STRIDE_T,
-            GRAD_STRIDE_T, edge, end, scale * LOG2_E, QUERIES, WIDTH, HEAD_DIM, VALUE_DIM,
+            GRAD_STRIDE_T, edge, end, reach, scale * LOG2_E, WINDOW, QUERIES, WIDTH, HEAD_DIM, VALUE_DIM,
             VALUE_WIDTH, False,
         )  # fmt: skip
     grad_k_ND *= scale
@@ -275,20 +293,32 @@ def _query_block(
 @triton.jit
 def _key_range(
     ranges: tl.tensor,
+    positions_T: tl.tensor,
     index: tl.tensor,
     end_range: tl.tensor,
     strand_start: tl.tensor,
     strand_end: tl.tensor,
     first: tl.tensor,
+    WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Load a range's start and end, and the edge between them: up to it, all queries see whole blocks of keys."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load a range's start and end, and the edge between them: up to it, all queries see whole blocks of keys.
+
+    With a window the range starts with the first key that a query of the block may see, and every block of keys is at
+    the edge. The last result is the difference of rows from which on the window hides a key.
+    """
     is_above = index < end_range - 1
     start = tl.load(ranges + 2 * index, mask=is_above, other=strand_start)
     end = tl.load(ranges + 2 * index + 1, mask=is_above, other=tl.minimum(first + QUERIES, strand_end))
-    edge = start + (tl.minimum(end, first) - start) // KEYS * KEYS
-    return start, edge, end
+    reach = first
+    if WINDOW:
+        reach = _find_reach(positions_T, first, start, start < end, WINDOW)
+        start = tl.maximum(start, first - reach + 1)
+        edge = start
+    else:
+        edge = start + (tl.minimum(end, first) - start) // KEYS * KEYS
+    return start, edge, end, reach
 
 
 @triton.jit
@@ -304,7 +334,9 @@ def _attend(
     V_STRIDE_T: tl.constexpr,
     start: tl.tensor,
     end: tl.tensor,
+    reach: tl.tensor,
     scale: tl.tensor,
+    WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -318,10 +350,14 @@ def _attend(
         v_NV = _block(v_TV, V_STRIDE_T, first, end, KEYS, VALUE_WIDTH, VALUE_DIM, IS_EDGE)
         scores_MN = _dot(q_MD, tl.trans(k_ND))
         if IS_EDGE:
-            scores_MN = tl.where(_is_visible(rows_M, first, end, KEYS), scores_MN, float("-inf"))
+            scores_MN = tl.where(_is_visible(rows_M, first, end, reach, WINDOW, KEYS), scores_MN, float("-inf"))
         now_greatest_M = tl.maximum(greatest_M, tl.max(scores_MN, 1) * scale)
-        weights_MN = tl.math.exp2(scores_MN * scale - now_greatest_M[:, None])
-        share_M = tl.math.exp2(greatest_M - now_greatest_M)
+        subtracted_M = now_greatest_M
+        if WINDOW:
+            # A row may see none of the keys so far. Its weights are zero, and infinities have no difference.
+            subtracted_M = tl.where(now_greatest_M == float("-inf"), 0.0, now_greatest_M)
+        weights_MN = tl.math.exp2(scores_MN * scale - subtracted_M[:, None])
+        share_M = tl.math.exp2(greatest_M - subtracted_M)
         totals_M = totals_M * share_M + tl.sum(weights_MN, 1)
         out_MV = _dot(_rounded(weights_MN, v_NV.dtype), v_NV, out_MV * share_M[:, None])
         greatest_M = now_greatest_M
@@ -342,7 +378,9 @@ def _query_gradients(
     V_STRIDE_T: tl.constexpr,
     start: tl.tensor,
     end: tl.tensor,
+    reach: tl.tensor,
     scale: tl.tensor,
+    WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -356,7 +394,7 @@ def _query_gradients(
         v_NV = _block(v_TV, V_STRIDE_T, first, end, KEYS, VALUE_WIDTH, VALUE_DIM, IS_EDGE)
         weights_MN = tl.math.exp2(_dot(q_MD, tl.trans(k_ND)) * scale - log_totals_M[:, None])
         if IS_EDGE:
-            weights_MN = tl.where(_is_visible(rows_M, first, end, KEYS), weights_MN, 0.0)
+            weights_MN = tl.where(_is_visible(rows_M, first, end, reach, WINDOW, KEYS), weights_MN, 0.0)
         grad_scores_MN = weights_MN * (_dot(grad_out_MV, tl.trans(v_NV)) - deltas_M[:, None])
         grad_q_MD = _dot(_rounded(grad_scores_MN, k_ND.dtype), k_ND, grad_q_MD)
     return grad_q_MD
@@ -377,7 +415,9 @@ def _key_gradients(
     GRAD_STRIDE_T: tl.constexpr,
     start: tl.tensor,
     end: tl.tensor,
+    reach: tl.tensor,
     scale: tl.tensor,
+    WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -395,7 +435,10 @@ def _key_gradients(
         deltas_M = tl.load(deltas_T + rows_M, mask=rows_M < end, other=0.0)
         weights_NM = tl.math.exp2(_dot(k_ND, tl.trans(q_MD)) * scale - log_totals_M[None, :])
         if IS_EDGE:
-            weights_NM = tl.where(keys_N[:, None] <= rows_M[None, :], weights_NM, 0.0)
+            is_visible_NM = keys_N[:, None] <= rows_M[None, :]
+            if WINDOW:
+                is_visible_NM = is_visible_NM & (rows_M[None, :] - keys_N[:, None] < reach)
+            weights_NM = tl.where(is_visible_NM, weights_NM, 0.0)
         grad_v_NV = _dot(_rounded(weights_NM, grad_out_MV.dtype), grad_out_MV, grad_v_NV)
         grad_scores_NM = weights_NM * (_dot(v_NV, tl.trans(grad_out_MV)) - deltas_M[None, :])
         grad_k_ND = _dot(_rounded(grad_scores_NM, q_MD.dtype), q_MD, grad_k_ND)
@@ -403,9 +446,24 @@ def _key_gradients(
 
 
 @triton.jit
-def _is_visible(rows_M: tl.tensor, first: tl.tensor, end: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+def _is_visible(
+    rows_M: tl.tensor, first: tl.tensor, end: tl.tensor, reach: tl.tensor, WINDOW: tl.constexpr, KEYS: tl.constexpr
+) -> tl.tensor:
     keys_N = first + tl.arange(0, KEYS)
-    return (keys_N < end)[None, :] & (keys_N[None, :] <= rows_M[:, None])
+    is_visible_MN = (keys_N < end)[None, :] & (keys_N[None, :] <= rows_M[:, None])
+    if WINDOW:
+        is_visible_MN = is_visible_MN & (rows_M[:, None] - keys_N[None, :] < reach)
+    return is_visible_MN
+
+
+@triton.jit
+def _find_reach(
+    positions_T: tl.tensor, query: tl.tensor, key: tl.tensor, is_read: tl.tensor, WINDOW: tl.constexpr
+) -> tl.tensor:
+    """Return the difference of rows from which on a key is outside the window, for this query's and key's strands."""
+    query_position = tl.load(positions_T + query, mask=is_read, other=0)
+    key_position = tl.load(positions_T + key, mask=is_read, other=0)
+    return WINDOW + (query - query_position) - (key - key_position)
 
 
 @triton.jit

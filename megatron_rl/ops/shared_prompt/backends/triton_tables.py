@@ -36,19 +36,28 @@ class TileTables:
     """The first key and number of keys; the queries' start and end; the slot of a partial sum, -1 for a lone item."""
     sums: torch.Tensor
     """The first key and number of keys of a tile with several items; the start and end of their slots."""
+    positions_T: torch.Tensor
+    """The position of each row; empty without a window."""
     num_slots: int
     tile: int
+    window: int | None
 
     @classmethod
-    def of(cls, layout: Layout, tile: int = TILE, short_item: int | None = None) -> "TileTables":
-        """Make all tables. Items of at most `short_item` queries are short; without it, the work decides."""
+    def of(
+        cls, layout: Layout, window: int | None = None, tile: int = TILE, short_item: int | None = None
+    ) -> "TileTables":
+        """Make all tables. Items of at most `short_item` queries are short; without it, the work decides.
+
+        With a window the queries of an item belong to one strand, and some of them see a key of its tile.
+        """
         cut = _Cut.of(layout, tile)
-        *of_keys, num_slots = _make_key_items(cut, short_item)
-        tables = (_make_query_tiles(cut), cut.ranges, *of_keys)
-        query_tiles, ranges, key_items, sums = (
+        numbers_T = np.zeros(0) if window is None else layout.positions
+        *of_keys, num_slots = _make_key_items(cut, numbers_T, window, short_item)
+        tables = (_make_query_tiles(cut), cut.ranges, *of_keys, numbers_T)
+        query_tiles, ranges, key_items, sums, positions_T = (
             torch.from_numpy(np.ascontiguousarray(table, np.int32)) for table in tables
         )
-        return cls(query_tiles, ranges, key_items, sums, num_slots, tile)
+        return cls(query_tiles, ranges, key_items, sums, positions_T, num_slots, tile, window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +107,13 @@ def _make_query_tiles(cut: _Cut) -> np.ndarray:
     return table[np.argsort(-num_keys_N, kind="stable")]
 
 
-def _make_key_items(cut: _Cut, short_item: int | None) -> tuple[np.ndarray, np.ndarray, int]:
+def _make_key_items(
+    cut: _Cut, positions_T: np.ndarray, window: int | None, short_item: int | None
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Make the tables of items and of sums, and count the slots."""
-    tile_I, start_I, end_I, end_key_I = _split(*_find_views(cut), cut.tile, short_item)
+    views = _find_views(cut)
+    views = _join_views(*views) if window is None else _trim_views(*views, positions_T, window)
+    tile_I, start_I, end_I, end_key_I = _split(*views, cut.tile, short_item)
     num_items_N = np.bincount(tile_I, minlength=len(cut.first_row_N))
     is_partial_I = num_items_N[tile_I] > 1
     slot_I = np.where(is_partial_I, np.cumsum(is_partial_I) - 1, -1)
@@ -128,8 +141,28 @@ def _find_views(cut: _Cut) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
     ends = np.concatenate([cut.ends_S[cut.strand_N], cut.ends_S[viewer_A[range_V]]])
     end_keys = np.concatenate([cut.end_row_N, np.minimum(cut.end_row_N[tile_V], cut.ranges[range_V, 1])])
     order = np.argsort(tiles, kind="stable")
-    tiles, starts, ends, end_keys = (values[order] for values in (tiles, starts, ends, end_keys))
-    # Adjacent strands that see the same keys are one range.
+    return tiles[order], starts[order], ends[order], end_keys[order]
+
+
+def _trim_views(
+    tiles: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    end_keys: np.ndarray,
+    positions_T: np.ndarray,
+    window: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Leave out queries that come after the window of the last key that they would see."""
+    seen = positions_T[end_keys - 1] + window - positions_T[starts]
+    ends = np.minimum(ends, starts + seen)
+    is_seen = starts < ends
+    return tiles[is_seen], starts[is_seen], ends[is_seen], end_keys[is_seen]
+
+
+def _join_views(
+    tiles: np.ndarray, starts: np.ndarray, ends: np.ndarray, end_keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Join the ranges of adjacent strands that see the same keys."""
     is_next = (tiles[1:] != tiles[:-1]) | (starts[1:] != ends[:-1]) | (end_keys[1:] != end_keys[:-1])
     firsts = np.flatnonzero(np.concatenate(([True], is_next))[: len(tiles)])
     lasts = np.append(firsts[1:], len(tiles))[: len(firsts)] - 1

@@ -57,7 +57,7 @@ def build_packer(
         find_pack_multiple(settings),
         settings.architecture.vocab_size,
         settings.transformer.context_parallel_size,
-        lambda layout: attention.prepare(layout, copier.device),
+        lambda layout: attention.prepare_all(layout, copier.device, settings.architecture.windows),
         packing,
     )
 
