@@ -39,6 +39,8 @@ SHAPES = list(zip(itertools.cycle((RAGGED, BRANCHED)), HEADS, HEAD_DIMS))
 SHORT_SHAPES = list(zip(itertools.cycle((SHORT_RAGGED, SHORT_BRANCHED)), HEADS, HEAD_DIMS))
 # Blocks that divide a tile in several ways, and reach over each other's ends.
 SMALL = KernelBlocks(Blocks(8, 16, 4, 1), Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1))
+# With more queries than keys, a window may hide all of a block's first keys from its last queries.
+TALL = KernelBlocks(Blocks(16, 8, 4, 1), Blocks(16, 8, 4, 1), Blocks(8, 8, 4, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +51,12 @@ def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def small_tiles() -> Iterator[None]:
+def small_tiles(blocks: KernelBlocks = SMALL) -> Iterator[None]:
     small_tables = functools.partial(TileTables.of, tile=16, short_item=16)
 
     with (
         mock.patch.object(TileTables, "of", small_tables),
-        mock.patch.object(triton_fused, "choose_blocks", return_value=SMALL),
+        mock.patch.object(triton_fused, "choose_blocks", return_value=blocks),
     ):
         yield
 
@@ -100,6 +102,12 @@ def test_a_window_ends_in_any_tile(window: int) -> None:
     naive = errors(case.run(BACKENDS["naive"].attention), exact)
     for tensor, error in errors(case.run(attention), exact).items():
         assert error <= 2 * naive[tensor] + 1e-12, (tensor, error, naive[tensor])
+
+
+@pytest.mark.parametrize("window", [1, 5, 12])
+def test_a_window_may_be_smaller_than_blocks(window: int) -> None:
+    with small_tiles(TALL):
+        assert_near(Case.draw(Layout.of_groups([(40, [21, 0, 35])]), (2, 1), 16, torch.float32, window, has_sinks=True))
 
 
 def test_parts_of_a_gradient_from_many_programs_are_summed() -> None:
