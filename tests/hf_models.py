@@ -65,13 +65,19 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
              _LOCAL: {"rope_type": "default", "rope_theta": 100.0},
          }},
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {**_EXPERTS, "num_local_experts": 4, "intermediate_size": 48, "head_dim": 16, "sliding_window": 11,
+         "swiglu_limit": 0.75, "layer_types": [_LOCAL, _FULL, _LOCAL, _FULL],
+         "rope_parameters": {**_YARN_ROPE, "truncate": False}},
+    ),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
 COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss")
 _ROUTER_BIAS = "e_score_correction_bias"
-WITH_WINDOW = ("mistral", "gemma3_text")
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe")
+WITH_WINDOW = ("mistral", "gemma3_text", "gpt_oss")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss")
 
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
@@ -85,7 +91,8 @@ def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in parameter_name else 0.15 * noise)
+            is_near_one = "norm" in parameter_name or parameter_name.endswith("sinks")
+            parameter.copy_(1 + 0.3 * noise if is_near_one else 0.15 * noise)
         for buffer_name, bias in model.named_buffers():
             if buffer_name.endswith(_ROUTER_BIAS):
                 bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
@@ -129,7 +136,24 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             parameter.copy_(parameter.grad)
         model.save_pretrained(folder)
         saved = load_file(Path(folder) / "model.safetensors")
-        return {name: gradient for name, gradient in saved.items() if not name.endswith(_ROUTER_BIAS)}
+        saved = {name: gradient for name, gradient in saved.items() if not name.endswith(_ROUTER_BIAS)}
+        return split_stacks(saved)
+
+
+def split_stacks(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of each expert in place of those that hold a layer's experts, as GPT-OSS stores them."""
+    found = {}
+    for name, tensor in stored.items():
+        block, _, stem = name.rpartition(".")
+        if stem.removesuffix("_bias") not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        kind = "bias" if stem.endswith("_bias") else "weight"
+        for expert, own in enumerate(tensor):
+            rows = own if kind == "bias" else own.T
+            parts = {"gate": rows[0::2], "up": rows[1::2]} if stem.startswith("gate_up") else {"down": rows}
+            found |= {f"{block}.{expert}.{part}_proj.{kind}": one.contiguous() for part, one in parts.items()}
+    return found
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:

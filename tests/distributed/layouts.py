@@ -70,13 +70,13 @@ DENSE_LAYOUTS = (
     "TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2", "CP2", "CP4", "CP2xPP2", "TP2+SPxCP2",
 )  # fmt: skip
 EXPERT_LAYOUTS = ("TP1", "EP2", "EP2xCP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
-# Virtual stages must find the layers that have experts.
+# Virtual stages must find the layers that have experts, or a window.
 LAYOUTS_WITH_DENSE_LAYERS = (*EXPERT_LAYOUTS, "PP2xVPP2")
 
 
 def list_layouts(model: str) -> tuple[str, ...]:
     """List the layouts that a model of `hf_models` is compared in."""
-    if model == "glm4_moe":
+    if model in ("glm4_moe", "gpt_oss"):
         return LAYOUTS_WITH_DENSE_LAYERS
     return EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS
 

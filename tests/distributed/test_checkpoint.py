@@ -53,7 +53,8 @@ def load_another_model(checkpoint: Path, folder: Path) -> str:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        name: hf_models.draw(name, root / name) for name in ("qwen3", "qwen2", "mixtral", "glm4_moe", "gemma3_text")
+        name: hf_models.draw(name, root / name)
+        for name in ("qwen3", "qwen2", "mixtral", "glm4_moe", "gemma3_text", "gpt_oss")
     }
 
 
@@ -66,6 +67,7 @@ def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders
         "mixtral": experts,
         "glm4_moe": experts,
         "gemma3_text": [("PP2xVPP2", "PP2")],
+        "gpt_oss": experts,
     }
     results = run_ranks(save_and_load, 2, folders, tmp_path, pairs)
     for key, (saved, loaded, iteration, finite) in results[0].items():

@@ -395,6 +395,23 @@ def test_windows_in_some_layers_and_two_ropes_come_from_the_folder(tmp_path: Pat
     assert "--swiglu contradicts the activation of gemma3_text models, GEGLU: drop the flag" in text
 
 
+def test_a_model_whose_experts_are_stored_together_is_trained_but_not_published(tmp_path: Path) -> None:
+    model = dataclasses.replace(
+        QWEN3, family="gpt_oss", qk_layernorm=False, linear_bias=True, has_sinks=True, activation="clamped_swiglu",
+        activation_clamp=7.0, sliding_window=32, full_layers=(1, 3), experts=Experts(8, 2, 128),
+    )  # fmt: skip
+    words = (*CPU, "--hf-model", folder(tmp_path, model))
+    text = error(*words)
+    assert "engines of this package cannot take those of gpt_oss models" in text
+    assert "write --stage sft" in text
+    settings = parse(*words, "--stage sft")
+    transformer = settings.transformer
+    assert settings.architecture == model
+    assert (transformer.activation_func_clamp_value, transformer.glu_linear_offset) == (7.0, 1.0)
+    assert transformer.window_attn_skip_freq == [1, 0, 1, 0]
+    assert transformer.add_bias_linear
+
+
 def test_a_folder_without_a_config_is_an_error_about_the_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="config.json does not exist"):
         parse(*CPU, "--hf-model", str(tmp_path))

@@ -1,7 +1,7 @@
 """The backend of shared-prompt attention that a run gets, and the error if it cannot have the requested one."""
 
 import dataclasses
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -66,6 +66,21 @@ def test_every_backend_has_a_place_among_those_that_auto_takes_on_cuda(monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backend_that_computes_attention_passes_its_trial(name, dtype) -> None:
     check_backend(name, torch.device("cpu"), dtype, 4, 2, 32)
+    check_backend(name, torch.device("cpu"), dtype, 4, 2, 32, has_sinks=True)
+    if name != "merge":
+        check_backend(name, torch.device("cpu"), dtype, 4, 2, 32, 100)
+
+
+def test_a_backend_with_wrong_gradients_of_sinks_is_refused(monkeypatch) -> None:
+    right = BACKENDS["gather"]
+
+    def attention(*given: Any) -> torch.Tensor:
+        *others, sinks_H = given
+        return right.attention(*others, sinks_H.detach() + 0.9 * (sinks_H - sinks_H.detach()))
+
+    monkeypatch.setitem(BACKENDS, "gather", dataclasses.replace(right, attention=attention))
+    with pytest.raises(PlatformError, match="the gradient of sinks is off by"):
+        check_backend("gather", torch.device("cpu"), torch.float32, 4, 2, 32, has_sinks=True)
 
 
 @pytest.mark.parametrize(

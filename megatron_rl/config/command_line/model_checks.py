@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config.command_line.resolve import count_layers, list_divisors
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.shared.weights.families import find_family
 from megatron_rl.types import Architecture, ParallelSizes
 
 TP = "--tensor-model-parallel-size"
@@ -28,6 +29,11 @@ def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
 
 
 def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    if settings.run.stage == "grpo" and model.family and find_family(model.family).stacks_experts:
+        yield (
+            f"--stage grpo publishes weights, and engines of this package cannot take those of {model.family} models, "
+            "whose files store a layer's experts in one tensor: write --stage sft"
+        )
     if model.num_attention_heads % model.num_query_groups:
         yield (
             f"--num-query-groups {model.num_query_groups} does not divide the {model.num_attention_heads} attention "

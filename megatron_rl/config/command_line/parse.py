@@ -384,7 +384,9 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 def _choose_backends(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
     """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
-    conditions = shared_prompt.Conditions(device, dtype, architecture.sliding_window, architecture.kv_channels)
+    conditions = shared_prompt.Conditions(
+        device, dtype, architecture.sliding_window, architecture.kv_channels, has_sinks=architecture.has_sinks
+    )
     settings = _choose_attention(settings, architecture, reading, conditions)
     settings = _choose_backend(
         settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)

@@ -84,6 +84,7 @@ def try_attention(settings: Settings, device: torch.device) -> None:
         one.num_query_groups,
         one.kv_channels,
         one.sliding_window,
+        has_sinks=one.has_sinks,
     )
 
 
