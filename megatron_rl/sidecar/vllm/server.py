@@ -86,7 +86,7 @@ class ServerConfig:
     scoring: Literal["ours", "vllm"] = "ours"
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     replays_routing: bool = False
-    """Whether it gives the experts that it chose."""
+    """Whether an engine returns the experts that it chose for each token."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
