@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -78,6 +79,8 @@ def main(parent: int, platform: str) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+    # Collections of garbage in a rank would look at all that was imported here, and copy its memory.
+    gc.freeze()
     # No process waits for a keeper, so the system may drop it when it ends.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.stdout.flush()
