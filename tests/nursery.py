@@ -144,6 +144,11 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo `end_with`."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def end_like_python(action: Callable[[], object]) -> NoReturn:
     """Run the action, and end as Python would: non-daemon threads, functions registered for the exit, the code."""
     code = 1

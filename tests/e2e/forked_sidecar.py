@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher, Log, ProcessSpec
-from tests.nursery import end_like_python, end_with
+from tests.nursery import end_like_python, end_with, outlive_parent
 
 _MODULE = "megatron_rl.sidecar"
 
@@ -74,6 +74,8 @@ def _be_seed(told: int, output: int, rank: int) -> NoReturn:
         # The rank starts no sidecar.
         os._exit(0)
     command, environment = json.loads(text)
+    # The sidecar has to tie itself to the rank.
+    outlive_parent()
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
