@@ -114,7 +114,7 @@ def main() -> None:
     if arguments.only:
         trials = {name: trials[name] for name in (*arguments.only, AGAIN)}
     with tempfile.TemporaryDirectory() as folder:
-        world = _World(Path(folder), count)
+        world = _World(Path(folder), count, is_forked=arguments.tiny)
         both = arguments.predict is None and arguments.measure is None
         file = arguments.predict or arguments.measure or Path(folder) / "predictions.json"
         if arguments.predict or both:
@@ -215,10 +215,12 @@ def large_run() -> tuple[Setting, Costs]:
 class _World:
     """A model, prompts and a reward, and runs with them."""
 
-    def __init__(self, folder: Path, num_iterations: int) -> None:
+    def __init__(self, folder: Path, num_iterations: int, is_forked: bool) -> None:
         from tests.e2e import loop
 
         self._count = num_iterations
+        # Forked ranks start at once, and share memory with the process that they come from.
+        self._is_forked = is_forked
         self._folder = folder
         model = loop.draw_model(folder / "model", **MODEL)
         prompts = loop.write_prompts(folder / "prompts.jsonl", 400)
@@ -248,7 +250,7 @@ class _World:
             lr=1e-6, progress="none", log_samples=0, schedule=trial.schedule, consume_order="completion",
             pipeline_model_parallel_size=trial.stages, **of_engine,
         )  # fmt: skip
-        loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words, is_forked=False)
+        loop.run(self._folder / f"{name}-output", trial.stages * trial.replicas, words, is_forked=self._is_forked)
         return read_run(self._folder / "runs" / name, {})
 
 

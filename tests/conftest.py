@@ -1,5 +1,9 @@
 """Set up what all tests share."""
 
+import atexit
+import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -8,6 +12,8 @@ import torch
 
 from megatron_rl import platforms
 from megatron_rl.platforms import KNOWN_WARNINGS
+
+_OF_ALL_TESTS = re.compile(r"^pytestmark = .*\beach_change\b", re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,6 +28,32 @@ def pytest_configure(config: pytest.Config) -> None:
     # An example's time depends on the machine's load.
     hypothesis.settings.register_profile("without_deadline", deadline=None)
     hypothesis.settings.load_profile("without_deadline")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file that has none of the tests that `make` asks for, before its imports take their time."""
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    asked, text = config.option.markexpr, collection_path.read_text(encoding="utf-8")
+    is_left_out = {
+        "each_change and not slow": "each_change" not in text,
+        "not each_change and not slow": _OF_ALL_TESTS.search(text) is not None,
+    }
+    # None leaves the decision to others.
+    return is_left_out.get(asked) or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Check that a test of each change has its marker in its own file, where `pytest_ignore_collect` looks for it."""
+    for path in {item.path for item in items if item.get_closest_marker("each_change")}:
+        if "each_change" not in path.read_text(encoding="utf-8"):
+            raise pytest.UsageError(f"{path}: write the marker each_change in this file, not in another one")
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage, which pytest and tests ask for, pass over all that was imported, until the end."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)

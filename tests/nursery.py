@@ -5,18 +5,22 @@
 Each dies with the one to its left. A keeper writes down which process its rank is, and how that ended.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,8 +37,9 @@ _PRELOADED = (
     "megatron.core.optimizer", "megatron.core.pipeline_parallel",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama", "httpcore", "hypothesis", "pytest", "rich.progress",
-    "megatron_rl.sidecar.child", "megatron_rl.trainer.loop.learner", "megatron_rl.trainer.loop.saver",
-    "megatron_rl.trainer.mcore.checkpoint.checkpointer", "megatron_rl.trainer.mcore.step.roles",
+    "megatron_rl.sidecar.child", "megatron_rl.sidecar.main", "megatron_rl.trainer.loop.learner",
+    "megatron_rl.trainer.loop.saver", "megatron_rl.trainer.mcore.checkpoint.checkpointer",
+    "megatron_rl.trainer.mcore.step.roles",
 )  # fmt: skip
 
 
@@ -63,7 +68,7 @@ def platform_name() -> str:
 
 def main(parent: int, platform: str) -> None:
     """Fork a rank for each line: a folder, with the rank's job in it, and the rank's environment."""
-    _end_with(parent)
+    end_with(parent)
     if platform == "rehearsed":
         importlib.import_module("tests.rehearsal.platform").install()
     else:
@@ -74,6 +79,8 @@ def main(parent: int, platform: str) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+    # Collections of garbage in a rank would look at all that was imported here, and copy its memory.
+    gc.freeze()
     # No process waits for a keeper, so the system may drop it when it ends.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.stdout.flush()
@@ -85,7 +92,7 @@ def main(parent: int, platform: str) -> None:
 
 
 def _keep(folder: Path, environment: dict[str, str], nursery: int) -> NoReturn:
-    _end_with(nursery)
+    end_with(nursery)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     keeper = os.getpid()
     pid = os.fork()
@@ -100,7 +107,7 @@ def _keep(folder: Path, environment: dict[str, str], nursery: int) -> NoReturn:
 def _be_rank(folder: Path, environment: dict[str, str], keeper: int) -> NoReturn:
     """Run as a rank, and lead a process group of its own, so that its children end with it."""
     os.setsid()
-    _end_with(keeper)
+    end_with(keeper)
     os.environ.clear()
     os.environ.update(environment)
     rank = environment["RANK"]
@@ -130,11 +137,40 @@ def _run(job: Job) -> Any:
     return function(*job.args)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Let the kernel kill this process when the one that started it is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Undo `end_with`."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def end_like_python(action: Callable[[], object]) -> NoReturn:
+    """Run the action, and end as Python would: non-daemon threads, functions registered for the exit, the code."""
+    code = 1
+    try:
+        action()
+        code = 0
+    except SystemExit as error:
+        code = _find_code(error)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _find_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 def _write(path: Path, value: Any) -> None:

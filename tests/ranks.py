@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.nursery import Failure, Job
 
@@ -36,6 +37,7 @@ _OUTPUT_CHARACTERS = 4000
 # Linux gives connections ports from 32768 on.
 _FIRST_PORT, _NUM_PORTS = 12000, 8000
 _held_ports: list[socket.socket] = []
+_started: list[subprocess.Popen[bytes]] = []
 
 
 class RanksError(AssertionError):
@@ -71,26 +73,46 @@ def run_ranks(
 
 
 @functools.cache
-def _nursery(platform: str) -> subprocess.Popen[bytes]:
-    """Start the process that a platform's ranks are forked from; it ends when this process does."""
-    return subprocess.Popen(
+def _nursery(platform: str) -> IO[bytes]:
+    """Return the pipe to the process that a platform's ranks are forked from.
+
+    It is started here, and ends when this process does; a process that was forked off one takes that.
+    """
+    if (pipe := os.environ.get(_variable(platform))) is not None:
+        return open(pipe, "wb")
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.nursery", str(os.getpid()), platform],
         cwd=ROOT,
         env={**os.environ, **_threads(1)},
         stdin=subprocess.PIPE,
     )
+    _started.append(process)
+    assert process.stdin is not None
+    return process.stdin
+
+
+def _variable(platform: str) -> str:
+    """Return the variable that names the pipe to a platform's nursery."""
+    return f"TEST_NURSERY_{platform.replace(' ', '_').upper()}"
+
+
+def _is_gone(nursery: IO[bytes]) -> bool:
+    """Tell whether no process reads the pipe."""
+    poll = select.poll()
+    poll.register(nursery, 0)
+    return bool(poll.poll(0))
 
 
 def fork(folder: Path, environment: Mapping[str, str], platform: str = "cpu") -> None:
     """Fork a rank for the job in the folder; `process-RANK` and `exit-RANK` will hold its process and its end."""
     nursery = _nursery(platform)
-    assert nursery.stdin is not None
-    nursery.stdin.write(json.dumps([str(folder), dict(environment)]).encode() + b"\n")
-    nursery.stdin.flush()
+    pipe = {_variable(platform): f"/proc/{os.getpid()}/fd/{nursery.fileno()}"}
+    nursery.write(json.dumps([str(folder), {**environment, **pipe}]).encode() + b"\n")
+    nursery.flush()
 
 
 def check_nursery(platform: str = "cpu") -> None:
-    if _nursery(platform).poll() is not None:
+    if _is_gone(_nursery(platform)):
         raise RanksError("the process that ranks are forked off is gone; its output is above")
 
 
@@ -159,7 +181,7 @@ class _Rank:
 
     def kill(self) -> None:
         # The file may still be on its way.
-        while self._is_started and self._read("exit") is None and _nursery(self._platform).poll() is None:
+        while self._is_started and self._read("exit") is None and not _is_gone(_nursery(self._platform)):
             self._signal_group(signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         # Children may outlive the rank itself.

@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import difflib
 import enum
+import functools
 import math
+import shutil
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -321,10 +323,15 @@ class FlagParser(argparse.ArgumentParser):
     Flags cannot be abbreviated, and a flag that was not given leaves no attribute.
     """
 
-    def __init__(self, prog: str, description: str, **keywords: Any) -> None:
+    def __init__(
+        self, prog: str, description: str, formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter
+    ) -> None:
+        # argparse makes a formatter for each flag, and each would ask for the terminal's width.
+        width = shutil.get_terminal_size().columns - 2
         super().__init__(
-            prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, **keywords
-        )
+            prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+            formatter_class=functools.partial(formatter_class, width=width),
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))

@@ -102,8 +102,8 @@ class Twins:
         return Expected(*(twin.update(number) for twin in self._twins))
 
 
-@pytest.fixture(scope="module")
-def twins(problem: Problem) -> Callable[[Trial], Twins]:
+def remember_twins(problem: Problem) -> Callable[[Trial], Twins]:
+    """Return a function that computes the twins of a trial once for all trials with the same rules and updates."""
     known: dict[tuple[Rules, int], Twins] = {}
 
     def of(trial: Trial) -> Twins:
@@ -113,6 +113,11 @@ def twins(problem: Problem) -> Callable[[Trial], Twins]:
         return known[key]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def twins(problem: Problem) -> Callable[[Trial], Twins]:
+    return remember_twins(problem)
 
 
 def run(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Seen]]:

@@ -1,12 +1,12 @@
 """The end of a rank that no other rank joins: by itself, with a message."""
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, free_port
+from tests.e2e.forked import ForkedProcess
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.each_change
 
@@ -20,11 +20,13 @@ Session(ParallelSizes(), platforms.select("cpu"), seed=1, timeout=datetime.timed
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_meets_no_other_says_for_how_long_it_waited(rank: int) -> None:
+def test_a_rank_that_meets_no_other_says_for_how_long_it_waited(rank: int, tmp_path: Path) -> None:
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env={**os.environ, **place}, capture_output=True, text=True,
-        timeout=600,
-    )  # fmt: skip
-    assert ended.returncode != 0
-    assert f"rank {rank} has not met the others within 2 s" in ended.stderr
+    script, output = tmp_path / "program.py", tmp_path / "output"
+    script.write_text(PROGRAM)
+    process = ForkedProcess(script, [], "", output, {**os.environ, **place})
+    try:
+        assert process.wait(600) != 0
+    finally:
+        process.kill()
+    assert f"rank {rank} has not met the others within 2 s" in output.read_text()

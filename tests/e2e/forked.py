@@ -4,7 +4,6 @@ The script gets its words and an environment of its own. Settings of that enviro
 before come too late.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import os
@@ -14,14 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.nursery import Job
+from tests.e2e import forked_sidecar
+from tests.nursery import Job, end_like_python
 from tests.ranks import check_nursery, fork, read
 
 _POLL_SECONDS = 0.02
@@ -73,31 +71,18 @@ class ForkedProcess:
 
 
 def be_script(script: Path, words: Sequence[str], prologue: str, output: Path) -> NoReturn:
-    """End as Python would: non-daemon threads, functions that were registered for the exit, the code."""
+    """Run as the script would, and end as Python would."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.enable()
+    if os.environ["RANK"] == "0":
+        forked_sidecar.plant()
     sys.argv = [str(script), *words]
-    code = 1
-    try:
+
+    def run() -> None:
         exec(compile(prologue, "<prologue>", "exec"), {"__name__": "__main__"})
         runpy.run_path(str(script), run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = _find_code(error)
-    except BaseException:
-        traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
-
-def _find_code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
+    end_like_python(run)

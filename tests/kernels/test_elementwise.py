@@ -1,8 +1,5 @@
 """The backends of a layer's element-wise work: their choice, their trial, and the kernels, interpreted and compiled."""
 
-import importlib.util
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 from unittest import mock
@@ -22,7 +19,7 @@ from megatron_rl.ops.choice import Choice
 from megatron_rl.ops.elementwise import BACKENDS, choose_backend, plain, triton_fused
 from megatron_rl.ops.elementwise.trial import check_backend
 from megatron_rl.trainer.mcore.model.fusions import SwigluExperts, SwigluMLP, SwigluSharedExperts, fuse_layers
-from tests.kernels.processes import run_module
+from tests.kernels.processes import compile_kernels, run_module
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -46,14 +43,9 @@ def test_models_with_interpreted_kernels_are_those_of_transformers(which: str) -
     ],
 )
 def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(
-    which: str, targets: tuple[str, ...], num_kernels: int, tmp_path: Path
+    which: str, targets: tuple[str, ...], num_kernels: int
 ) -> None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("the package triton has no ptxas")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_elementwise", which, *targets, **environment)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    found = compile_kernels("tests.kernels.compiled_elementwise", which, *targets)
     assert len(found) == num_kernels * len(targets)
     for kernel in found:
         assert kernel["stack"] == 0, kernel

@@ -1,10 +1,7 @@
 """The backends of the output layer: their choice, their blocks, and the kernels, compiled."""
 
 import dataclasses
-import importlib.util
-import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 from unittest import mock
@@ -21,7 +18,7 @@ from megatron_rl.ops.choice import Choice
 from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, choose_backend, output_log_probs, plain, triton_fused
 from megatron_rl.ops.log_probs.trial import check_backend
 from megatron_rl.trainer.loop.settling import settle_output_layer
-from tests.kernels.processes import run_module
+from tests.kernels.processes import compile_kernels
 from tests.processes import run_python
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -41,14 +38,9 @@ numbers_of_rows = st.integers(1, 1 << 20)
     ],
 )
 def test_compiled_kernels_spill_nothing_divide_exactly_and_load_16_bytes_at_once(
-    words: tuple[str, ...], number: int, tmp_path: Path
+    words: tuple[str, ...], number: int
 ) -> None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("the package triton has no ptxas")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_output_layer", *words, **environment)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    found = compile_kernels("tests.kernels.compiled_output_layer", *words)
     assert len(found) == number
     for kernel in found:
         assert kernel["stack"] == 0, kernel

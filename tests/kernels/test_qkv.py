@@ -1,9 +1,6 @@
 """The backends between the product of queries, keys and values and attention: choice, fallback, and the kernels."""
 
 import dataclasses
-import importlib.util
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 from unittest import mock
@@ -22,7 +19,7 @@ from megatron_rl.trainer.loop.settling import settle_elementwise_backend, settle
 from megatron_rl.trainer.mcore.model import self_attention
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
-from tests.kernels.processes import run_module
+from tests.kernels.processes import compile_kernels, run_module
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
@@ -40,13 +37,8 @@ def test_models_with_interpreted_kernels_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     "targets", [("80", "90", "100", "gfx942"), pytest.param(("86", "89", "120"), marks=pytest.mark.slow)]
 )
-def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(targets: tuple[str, ...], tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("the package triton has no ptxas")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_qkv", *targets, **environment)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(targets: tuple[str, ...]) -> None:
+    found = compile_kernels("tests.kernels.compiled_qkv", *targets)
     assert len(found) == 10 * len(targets)
     for kernel in found:
         assert kernel["stack"] == 0, kernel

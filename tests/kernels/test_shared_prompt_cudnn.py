@@ -1,9 +1,6 @@
 """Calls of torch's cuDNN operators, tried with stand-ins, because no machine of the tests has CUDA."""
 
 import dataclasses
-import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from megatron_rl.ops.shared_prompt.trial import check_backend
 from tests.kernels.cudnn_operators import CudnnOperators
 from tests.kernels.drawn_layouts import layouts
-from tests.kernels.processes import run_module
+from tests.kernels.processes import compile_kernels
 from tests.kernels.shared_prompt_cases import NAMES, RAGGED, Case, errors
 
 # Two equal groups, one whose first response has another length, a plain sequence and one that is longer; a prompt whose
@@ -255,12 +252,7 @@ def test_wide_heads_run_where_cudnn_has_kernels_for_them(
 
 @pytest.mark.each_change
 @pytest.mark.timeout(900)
-def test_the_compiled_kernel_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("the package triton has no ptxas")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_join", "80", "90", "100", **environment)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+def test_the_compiled_kernel_keeps_its_numbers_in_registers() -> None:
+    found = compile_kernels("tests.kernels.compiled_join", "80", "90", "100")
     assert len(found) == 6
     assert all(kernel["stack"] == 0 for kernel in found), found

@@ -1,8 +1,5 @@
 """The fused backend in Triton: the rows that its programs compute, and its kernels, compiled."""
 
-import importlib.util
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +14,7 @@ from megatron_rl.ops.shared_prompt.backends.triton_blocks import choose_blocks, 
 from megatron_rl.ops.shared_prompt.backends.triton_tables import FEW_PARTS, MOST_PARTS, SHORT_ITEM, TILE, TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
-from tests.kernels.processes import run_module
+from tests.kernels.processes import compile_kernels
 from tests.processes import run_python
 
 tile_sizes = st.integers(1, 5)
@@ -192,16 +189,10 @@ def test_blocks_of_wide_heads_follow_from_the_memory_of_the_device(
     ],
 )  # fmt: skip
 def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
-    dtypes: tuple[str, ...], head_dims: tuple[int | str, ...], targets: tuple[str, ...], tmp_path: Path
+    dtypes: tuple[str, ...], head_dims: tuple[int | str, ...], targets: tuple[str, ...]
 ) -> None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("the package triton has no ptxas")
     arguments = ("--dtypes", *dtypes, "--head-dims", *map(str, head_dims), "--targets", *targets)
-    output = run_module(
-        "tests.kernels.compiled_triton", *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
-    )
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    found = compile_kernels("tests.kernels.compiled_triton", *arguments)
     assert len(found) == 4 * len(dtypes) * len(head_dims) * len(targets)
     for kernel in found:
         assert kernel["shared_memory"] <= kernel["most_shared_memory"], kernel

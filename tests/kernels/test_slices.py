@@ -1,15 +1,12 @@
 """The operations over slices: their kernels, compiled, and what they do without kernels."""
 
-import importlib.util
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_rl.ops.slices import Slice, build_digester, list_reasons_against_kernels, naive
-from tests.kernels.processes import run_module
+from tests.kernels.processes import compile_kernels
 
 
 @pytest.mark.each_change
@@ -24,14 +21,9 @@ from tests.kernels.processes import run_module
     ],
 )
 def test_compiled_kernels_spill_at_most_two_numbers_and_add_each_lane_of_a_task_at_once(
-    words: tuple[str, ...], number: int, tmp_path: Path
+    words: tuple[str, ...], number: int
 ) -> None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not (Path(spec.origin).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("the package triton has no ptxas")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    output = run_module("tests.kernels.compiled_slices", *words, **environment)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    found = compile_kernels("tests.kernels.compiled_slices", *words)
     assert len(found) == number
     for kernel in found:
         assert kernel["stack"] <= 16, kernel

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_rl import platforms
-from tests import hf_models
 
 LAYOUTS = {
     "qwen3": ("TP2+distopt", "PP2xVPP2", "CP2+distopt"),
@@ -28,6 +27,7 @@ def write(folder: Path, name: str) -> None:
 
     Keep log-probs and gradients, of three models in one too.
     """
+    from tests import hf_models
     from tests.distributed import parity, test_tri_model
     from tests.distributed.test_training_checkpoint import LAYOUTS as WORDS
     from tests.distributed.test_training_checkpoint import write as train

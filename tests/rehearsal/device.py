@@ -10,7 +10,7 @@ A collective counts as an operation on the stream that it is called on, and a ba
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,8 +136,8 @@ def asked_by_megatron() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.")
 
 
-def _new(host: torch.Tensor) -> OnDevice:
-    return OnDevice(host, Block(host.untyped_storage().nbytes()))
+def _new(host: torch.Tensor, where: str | None = None) -> OnDevice:
+    return OnDevice(host, Block(host.untyped_storage().nbytes(), where or locate()))
 
 
 def pin(host: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def bytes_of(value: Any) -> Any:
 
 def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do what an operation does on a device."""
-    if function is ATEN._to_copy.default and is_there(args[0]) and _target(kwargs, args) == HOST:
+    if function is ATEN._to_copy.default and is_there(args[0]) and _target(kwargs, True) == HOST:
         return _fetch(args[0], kwargs)
     if function is ATEN.copy_.default and is_there(args[0]) != is_there(args[1]):
         return _copy_between(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
@@ -167,25 +167,80 @@ def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _compute(function, args, kwargs)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Operator:
+    """The properties of an operator, which its schema has and which take long to ask for."""
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+    """Places and names of the operands that the schema marks as written."""
+    is_collective: bool
+    """Whether it is a collective, which writes all."""
+    is_view: bool
+    takes_numbers: bool
+    """Whether numbers of the host may be operands."""
+    is_random: bool
+
+
+@functools.cache
+def _describe(function: Any) -> _Operator:
+    schema, tags = function._schema, function.tags
+    name = schema.name
+    return _Operator(
+        name,
+        tuple(
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        function.namespace == "c10d",
+        any(returned.alias_info is not None for returned in schema.returns),
+        torch.Tag.pointwise in tags or name in ("aten::masked_fill", "aten::masked_fill_"),
+        torch.Tag.nondeterministic_seeded in tags,
+    )
+
+
+def _list_leaves(value: Any, found: list[Any]) -> list[Any]:
+    """Add the leaves of an operator's operands: it takes plain containers, in which pytree would look longer."""
+    if type(value) in (list, tuple):
+        for one in value:
+            _list_leaves(one, found)
+    elif type(value) is dict:
+        _list_leaves([*value.values()], found)
+    else:
+        found.append(value)
+    return found
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same containers with their leaves changed."""
+    if type(value) in (list, tuple):
+        return type(value)([_map(change, one) for one in value])
+    if type(value) is dict:
+        return {name: _map(change, one) for name, one in value.items()}
+    return change(value)
+
+
 def _compute(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    leaves = pytree.tree_leaves((args, kwargs))
+    operator = _describe(function)
+    name, where = operator.name, None
+    leaves = _list_leaves((args, kwargs), [])
     there = [leaf for leaf in leaves if is_there(leaf)]
-    name = function._schema.name
     if there:
-        operators.update([name] if any(leaf.is_floating_point() for leaf in there) else [])
-        _refuse_mixed(function, name, leaves)
+        if name not in operators and any(leaf.is_floating_point() for leaf in there):
+            operators.add(name)
+        _refuse_mixed(operator, leaves)
         if name in READ_BY_HOST or (name in _INDEXED and _indices_are_read(args)):
             log.add(name.removeprefix("aten::"))
-    written = [block for value in _written(function, args, kwargs) if (block := _block(value)) is not None]
-    is_view = not written and _is_view(function)
-    if there and not is_view:
+    written = [block for value in _written(operator, args, kwargs, leaves) if (block := _block(value)) is not None]
+    if there and (written or not operator.is_view):
+        where = locate()
         read = [block for value in there if (block := _block(value)) not in written]
-        state.operate(name, locate(), _once(read), _once(written))
-    target = _target(kwargs, args if there else ())
+        state.operate(name, where, _once(read), _once(written))
+    target = _target(kwargs, bool(there))
     if "device" in kwargs:
         kwargs = {**kwargs, "device": HOST}
-    host_args, host_kwargs = pytree.tree_map(bytes_of, (args, kwargs))
-    found = _with_own_randomness(function, host_args, host_kwargs)
+    found = _with_own_randomness(function, operator, _map(bytes_of, args), _map(bytes_of, kwargs))
     known = {id(leaf.host): leaf for leaf in leaves if isinstance(leaf, OnDevice)}
     for leaf in known.values():
         if leaf.host.shape != leaf.shape or leaf.host.stride() != leaf.stride():
@@ -202,9 +257,9 @@ def _compute(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         block = blocks.get(value.untyped_storage()._cdata)
         if block is not None:
             return OnDevice(value, block)
-        return _made(value, name)
+        return _made(value, name, where)
 
-    return pytree.tree_map(wrap, found)
+    return _map(wrap, found)
 
 
 def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,21 +277,21 @@ def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def _made(host: torch.Tensor, name: str) -> OnDevice:
+def _made(host: torch.Tensor, name: str, where: str | None = None) -> OnDevice:
     """Return the result of an operation: new memory, which it wrote."""
-    made = _new(host)
+    where = where or locate()
+    made = _new(host, where)
     assert made.block is not None
-    state.operate(name, locate(), [], [made.block])
+    state.operate(name, where, [], [made.block])
     return made
 
 
-def _target(kwargs: dict[str, Any], args: Iterable[Any]) -> torch.device:
+def _target(kwargs: dict[str, Any], is_any_there: bool) -> torch.device:
     """Return the device of the results."""
     device = kwargs.get("device")
     if device is not None:
         return DEVICE if torch.device(device).type == DEVICE.type else HOST
-    values = pytree.tree_leaves((tuple(args), kwargs))
-    return DEVICE if any(is_there(value) for value in values) else HOST
+    return DEVICE if is_any_there else HOST
 
 
 def _block(value: Any) -> Block | None:
@@ -247,32 +302,25 @@ def _once(blocks: list[Any]) -> list[Any]:
     return list({id(block): block for block in blocks}.values())
 
 
-def _written(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the operands that the schema marks as written; a collective writes all."""
-    if function.namespace == "c10d":
-        return pytree.tree_leaves((args, kwargs))
-    values = []
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return pytree.tree_leaves(values)
+def _written(operator: _Operator, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> list[Any]:
+    """Return the operands that are written."""
+    if operator.is_collective:
+        return leaves
+    return _list_leaves(
+        [args[place] if place < len(args) else kwargs.get(name) for place, name in operator.written], []
+    )
 
 
-def _is_view(function: Any) -> bool:
-    return any(returned.alias_info is not None for returned in function._schema.returns)
-
-
-def _refuse_mixed(function: Any, name: str, leaves: list[Any]) -> None:
+def _refuse_mixed(operator: _Operator, leaves: list[Any]) -> None:
     """Refuse operands of the host, except numbers of pointwise operations, and indices."""
-    takes_numbers = torch.Tag.pointwise in function.tags or name in ("aten::masked_fill", "aten::masked_fill_")
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or is_there(leaf) or name in _INDEXED:
+        if not isinstance(leaf, torch.Tensor) or is_there(leaf) or operator.name in _INDEXED:
             continue
-        if leaf.dim() == 0 and takes_numbers:
+        if leaf.dim() == 0 and operator.takes_numbers:
             continue
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! ({name}, "
-            f"{list(leaf.shape)} on the cpu, at {locate()})"
+            "Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! "
+            f"({operator.name}, {list(leaf.shape)} on the cpu, at {locate()})"
         )
 
 
@@ -288,9 +336,9 @@ def _indices_are_read(args: tuple) -> bool:
     return not is_fill and any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _with_own_randomness(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _with_own_randomness(function: Any, operator: _Operator, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw from the device's numbers, and leave the host's alone."""
-    if torch.Tag.nondeterministic_seeded not in function.tags or kwargs.get("generator") is not None:
+    if not operator.is_random or kwargs.get("generator") is not None:
         return function(*args, **kwargs)
     before = torch.default_generator.get_state()
     torch.default_generator.set_state(generator.get_state())

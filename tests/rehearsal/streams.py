@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,11 +63,11 @@ class Remains:
 class Block:
     """Memory of the device, which tensors share that are views of each other; it is freed with the last of them."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, where: str) -> None:
         self.late: LateCopy | None = None
         self.reads: dict[int, Use] = {}
         """Reads since the last write, by stream."""
-        self.write = state.allocate(num_bytes)
+        self.write = state.allocate(num_bytes, where)
         self.remains = Remains(self.write.stream, num_bytes)
         weakref.finalize(self, state.gone.append, self.remains).atexit = False
 
@@ -147,12 +148,12 @@ class State:
             if block is not None:
                 block.late = copy
 
-    def allocate(self, num_bytes: int) -> Use:
+    def allocate(self, num_bytes: int, where: str) -> Use:
         """Count new memory, which may be that of any freed block of this stream."""
         with self._lock:
             stream = self.current().number
             clock = self.clocks[stream]
-            use = Use(stream, clock.get(stream, 0), "allocation", locate())
+            use = Use(stream, clock.get(stream, 0), "allocation", where)
             self._allocated = self.allocated + num_bytes
             self._peak = max(self._peak, self._allocated)
             own = [block for block in self._freed if block.owner == stream]
@@ -294,15 +295,27 @@ class Event:
 def locate() -> str:
     """Find the package's line that runs now, and the line of megatron that it has called; else a test's line."""
     found: dict[str, str] = {}
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and "megatron_rl" not in found:
-        name = frame.f_globals.get("__name__", "")
-        package = name.split(".")[0]
-        if package in _PACKAGES and name not in _OWN:
-            found.setdefault(package, f"{name}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
+        place = frame.f_globals
+        _, package, name = _modules.get(id(place)) or _find_module(place)
+        if package and package not in found:
+            found[package] = f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
     product = [found[package] for package in ("megatron_rl", "megatron") if package in found]
     return " > ".join(product) or found.get("tests") or found.get("torch", "nowhere")
+
+
+# Every operation asks for the modules of its frames. The names of modules stay alive here, and so keep their numbers.
+_modules: dict[int, tuple[dict[str, Any], str, str]] = {}
+
+
+def _find_module(place: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """Return the names of a module, its package if that is among those that are named, and its own name."""
+    name = place.get("__name__", "")
+    package = name.split(".")[0]
+    known = (place, package if package in _PACKAGES and name not in _OWN else "", name)
+    return _modules.setdefault(id(place), known)
 
 
 state = State()

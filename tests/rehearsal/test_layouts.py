@@ -1,9 +1,11 @@
 """Parallel layouts on emulated devices, one a rank: the twin's numbers, no mixed operands, no host that waits."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.distributed.grpo_trials import WORLD_SIZES
-from tests.distributed.test_grpo_step import Twins, check
+from tests.distributed.test_grpo_step import Twins, check, remember_twins
 from tests.grpo_problem import OVERLAPPED, Problem, Trial, draw_problem
 from tests.ranks import run_ranks
 from tests.rehearsal.syncs import Sync, describe
@@ -27,6 +29,11 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 
 
 @pytest.fixture(scope="module")
+def twins(problem: Problem) -> Callable[[Trial], Twins]:
+    return remember_twins(problem)
+
+
+@pytest.fixture(scope="module")
 def ranks(problem: Problem) -> list[Rehearsed]:
     return run_ranks(rehearse, 2, problem, TRIALS, platform="rehearsed")
 
@@ -47,8 +54,8 @@ def is_message_length(sync: Sync) -> bool:
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-def test_updates_in_a_layout_on_devices_equal_those_of_the_padded_twin(trial, ranks, problem) -> None:
-    check(trial, ranks[0].seen[trial], Twins(problem, trial))
+def test_updates_in_a_layout_on_devices_equal_those_of_the_padded_twin(trial, ranks, twins) -> None:
+    check(trial, ranks[0].seen[trial], twins(trial))
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)

@@ -1,9 +1,11 @@
 """Micro-batches of the trainer on the emulated device: the twin's numbers, and a host that never waits."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.distributed.grpo_trials import run_trials
-from tests.distributed.test_grpo_step import Twins, check
+from tests.distributed.test_grpo_step import Twins, check, remember_twins
 from tests.grpo_problem import KNOWN, Problem, Trial, draw_problem
 from tests.ranks import RanksError, run_ranks
 from tests.rehearsal.order import NEVER_ORDERED, ORDERED_IF_ASKED
@@ -46,18 +48,18 @@ def ordered(problem: Problem) -> Rehearsed:
 
 
 @pytest.fixture(scope="module")
-def twins(problem: Problem) -> Twins:
-    return Twins(problem, TRIALS[0])
+def twins(problem: Problem) -> Callable[[Trial], Twins]:
+    return remember_twins(problem)
 
 
 @pytest.mark.parametrize("trial", [*TRIALS, OFFLOADED], ids=str)
-def test_updates_on_the_device_equal_those_of_the_padded_twin(trial, alone, problem) -> None:
-    check(trial, alone.seen[trial], Twins(problem, trial))
+def test_updates_on_the_device_equal_those_of_the_padded_twin(trial, alone, twins) -> None:
+    check(trial, alone.seen[trial], twins(trial))
 
 
 def test_half_precision_on_the_device_is_as_near_to_the_truth_as_on_the_cpu(alone, twins, problem) -> None:
     theirs = run_ranks(run_trials, 1, problem, [HALF])[0][HALF]
-    error, tensor = worst_of(alone.seen[HALF][0].gradients, theirs[0].gradients, twins.first.truth.gradients)
+    error, tensor = worst_of(alone.seen[HALF][0].gradients, theirs[0].gradients, twins(HALF).first.truth.gradients)
     assert error <= 1, tensor
 
 
@@ -94,9 +96,9 @@ def test_blocks_that_streams_share_are_ordered_by_events(alone) -> None:
     assert not alone.faults
 
 
-def test_with_deterministic_mode_every_sum_has_a_fixed_order(ordered, problem) -> None:
+def test_with_deterministic_mode_every_sum_has_a_fixed_order(ordered, twins) -> None:
     for trial in (ORDERED, *ALGORITHMS):
-        check(trial, ordered.seen[trial], Twins(problem, trial))
+        check(trial, ordered.seen[trial], twins(trial))
     assert ordered.operators & ORDERED_IF_ASKED
     assert not ordered.operators & NEVER_ORDERED
 
