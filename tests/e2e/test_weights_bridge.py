@@ -1,6 +1,7 @@
 """A whole run of a model whose family is a person's own file."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,35 @@ from tests.processes import ROOT
 EXAMPLE = ROOT / "examples" / "families" / "ministral.py"
 
 
-@pytest.mark.each_change
-def test_a_right_family_trains_a_wrong_one_ends_the_run_and_a_changed_file_is_not_resumed(tmp_path: Path) -> None:
-    world, file = loop.make_world(tmp_path, family="mistral"), tmp_path / "mine.py"
+@pytest.fixture
+def world(tmp_path: Path) -> loop.World:
+    world = loop.make_world(tmp_path, family="mistral")
     # Tensors of both models have the same names.
     config = world.model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "ministral"}))
+    return world
+
+
+@pytest.mark.each_change
+def test_a_wrong_family_ends_the_run_before_anything_is_trained(world: loop.World, tmp_path: Path) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "wrong" / "run"
     wrong = "WRONG = dataclasses.replace(MINISTRAL, constants={'norm_epsilon': 0.1})"
     file.write_text(f"import dataclasses\n{EXAMPLE.read_text()}\n{wrong}\n")
-    guest, checkpoints = f"{file}:MINISTRAL", tmp_path / "right" / "ckpt"
-    shared = {"save": checkpoints, "load": checkpoints, "save_interval": 1}
-    run = tmp_path / "right" / "run"
-    words = {"weights_bridge": guest, "rollout_folder": run, **shared}
+    places = {"weights_bridge": f"{file}:WRONG", "rollout_folder": run}
+    with loop.running(run.parent, 1, world.words("run", **places)) as ranks:
+        assert ranks.wait(300) == [ExitCode.INPUT]
+        assert "the model is not transformers' model" in ranks.text()
+    assert not (run / "metrics.jsonl").exists()
 
-    ranks = loop.run(run.parent, 1, world.words("run", **words, exit_interval=1))
+
+@pytest.mark.slow
+def test_a_right_family_trains_and_a_changed_file_is_not_resumed(world: loop.World, tmp_path: Path) -> None:
+    file, run = tmp_path / "mine.py", tmp_path / "right" / "run"
+    shutil.copy(EXAMPLE, file)
+    guest, checkpoints = f"{file}:MINISTRAL", tmp_path / "right" / "ckpt"
+    words = {"weights_bridge": guest, "rollout_folder": run, "save": checkpoints, "load": checkpoints}
+
+    ranks = loop.run(run.parent, 1, world.words("run", **words, save_interval=1, exit_interval=1))
     assert f"--weights-bridge {guest}: log-probs of 64 tokens are" in ranks.text()
     recorded = run_folder.read_saved_config(run / run_folder.CONFIG_FILE).sections["plug-ins"]
     assert {name: value.text for name, value in recorded.items()} == describe_guest(guest)
@@ -40,10 +56,3 @@ def test_a_right_family_trains_a_wrong_one_ends_the_run_and_a_changed_file_is_no
     with loop.running(run.parent, 1, world.words("run", **words)) as ranks:
         assert ranks.wait(300) == [ExitCode.INPUT]
         assert f"--weights-bridge {guest}: the file has changed since" in ranks.text()
-
-    wrong_run = tmp_path / "wrong" / "run"
-    places = {"weights_bridge": f"{file}:WRONG", "rollout_folder": wrong_run}
-    with loop.running(wrong_run.parent, 1, world.words("run", **places)) as ranks:
-        assert ranks.wait(300) == [ExitCode.INPUT]
-        assert "the model is not transformers' model" in ranks.text()
-    assert not (wrong_run / "metrics.jsonl").exists()
