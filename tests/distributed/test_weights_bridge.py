@@ -12,7 +12,7 @@ import transformers
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.trainer.mcore import bridge
-from megatron_rl.trainer.mcore.bridge import check_bridge, measure
+from megatron_rl.trainer.mcore.bridge import check_bridge, find_worst, measure
 from megatron_rl.trainer.mcore.model.gpt import unwrap
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
@@ -150,6 +150,14 @@ def test_a_fault_in_a_family_is_found(fault: str, tmp_path: Path) -> None:
         assert not check("TP1", folder, f"{EXAMPLES}/{name}.py:{name.upper()}").startswith("error")
 
 
+def test_a_kind_of_attention_that_short_sequences_do_not_show_is_found(folders: dict[str, Path]) -> None:
+    architecture = read_architecture(folders[SOLAR], SOLAR)
+    config = transformers.SolarOpenConfig()
+    config.layer_types = [_FULL, "chunked_attention"]
+    with pytest.raises(InputError, match="layer 1 has no window, and in transformers attention of the kind 'chunked"):
+        bridge._check_windows(config, architecture, "")
+
+
 def transpose(chunks: Any, _: Any) -> None:
     weight = chunks[0].decoder.layers[2].self_attention.linear_proj.weight
     weight.copy_(weight.T.clone())
@@ -171,6 +179,8 @@ def test_a_log_prob_that_is_not_a_number_is_never_near_enough() -> None:
     ours_T = torch.tensor([-2.0, torch.nan, -2.0], dtype=torch.float64)
     found = measure(ours_T, truth_T, truth_T, 1e-7)
     assert not found.ours <= found.bound
+    near = measure(truth_T, truth_T, truth_T, 1e-7)
+    assert find_worst([near, found, near]) is found
 
 
 def test_transformers_must_have_the_model(folders: dict[str, Path], tmp_path: Path) -> None:
