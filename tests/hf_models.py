@@ -104,9 +104,14 @@ WITH_EXPERTS = (
 
 def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Save a model of that kind with large random weights, uneven norms and biases that are not zero."""
-    transformers.utils.logging.disable_progress_bar()
     make, settings = CONFIGS[name]
-    config = make(**{**_SIZES, **settings, **changes})
+    return draw_model(make, folder, seed, **{**settings, **changes})
+
+
+def draw_model(make: type, folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """Save such a model of a transformers configuration."""
+    transformers.utils.logging.disable_progress_bar()
+    config = make(**{**_SIZES, **settings})
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

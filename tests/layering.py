@@ -13,6 +13,7 @@ LAYERS = (
     {"errors", "types"},
     {"versions"},
     {"config.flag"},
+    {"code_files"},
     {"algorithm"},
     {"ops.products"},
     {"ops.main_gradients"},
@@ -43,7 +44,7 @@ OWNERS = {
 }
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
-    "errors", "types", "versions", "config.flag", "config", "algorithm.settings", "algorithm.library",
+    "errors", "types", "versions", "config.flag", "code_files", "config", "algorithm.settings", "algorithm.library",
     "algorithm.declaration", "cli", "commands.doctor", "observe", "shared.weights.families",
     "trainer.loop.entry", "trainer.loop.lifelines", "trainer.loop.watch",
 )  # fmt: skip

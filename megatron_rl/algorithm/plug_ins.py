@@ -1,18 +1,12 @@
 """Losses, advantages and metrics of one's own: FILE.py:FUNCTION at --grpo-loss, --grpo-advantage and --grpo-metric.
 
-A file is read and run once in a process, so the text that was checked and hashed is the text that runs. The trainer
-runs it as its own code: unlike rewards, nothing confines it.
+The trainer runs a file (`code_files`) as its own code: unlike rewards, nothing confines it.
 
 Letters: N targets, K responses of a group.
 """
 
 import dataclasses
-import functools
-import hashlib
 import inspect
-import sys
-import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl import code_files
 from megatron_rl.algorithm.declaration import Advantage, Loss, ScoredGroup, Surrogate, Targets
 from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
 from megatron_rl.algorithm.settings import AlgorithmConfig
@@ -133,28 +128,14 @@ def check_agreement(of_ranks: Sequence[Mapping[str, str]]) -> None:
 
 def load(flag: str, source: str) -> PlugIn:
     """Run the file, and return its function; raise a UsageError if it cannot be one for this flag."""
-    label = f"{flag} {source}"
-    if not names_function(source):
-        raise UsageError(f"{label} must name a function: write FILE.py:FUNCTION")
-    path, _, name = source.rpartition(":")
-    file = Path(path).resolve()
-    try:
-        data = _read_file(file)
-    except OSError as error:
-        raise UsageError(f"{label}: {path} cannot be read: {error.strerror}; name a readable file") from None
-    try:
-        module = _run_file(file)
-    except Exception as error:
-        said = error.msg if isinstance(error, SyntaxError) else error
-        raise UsageError(
-            f"{label}: {find_line(error, source)}{type(error).__name__}: {said}; correct the file"
-        ) from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise UsageError(f"{label}: {path} has no function {name}; name one of {', '.join(names) or 'yours'}")
-    _check_parameters(function, flag, source)
-    return PlugIn(flag, source, function, hashlib.sha256(data).hexdigest())
+    code = code_files.load(flag, source, "a function", "FUNCTION")
+    if not callable(code.value):
+        path, _, name = source.rpartition(":")
+        of_file = vars(code.module).items()
+        names = [key for key, value in of_file if inspect.isfunction(value) and not key.startswith("_")]
+        raise UsageError(f"{flag} {source}: {path} has no function {name}; name one of {', '.join(names) or 'yours'}")
+    _check_parameters(code.value, flag, source)
+    return PlugIn(flag, source, code.value, code.sha256)
 
 
 def check_losses(plug_in: PlugIn, answer: Any, targets: Targets) -> Surrogate:
@@ -242,32 +223,6 @@ class _CheckedMetric:
 
     def __call__(self, targets: Targets, settings: Any) -> torch.Tensor:
         return check_metric(self.plug_in, self.plug_in.function(targets, settings), targets)
-
-
-@functools.cache
-def _read_file(file: Path) -> bytes:
-    return file.read_bytes()
-
-
-@functools.cache
-def _run_file(file: Path) -> types.ModuleType:
-    """Run a file as a module of its own."""
-    module = types.ModuleType(f"{file.stem}_of_{hashlib.sha256(bytes(file)).hexdigest()[:16]}")
-    module.__file__ = str(file)
-    # Dataclasses look their module up.
-    sys.modules[module.__name__] = module
-    exec(compile(_read_file(file), file, "exec"), vars(module))
-    return module
-
-
-def find_line(error: Exception, source: str) -> str:
-    """Return the last place in the file of a function that an error came from, as "FILE.py:LINE: "; else nothing."""
-    path = source.rpartition(":")[0]
-    file = str(Path(path).resolve())
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        lines.append(error.lineno)
-    return f"{path}:{lines[-1]}: " if lines else ""
 
 
 def _check_parameters(function: Callable, flag: str, source: str) -> None:

@@ -29,12 +29,12 @@ from megatron_rl.algorithm.plug_ins import (
     check_losses,
     check_metric,
     find_advantage,
-    find_line,
     find_metrics,
     list_plug_ins,
 )
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.code_files import find_line
 from megatron_rl.errors import InputError, UsageError
 
 # Lengths of the responses; ratios between 0.6 and 1.6 leave every usual bound on both sides.

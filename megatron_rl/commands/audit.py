@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
         metavar="X",
         help="most error of a log-prob; by default 1e-3 for float32 weights, 5e-2 for bfloat16 and float16",
     )
+    parser.add_argument("--weights-bridge", metavar="FILE.py:NAME", help="the run's own model family")
     arguments = parser.parse_args(argv)
     _check(arguments)
     arguments.run = find_run(arguments.run, FILE_NAME)
@@ -63,8 +64,10 @@ def main(argv: list[str]) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     number, folder, bound = arguments.rescore, arguments.checkpoints, arguments.rescore_bound
     if number is None:
-        if folder is not None or bound is not None:
-            raise UsageError("--checkpoints and --rescore-bound need --rescore N: write it, or drop them")
+        if folder is not None or bound is not None or arguments.weights_bridge is not None:
+            raise UsageError(
+                "--checkpoints, --rescore-bound and --weights-bridge need --rescore N: write it, or drop them"
+            )
         return
     if number < 1:
         raise UsageError(f"--rescore {number} must be at least 1")
@@ -82,7 +85,12 @@ def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
 
     # While responses are sampled, the head of the finished log is unknown, and so is the choice of responses.
     outcome = rescore(
-        read_kept(arguments.run), arguments.checkpoints, arguments.rescore, report.head, arguments.rescore_bound
+        read_kept(arguments.run),
+        arguments.checkpoints,
+        arguments.rescore,
+        report.head,
+        arguments.rescore_bound,
+        arguments.weights_bridge,
     )
     _print_outcome(report, outcome)
     if not outcome.versions and not outcome.breaches:

@@ -22,8 +22,7 @@ from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_samples import KeptSamples, Sample, choose_samples
 from megatron_rl.shared.weights.families import read_architecture
-from megatron_rl.shared.weights.files import Checkpoint
-from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.files import read_fingerprint
 from megatron_rl.shared.weights.mapping import Mapping
 
 if TYPE_CHECKING:
@@ -58,14 +57,24 @@ class Outcome:
     breaches: list[Breach]
 
 
-def rescore(kept: KeptSamples, checkpoints: Path, count: int, seed: str, bound: float | None = None) -> Outcome:
-    """Compute `count` responses again, spread over the versions that have a checkpoint; `seed` chooses them."""
+def rescore(
+    kept: KeptSamples,
+    checkpoints: Path,
+    count: int,
+    seed: str,
+    bound: float | None = None,
+    guest: str | None = None,
+) -> Outcome:
+    """Compute `count` responses again, spread over the versions that have a checkpoint; `seed` chooses them.
+
+    `guest` is the family of the run's model as FILE.py:NAME, if this package does not have it.
+    """
     reasons, breaches = dict(kept.reasons), list(kept.breaches)
     folders: dict[int, Path] = {}
     for version in kept.samples:
         folder = _find_folder(checkpoints, version)
         try:
-            held = _read_fingerprint(folder)
+            held = _read_fingerprint(folder, guest)
         except InputError as error:
             reasons[version] = str(error) if folder.exists() else f"the checkpoint {folder} does not exist"
             continue
@@ -79,8 +88,8 @@ def rescore(kept: KeptSamples, checkpoints: Path, count: int, seed: str, bound: 
     for version, folder in folders.items():
         samples = [sample for sample in chosen if sample.version == version]
         if samples:
-            allowed = BOUNDS[read_architecture(folder).dtype] if bound is None else bound
-            result, found = _compare(folder, samples, allowed, _before(kept, checkpoints, version))
+            allowed = BOUNDS[read_architecture(folder, guest).dtype] if bound is None else bound
+            result, found = _compare(folder, samples, allowed, _before(kept, checkpoints, version, guest))
             results.append(result)
             breaches += found
         else:
@@ -98,24 +107,20 @@ def log_probs(model: "PreTrainedModel", prompt: np.ndarray, response: np.ndarray
     return (chosen_T - logits_TV.logsumexp(-1)).numpy()
 
 
-def _read_fingerprint(folder: Path) -> str:
+def _read_fingerprint(folder: Path, guest: str | None = None) -> str:
     """Compute the fingerprint that the weights in a folder would be published with."""
-    mapping = Mapping(read_architecture(folder))
-    with Checkpoint(folder) as checkpoint:
-        checkpoint.check(mapping)
-        specs = mapping.manifest()
-        return compute_fingerprint(specs, {spec.name: digest(checkpoint.tensor(spec.name)).tolist() for spec in specs})
+    return read_fingerprint(folder, Mapping(read_architecture(folder, guest)))
 
 
 def _find_folder(checkpoints: Path, version: int) -> Path:
     return checkpoints / f"iter_{version:07d}"
 
 
-def _before(kept: KeptSamples, checkpoints: Path, version: int) -> Path | None:
+def _before(kept: KeptSamples, checkpoints: Path, version: int, guest: str | None) -> Path | None:
     """Find the checkpoint of the previous version, if it exists and has another policy."""
     folder, published = _find_folder(checkpoints, version - 1), kept.fingerprints.get(version - 1)
     try:
-        held = _read_fingerprint(folder)
+        held = _read_fingerprint(folder, guest)
     except InputError:
         return None
     return folder if held == published != kept.fingerprints[version] else None

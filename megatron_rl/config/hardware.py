@@ -16,7 +16,9 @@ VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
 
 Kind = Literal["cuda", "npu"]
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_GROUP = Path("/sys/fs/cgroup")
+_QUOTA = _GROUP / "cpu.max"
+_MEMORY = Path("/proc/meminfo")
 
 
 def list_visible_devices(kind: Kind, environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -105,3 +107,23 @@ def _has_parent_been_told() -> bool:
     except OSError:
         return True
     return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in begun_with)
+
+
+def read_free_memory(meminfo: Path = _MEMORY, group: Path = _GROUP) -> int | None:
+    """Read the bytes of memory that processes of this host can still take; None if the kernel does not say.
+
+    A control group with a limit may leave less than the host has.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        # No group, or one without a limit.
+        return free
+    # Pages of files that are not in use are given back.
+    return min(free, max(0, limit - used + int(statistics.get("inactive_file", 0))))

@@ -30,6 +30,11 @@ class ModelConfig:
     """The model that is trained."""
 
     hf_model: Path | None = own_flag(None, "The Hugging Face folder of the architecture and the first weights.")
+    weights_bridge: str | None = own_flag(
+        None,
+        "A model family of your own, FILE.py:NAME, that reads `--hf-model`; at the start the model is compared with "
+        "transformers' own.",
+    )
     make_vocab_size_divisible_by: int = megatron_flag(
         128, "The vocabulary is padded to a multiple of this number times the tensor-parallel size.", bound="at least 1"
     )

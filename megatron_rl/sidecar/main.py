@@ -21,7 +21,6 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
-from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
@@ -153,12 +152,19 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
 def _build_factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":
-        vocab_size = None if settings.hf_model is None else read_architecture(settings.hf_model).vocab_size
+        architecture = settings.read_architecture()
+        vocab_size = None if architecture is None else architecture.vocab_size
         return ScriptedFactory(read_script(rollout.script, vocab_size, rollout.max_num_seqs))
     assert settings.hf_model is not None
     num_threads = rollout.num_threads or _share_cores(rollout).threads_of_worker
     config = configure_server(
-        rollout, settings.hf_model, settings.seq_length, settings.device, num_threads, settings.memory
+        rollout,
+        settings.hf_model,
+        settings.seq_length,
+        settings.device,
+        num_threads,
+        settings.memory,
+        settings.weights_bridge,
     )
     sockets = run_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)

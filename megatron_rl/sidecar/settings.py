@@ -47,7 +47,7 @@ _SUBJECTS: dict[str, type] = {
 # The flags that the sidecar reads of these subjects.
 _SHARED = {
     "run": {"--platform"},
-    "model": {"--hf-model"},
+    "model": {"--hf-model", "--weights-bridge"},
     "training": {"--seq-length"},
     "observe": {"--trace"},
 }
@@ -75,6 +75,12 @@ class SidecarSettings:
     """Whether the trainer that starts it hands over rows, on which it tries the rewards before it serves."""
     memory: EngineMemory | None = None
     """The memory of an engine that shares a rank's device; None if vLLM's own flags decide."""
+    weights_bridge: str | None = None
+    """The family of the model as FILE.py:NAME; None for one of this package's."""
+
+    def read_architecture(self) -> Architecture | None:
+        """Read the architecture in --hf-model; None if there is none."""
+        return None if self.hf_model is None else read_architecture(self.hf_model, self.weights_bridge)
 
     @property
     def folder(self) -> Path:
@@ -139,6 +145,7 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
     sidecar = SidecarSettings(
         platform=platform,
         hf_model=settings.model.hf_model,
+        weights_bridge=settings.model.weights_bridge,
         seq_length=settings.training.seq_length,
         rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
@@ -172,16 +179,18 @@ def parse(words: Sequence[str]) -> SidecarSettings:
     settings = SidecarSettings(
         platform=values["run"].get("platform", "auto"),
         hf_model=values["model"].get("hf_model"),
+        weights_bridge=values["model"].get("weights_bridge"),
         seq_length=values["training"].get("seq_length"),
         rollout=RolloutConfig(**values["rollout"]),
         reward=RewardConfig(**values["reward"]),
         trace=values["observe"].get("trace", "on"),
     )
     settings = pick_devices(settings, num_ranks=0)
-    architecture, unreadable = None, None
+    architecture: Architecture | None = None
+    unreadable: InputError | UsageError | None = None
     try:
-        architecture = read_architecture(settings.hf_model) if settings.hf_model is not None else None
-    except InputError as error:
+        architecture = settings.read_architecture()
+    except (InputError, UsageError) as error:
         unreadable = error
     of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward))
     found = [*_check_alone(settings, architecture), *of_values, *problems(settings, architecture)]

@@ -223,7 +223,7 @@ def test_weights_do_not_change_before_every_reader_of_the_offer_has_ended(tmp_pa
 
 
 def order_of_a_publish(model: Path, folder: Path, is_offered: bool) -> list[str]:
-    """Return the order in which a publish computes the probe and writes files."""
+    """Return the order in which a publish computes the probe, writes files and returns."""
     events: list[str] = []
     write = FilesBegun.write
 
@@ -237,6 +237,7 @@ def order_of_a_publish(model: Path, folder: Path, is_offered: bool) -> list[str]
     def noted(self: FilesBegun) -> None:
         events.append("write")
         write(self)
+        events.append("written")
 
     sharing = HostSharing() if is_offered else None
     with (
@@ -244,14 +245,17 @@ def order_of_a_publish(model: Path, folder: Path, is_offered: bool) -> list[str]
         publishing("TP1", model, folder, sharing, probe=Probe()) as (_, publisher, _reader),
     ):
         publisher.publish(0)
+        events.append("returned")
         publisher.close()
     return events
 
 
-def test_engines_that_read_an_offer_wait_for_the_probe_and_for_no_file(tmp_path: Path, memory: Path) -> None:
+def test_engines_that_read_an_offer_wait_for_the_probe_and_for_no_file_but_a_publish_does(
+    tmp_path: Path, memory: Path
+) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    assert run_ranks(order_of_a_publish, 1, model, memory, True) == [["probe", "write"]]
-    assert run_ranks(order_of_a_publish, 1, model, memory, False) == [["write", "probe"]]
+    assert run_ranks(order_of_a_publish, 1, model, memory, True) == [["probe", "write", "written", "returned"]]
+    assert run_ranks(order_of_a_publish, 1, model, memory, False) == [["write", "written", "probe", "returned"]]
 
 
 class Refusing(HostSharing):

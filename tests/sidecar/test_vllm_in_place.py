@@ -1,7 +1,7 @@
 """Weights are copied in place by the learned order as a load would put them, and faults of a copy are found."""
 
-import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +17,11 @@ from megatron_rl.sidecar.vllm.held import (
     Order,
     _digest_part,
     as_matrix,
-    compare,
     learn_order,
 )
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
+from megatron_rl.sidecar.vllm.proofs import LoadProver
+from megatron_rl.sidecar.vllm.received import Record
 from tests.sidecar.test_vllm_held import SHAPES, Keeps, Packs, Shuffles, Worker, drawn, specs_of
 
 Tensors = Mapping[str, torch.Tensor]
@@ -55,15 +56,15 @@ def copy(worker: Worker, order: Order, tensors: Tensors) -> None:
 
 
 def prove(worker: Worker, order: Order, given: Tensors) -> LoadProof:
-    dtypes = {name: NAMES[tensor.dtype] for name, tensor in given.items()}
-    specs = [TensorSpec(name, tuple(tensor.shape), dtypes[name]) for name, tensor in given.items()]
-    digests = {name: digest(tensor).tolist() for name, tensor in given.items()}
-    return compare(
-        dataclasses.replace(order, handed_over=frozenset()),
-        InPlaceDigester(worker.model, order, dtypes).digest(),
-        digests,
-        specs,
-    )
+    """Prove a copy as a worker of vLLM does: no layer processes its weights after it."""
+    prover, record = LoadProver(), Record({name for name, _ in worker.model.named_parameters()})
+    prover.model_runner = SimpleNamespace(get_model=lambda: worker.model)
+    prover.megatron_rl_order = order
+    for name, tensor in given.items():
+        record.note(TensorSpec(name, tuple(tensor.shape), NAMES[tensor.dtype]))
+    assert order.handed_over
+    prover.megatron_rl_digest_in_place(record)
+    return prover.megatron_rl_compared(record, {name: digest(tensor).tolist() for name, tensor in given.items()})
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])

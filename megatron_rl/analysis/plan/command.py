@@ -77,6 +77,7 @@ def _make_parser() -> argparse.ArgumentParser:
     changed.add_argument("--trainer-speed", type=float, default=1.0, metavar="F", help="a trainer F times as fast")
     found = parser.add_argument_group("without RUN")
     found.add_argument("--hf-model", type=Path, metavar="MODEL", help="a folder with config.json")
+    found.add_argument("--weights-bridge", metavar="FILE.py:NAME", help="a model family of your own that reads MODEL")
     found.add_argument("--chip", default="h100", help=", ".join(CHIPS))
     found.add_argument("--devices", type=int, metavar="N")
     found.add_argument("--devices-per-host", type=int, default=8, metavar="N")
@@ -267,7 +268,9 @@ def _search(arguments: argparse.Namespace) -> None:
         print(line)
     print()
     if best.setting.schedule in ("periodic", "sync"):
-        for words in write_command(best, wanted, Files(str(arguments.hf_model))):
+        for words in write_command(
+            best, wanted, Files(str(arguments.hf_model), weights_bridge=arguments.weights_bridge)
+        ):
             print(" ".join(word if word.startswith("$") else shlex.quote(word) for word in words))
         for note in list_notes(best, wanted):
             print(note)
@@ -317,7 +320,7 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
         responses=Lognormal(response / 4, 0.8, response),
     )
     changed = _change(base, arguments)
-    architecture = read_architecture(arguments.hf_model)
+    architecture = read_architecture(arguments.hf_model, arguments.weights_bridge)
     if prompt + response > architecture.max_position_embeddings:
         raise UsageError(
             f"--max-prompt-tokens {prompt} and --rollout-max-tokens {response} are {prompt + response} tokens "

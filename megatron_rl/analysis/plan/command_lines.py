@@ -17,6 +17,13 @@ class Files:
     prompts: str = "train.jsonl"
     reward: str = "gsm8k"
     run: str = "RUN"
+    weights_bridge: str | None = None
+
+    @property
+    def model_flags(self) -> list[str]:
+        """The flags that name the model."""
+        bridge = [] if self.weights_bridge is None else ["--weights-bridge", self.weights_bridge]
+        return ["--hf-model", self.model, *bridge]
 
 
 def write_command(candidate: Candidate, wanted: Wanted, files: Files) -> list[list[str]]:
@@ -40,7 +47,7 @@ def write_command(candidate: Candidate, wanted: Wanted, files: Files) -> list[li
     engines = _list_engine_flags(candidate)
     if is_one_host:
         return [[*trainer, *engines, "--rollout-folder", files.run]]
-    common = ["--rollout-folder", files.run, "--hf-model", files.model, "--reward", files.reward]
+    common = ["--rollout-folder", files.run, *files.model_flags, "--reward", files.reward]
     length = ["--seq-length", str(wanted.longest_prompt + wanted.longest_response)]
     listen = ["--rollout-listen", "10.0.0.1:8700"]
     sidecar = ["python", "-m", "megatron_rl.sidecar", *common, *length, *listen, *engines]
@@ -66,7 +73,7 @@ def _list_trainer_flags(candidate: Candidate, wanted: Wanted, files: Files) -> l
     setting, split = candidate.setting, candidate.split
     responses = setting.num_prompts * setting.group_size // setting.num_updates
     flags = [
-        "--hf-model", files.model, "--prompts", files.prompts, "--reward", files.reward,
+        *files.model_flags, "--prompts", files.prompts, "--reward", files.reward,
         "--seq-length", str(wanted.longest_prompt + wanted.longest_response),
         "--max-prompt-tokens", str(wanted.longest_prompt), "--rollout-max-tokens", str(wanted.longest_response),
         "--grpo-prompts-per-step", str(setting.num_prompts), "--grpo-group-size", str(setting.group_size),

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.config.command_line import resolve
 from megatron_rl.config.command_line.flags import find_other_defaults, list_flags, list_projects
+from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.config.command_line.run import RunSettings
 from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
@@ -59,7 +59,7 @@ def _list_values(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
         yield name, _list_rows(name, getattr(settings, name), settings.sources)
     for name in resolve.SUBJECTS:
         yield name, _list_built_rows(name, getattr(settings, name), settings.sources)
-    if plug_ins := describe_plug_ins(settings.algorithm):
+    if plug_ins := describe_own_files(settings):
         yield "plug-ins", ((label, sha256, "sha256 of the file") for label, sha256 in plug_ins.items())
     yield "iteration", _list_iteration_rows(settings)
 

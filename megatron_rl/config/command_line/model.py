@@ -32,8 +32,12 @@ _FACTORS = {"described.rope_scaling_factor": RopeKind.LLAMA3, "described.yarn_fa
 
 
 def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture, list[str]]:
-    """Read the architecture in the folder; return it with a problem for each flag that contradicts it."""
-    architecture = families.read_architecture(folder)
+    """Read the architecture in the folder; return it with a problem for each flag that contradicts it.
+
+    The family is that of --weights-bridge, if it is given.
+    """
+    guest = given.get("model.weights_bridge")
+    architecture = families.read_architecture(folder, None if guest is None else guest.value)
     said = _collect_statements(given)
     for name, kind in _FACTORS.items():
         if name in given and architecture.rope.kind is kind:

@@ -365,8 +365,13 @@ def _derive(
 
 def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture | None:
     longest = drop_longest_sequence(reading.given) if folder is not None else None
+    if folder is None and (guest := reading.given.get("model.weights_bridge")) is not None:
+        reading.problems.append(f"{guest.source} needs --hf-model: name the folder of its model, or drop the flag")
     try:
         found = model.read_flags(reading.given) if folder is None else model.read_folder(folder, reading.given)
+    except UsageError as error:
+        reading.consider(error.problems)
+        return None
     except InputError as error:
         reading.problems.append(str(error))
         reading.input_error = error

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError, NoRoom, find_no_room
-from megatron_rl.shared.weights.fingerprint import DTYPES
+from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -307,6 +307,15 @@ class Checkpoint:
         if missing := [name for name in files if not (self.folder / name).exists()]:
             raise InputError(f"{self.folder} lacks files that its index names: {_some(missing)} missing; copy it again")
         return [self.folder / name for name in files]
+
+
+def read_fingerprint(folder: Path | str, mapping: Mapping, dtype: str | None = None) -> str:
+    """Compute the fingerprint that the weights in a folder would be published with, in `dtype` if it is given."""
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.check(mapping)
+        specs = mapping.manifest(dtype)
+        digests = {spec.name: digest(checkpoint.tensor(spec.name).to(DTYPES[spec.dtype])).tolist() for spec in specs}
+        return compute_fingerprint(specs, digests)
 
 
 def _some(names: list[str]) -> str:

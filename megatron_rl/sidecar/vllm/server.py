@@ -102,6 +102,7 @@ def configure_server(
     device: Literal["cpu", "cuda", "npu"],
     num_threads: int,
     memory: EngineMemory | None = None,
+    weights_bridge: str | None = None,
 ) -> ServerConfig:
     """Derive the configuration of a sidecar's engines from its settings."""
     length = rollout.max_model_len or seq_length
@@ -115,7 +116,7 @@ def configure_server(
         max_num_seqs=rollout.max_num_seqs,
         device=device,
         # Explicit: by default vLLM computes float32 weights in half precision.
-        dtype=rollout.dtype or read_architecture(model).dtype,
+        dtype=rollout.dtype or read_architecture(model, weights_bridge).dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=num_threads,
         memory=memory,

@@ -1,5 +1,7 @@
 """The parts of a run, each made after the parts that it needs."""
 
+from megatron_rl.algorithm.plug_ins import check_agreement
+from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.grpo import build_grpo
 from megatron_rl.trainer.loop.inputs import Inputs
@@ -9,7 +11,8 @@ from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.stop import Course, StopRequest, build_exit_limits
 from megatron_rl.trainer.loop.supervised.stage import build_supervised
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
-from megatron_rl.trainer.mcore.step.policy import Reference, build_policy, build_reference
+from megatron_rl.trainer.mcore.bridge import check_bridge
+from megatron_rl.trainer.mcore.step.policy import Policy, Reference, build_policy, build_reference
 
 
 def build_trainer(
@@ -17,7 +20,9 @@ def build_trainer(
 ) -> Trainer:
     """Build the loop. Only rank 0 has inputs and, if it started one, a sidecar, which starts up meanwhile."""
     settings, session = rank.settings, rank.session
+    check_agreement(session.gather(describe_own_files(settings)))
     policy = build_policy(settings, session, settings.num_updates, rank.recipe)
+    _check_guest(rank, policy)
     reference = _build_reference(rank)
     saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe)
     start = saver.load(rank.say)
@@ -31,6 +36,18 @@ def build_trainer(
     assert settings.training.train_iters is not None
     limits = build_exit_limits(settings, lambda: rank.startup.seconds)
     return Trainer(session, stage, saver, Course(start.version, settings.training.train_iters, stop, limits))
+
+
+def _check_guest(rank: Rank, policy: Policy) -> None:
+    """Compare the policy, which has the weights of --hf-model, with transformers' if its family is a person's own."""
+    settings = rank.settings
+    if settings.model.weights_bridge is None:
+        return
+    rank.startup.say(f"model: built; {settings.model.weights_bridge} is compared with transformers")
+    assert settings.model.hf_model is not None
+    chunks, multiple_of = policy.chunks, settings.sizes.multiple_of
+    rank.startup.say(check_bridge(chunks, policy.weights, rank.session, settings.model.hf_model, multiple_of))
+    rank.startup.end_part("comparison with transformers")
 
 
 def _build_reference(rank: Rank) -> Reference | None:

@@ -11,7 +11,6 @@ import msgspec
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.plug_ins import check_agreement, describe_plug_ins
 from megatron_rl.config.command_line.run import find_shared_folder
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
@@ -127,7 +126,6 @@ def build_grpo(
 ) -> GrpoStage:
     """Build the stage. Only rank 0 has prompts and, if it started one, a sidecar, which starts up meanwhile."""
     settings = rank.settings
-    check_agreement(rank.session.gather(describe_plug_ins(settings.algorithm)))
     advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
     client = _connect(rank, sidecar)
     rank.startup.end_part("waiting for engines")

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from pathlib import Path
 
-from megatron_rl.algorithm.plug_ins import compare_plug_ins, describe_plug_ins
+from megatron_rl.algorithm.plug_ins import compare_plug_ins
+from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.config.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
@@ -159,7 +160,7 @@ def check_loaded_plug_ins(settings: Settings) -> list[str]:
     extra = serialization.read_common(source).get(EXTRA) or {}
     if "plug_ins" not in extra:
         return []
-    return compare_plug_ins(extra["plug_ins"], describe_plug_ins(settings.algorithm), source)
+    return compare_plug_ins(extra["plug_ins"], describe_own_files(settings), source)
 
 
 def _check_continuation(settings: RunSettings) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.algorithm.plug_ins import describe_plug_ins
+from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.config.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import MAX_IN_FLIGHT, TIME
@@ -247,7 +247,7 @@ def build_rollouts(
         build_sampling(settings, settings.sampling.temperature, prompts),
         settings.service.deadline_minutes * 60,
         advantages.has_baseline,
-        describe_plug_ins(settings.algorithm),
+        describe_own_files(settings),
     )
 
     def make_batcher(baseline: float | None) -> Batcher:

@@ -1,22 +1,53 @@
 """The family and architecture of a model, read from a Hugging Face folder without opening its weights."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import InputError
+from megatron_rl import code_files
+from megatron_rl.config.flag import names_function
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.weights.families.family import KEYS, Family
 from megatron_rl.shared.weights.families.registry import FAMILIES
 from megatron_rl.types import Architecture
 
+BRIDGE = "--weights-bridge"
+
 
 def find_family(name: str) -> Family:
-    """Return the family of that name."""
+    """Return the family of that name, or of a FILE.py:NAME."""
+    return _load_guest(name)[0] if names_function(name) else _find_own(name)
+
+
+def _find_own(name: object) -> Family:
+    """Return a family of this package; never one of a file that a config.json names."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(f"model_type {name!r} is not supported: it must be one of {', '.join(FAMILIES)}")
+        raise InputError(
+            f"model_type {name!r} is not supported: it must be one of {', '.join(FAMILIES)}; or write a family of your "
+            f"own, {BRIDGE} FILE.py:NAME"
+        )
     return FAMILIES[name]
+
+
+def _load_guest(source: str) -> tuple[Family, str]:
+    """Return a family that this package does not have, from FILE.py:NAME, and the hash of its file."""
+    code = code_files.load(BRIDGE, source, "a family", "NAME")
+    if not isinstance(code.value, Family):
+        path, _, name = source.rpartition(":")
+        names = [key for key, value in vars(code.module).items() if isinstance(value, Family)]
+        raise UsageError(
+            f"{BRIDGE} {source}: {path} has no Family {name}; name one of {', '.join(names) or 'yours'} "
+            "(docs/families.md)"
+        )
+    return code.value, code.sha256
+
+
+def describe_guest(source: str | None) -> dict[str, str]:
+    """Map the flag and the family to the hash of its file, for records; nothing without a family of one's own."""
+    return {} if source is None else {f"{BRIDGE} {source}": _load_guest(source)[1]}
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
@@ -45,10 +76,21 @@ def _suggest_download(folder: Path | str) -> str:
     )
 
 
-def read_architecture(folder: Path | str) -> Architecture:
-    """Read the architecture of the model in a Hugging Face folder."""
+def read_architecture(folder: Path | str, guest: str | None = None) -> Architecture:
+    """Read the architecture of the model in a Hugging Face folder.
+
+    `guest` is a family as FILE.py:NAME, by which every process that has the architecture finds it.
+    """
     config = read_config(folder)
-    return find_family(config["model_type"]).read(config)
+    if guest is None:
+        return _find_own(config["model_type"]).read(config)
+    family, _ = _load_guest(guest)
+    if family.name != config["model_type"]:
+        raise InputError(
+            f"{BRIDGE} {guest} describes models of model_type {family.name!r}, and {Path(folder) / 'config.json'} has "
+            f"{config['model_type']!r}: name the family of this model"
+        )
+    return dataclasses.replace(family.read(config), family=guest)
 
 
 def find_config_key(field: str) -> str:

@@ -3,18 +3,12 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
-
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.protocol import probe
 from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, encode_log_probs, encode_tokens
-from megatron_rl.trainer.data.device_copier import DeviceCopier
-from megatron_rl.trainer.data.packing import pack_sequences
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.forward_step import compute_log_probs, is_reporter
+from megatron_rl.trainer.mcore.step.sequence import SequencePass
 
 
 class ReplicasDiffer(MegatronRLError):
@@ -49,13 +43,11 @@ class Probe:
         """
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
-        self._chunks = list(chunks)
         self._session = session
-        self._copier = DeviceCopier(session.platform)
+        self._pass = SequencePass(chunks, session, multiple_of)
         self._run = run
         self._vocab_size = architecture.vocab_size
         self._num_tokens = min(count, longest)
-        self._multiple_of = multiple_of
         self._bound = bound
         self._agreement = agreement
         self._dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
@@ -66,29 +58,11 @@ class Probe:
 
     def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
         """Compute the log-probs, and have rank 0, which has the receiver, send them."""
-        by_replica = self._log_probs(version)
+        by_replica = self._pass.compute(self._tokens(version))
         self._session.run_or_raise_everywhere(lambda: self._send(version, fingerprint, by_replica, receiver))
 
     def _tokens(self, version: int) -> list[int]:
         return probe.draw_tokens(version, self._vocab_size, self._num_tokens)
-
-    def _log_probs(self, version: int) -> list[list[float]]:
-        """Compute the log-probs of each replica."""
-        config = get_model_config(self._chunks[0])
-        pack = pack_sequences([self._tokens(version)], self._multiple_of)
-        pack, pending = self._copier.copy(pack, pack.layout)
-        pending.wait()
-        # An interleaved schedule requires a micro-batch for each stage.
-        is_interleaved = len(self._chunks) > 1
-        count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
-        # The parameters are already gathered: the pass must not gather them again.
-        sync, config.param_sync_func = config.param_sync_func, None
-        try:
-            results = compute_log_probs(self._chunks, [pack] * count)
-        finally:
-            config.param_sync_func = sync
-        own = results[0].to(torch.float32).tolist() if is_reporter() else None
-        return [log_probs for log_probs in self._session.gather(own) if log_probs is not None]
 
     def _send(
         self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: AnswerReceiver | None
