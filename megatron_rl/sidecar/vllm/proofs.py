@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.stacks import split_stored
 from megatron_rl.sidecar.vllm.derived import SOURCE, find_stale, list_derived
 from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
 from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
@@ -161,8 +162,12 @@ def describe_proof(proof: LoadProof, digests: Mapping[str, list[int]]) -> dict[s
 
 
 def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
-    """Map the tensors of the checkpoint that an engine started from; return none if it is in another format."""
+    """Map the tensors of the checkpoint that an engine started from; return none if it is in another format.
+
+    Experts that are stored together have their own tensors, as a trainer publishes them.
+    """
     if not any(folder.glob("*.safetensors")):
         return {}
     with Checkpoint(folder) as checkpoint:
-        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+        stored = ((name, checkpoint.tensor(name)) for name in checkpoint.names())
+        return dict(part for one in stored for part in split_stored(*one))
