@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
@@ -23,6 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_checkpoint_of_an_engine_has_the_tensors_that_are_published(folder: Path) -> None:
     published = {spec.name: spec.shape for spec in Mapping(read_architecture(folder)).manifest()}
     assert {name: tuple(tensor.shape) for name, tensor in read_started_from(folder).items()} == published
+
+
+def test_an_engine_that_starts_from_mxfp4_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    blocks = {"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8)}
+    save_file(blocks, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="experts in MXFP4.*start them from a folder of the model in bfloat16"):
+        read_started_from(tmp_path)
 
 
 @pytest.mark.parametrize("num_calls", [1, 7])

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.shared.weights.stacks import split_stored
+from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
 from megatron_rl.sidecar.vllm.derived import SOURCE, find_stale, list_derived
 from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
 from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
@@ -169,5 +170,11 @@ def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
     if not any(folder.glob("*.safetensors")):
         return {}
     with Checkpoint(folder) as checkpoint:
-        stored = ((name, checkpoint.tensor(name)) for name in checkpoint.names())
+        names = checkpoint.names()
+        if any(name.endswith(BLOCKS) for name in names):
+            raise InputError(
+                f"{folder} holds experts in MXFP4, and engines get weights in the dtype that is trained: "
+                "start them from a folder of the model in bfloat16, as --stage sft saves one with --save-hf"
+            )
+        stored = ((name, checkpoint.tensor(name)) for name in names)
         return dict(part for one in stored for part in split_stored(*one))
