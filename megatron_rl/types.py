@@ -143,7 +143,11 @@ class Architecture:
     scale_width: int | None = None
     """The number whose inverse square root multiplies scores of attention; None for the width of a head."""
     activation: str = "silu"
-    """The function of an MLP's gate: "silu" or "gelu_tanh"."""
+    """The function of an MLP's gate: "silu", "gelu_tanh", or "clamped_swiglu", which adds 1 to the other part too."""
+    activation_clamp: float | None = None
+    """The largest value of an MLP's gate, and the largest absolute value of its other part; None for any."""
+    has_sinks: bool = False
+    """Whether attention has a sink for each head."""
     has_output_norms: bool = False
     """Whether the outputs of attention and of the MLP are normalized before they are added to the residual."""
     scales_embedding: bool = False

@@ -80,6 +80,11 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
              _LOCAL: {"rope_type": "default", "rope_theta": 100.0},
          }},
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {**_EXPERTS, "num_local_experts": 4, "intermediate_size": 48, "head_dim": 16, "sliding_window": 11,
+         "rms_norm_eps": 1e-5, "rope_parameters": {**_YARN_ROPE, "beta_slow": 1.0, "truncate": False}},
+    ),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
@@ -95,10 +100,10 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
 # Linear layers are compared in `tests/distributed/test_linear_layers.py` with each change.
 COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss", "qwen3_next", "qwen3_5", "deepseek_v3_direct", "glm4_moe_lite")
 _ROUTER_BIAS = "e_score_correction_bias"
-WITH_WINDOW = ("mistral", "gemma3_text")
+WITH_WINDOW = ("mistral", "gemma3_text", "gpt_oss")
 WITH_EXPERTS = (
-    "qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "qwen3_next", "deepseek_v3", "deepseek_v3_direct",
-    "glm4_moe_lite",
+    "qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3",
+    "deepseek_v3_direct", "glm4_moe_lite",
 )  # fmt: skip
 
 
@@ -119,6 +124,9 @@ def draw_model(make: type, folder: Path, seed: int = 0, **settings: Any) -> Path
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scale(parameter_name, noise))
+            if config.model_type == "gpt_oss" and parameter_name.endswith("gate_up_proj"):
+                # Some gates and ups must reach the limit of 7.
+                parameter.copy_(0.5 * noise)
         for buffer_name, bias in model.named_buffers():
             if buffer_name.endswith(_ROUTER_BIAS):
                 bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
@@ -134,7 +142,7 @@ def _scale(name: str, noise: torch.Tensor) -> torch.Tensor:
         return noise
     if "conv1d" in name:
         return 0.5 * noise
-    return 1 + 0.3 * noise if "norm" in name else 0.15 * noise
+    return 1 + 0.3 * noise if "norm" in name or name.endswith("sinks") else 0.15 * noise
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -173,7 +181,24 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             parameter.copy_(parameter.grad)
         model.save_pretrained(folder)
         saved = load_file(Path(folder) / "model.safetensors")
-        return {name: gradient for name, gradient in saved.items() if not name.endswith(_ROUTER_BIAS)}
+        saved = {name: gradient for name, gradient in saved.items() if not name.endswith(_ROUTER_BIAS)}
+        return split_stacks(saved)
+
+
+def split_stacks(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of each expert in place of those that hold a layer's experts, as GPT-OSS stores them."""
+    found = {}
+    for name, tensor in stored.items():
+        block, _, stem = name.rpartition(".")
+        if stem.removesuffix("_bias") not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        kind = "bias" if stem.endswith("_bias") else "weight"
+        for expert, own in enumerate(tensor):
+            rows = own if kind == "bias" else own.T
+            parts = {"gate": rows[0::2], "up": rows[1::2]} if stem.startswith("gate_up") else {"down": rows}
+            found |= {f"{block}.{expert}.{part}_proj.{kind}": one.contiguous() for part, one in parts.items()}
+    return found
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:

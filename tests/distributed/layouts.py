@@ -70,12 +70,15 @@ DENSE_LAYOUTS = (
     "TP1", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2+distopt", "TP2xPP2", "CP2", "CP4", "CP2xPP2", "TP2+SPxCP2",
 )  # fmt: skip
 EXPERT_LAYOUTS = ("TP1", "EP2", "EP2xCP2", "PP2", "DP2+distopt", "EP2xPP2", "TP2+SP,EP2,ETP1")
-# Virtual stages must find the layers that have experts, or are linear.
+# Virtual stages must find the layers that have experts, are linear, or have a window.
 LAYOUTS_WITH_SEVERAL_KINDS = (*EXPERT_LAYOUTS, "PP2xVPP2")
 
 
 def list_layouts(model: str) -> tuple[str, ...]:
     """List the layouts that a model of `hf_models` is compared in."""
+    if model == "gpt_oss":
+        # Ranks that divide sinks, experts that have the gradients of tensor-parallel ranks, and stages with windows.
+        return ("TP1", "EP2xCP2", "TP2+SP,EP2,ETP1", "PP2xVPP2", "EP2xPP2")
     if model in ("glm4_moe", "qwen3_next", "deepseek_v3", "deepseek_v3_direct", "glm4_moe_lite"):
         return LAYOUTS_WITH_SEVERAL_KINDS
     return EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS

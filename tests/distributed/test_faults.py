@@ -63,6 +63,10 @@ TENSOR_FAULTS = {
     "betas and decays swapped": ("qwen3_5", swapped("in_proj_a", "in_proj_b")),
     "norm of linear layers left out": ("qwen3_next", neutral("linear_attn.norm", 1.0)),
     "convolution left out": ("qwen3_5", neutral("conv1d", 1.0)),
+    "sinks left out": ("gpt_oss", neutral("sinks", -100.0)),
+    "biases of experts left out": ("gpt_oss", neutral("proj_bias", 0.0)),
+    "biases of queries, keys and values left out": ("gpt_oss", neutral("_proj.bias", 0.0)),
+    "bias of the router's scores left out": ("gpt_oss", neutral("router.bias", 0.0)),
     "norms around the addition swapped": (
         "gemma3_text",
         swapped("post_attention_layernorm", "pre_feedforward_layernorm"),
@@ -98,6 +102,8 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     "embedding not scaled": ("gemma3_text", lambda a: dataclasses.replace(a, scales_embedding=False)),
     "norms not centered at zero": ("gemma3_text", lambda a: dataclasses.replace(a, zero_centered_norms=False)),
     "another activation": ("gemma3_text", lambda a: dataclasses.replace(a, activation="silu")),
+    "clamp left out": ("gpt_oss", lambda a: dataclasses.replace(a, activation_clamp=None)),
+    "windows in the other layers": ("gpt_oss", lambda a: dataclasses.replace(a, full_layers=(0, 2))),
     "another epsilon": ("qwen3", lambda a: dataclasses.replace(a, norm_epsilon=1e-2)),
     "whole heads turned": (
         "glm4_moe", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, turned=1.0))

@@ -1,6 +1,7 @@
 """The places of tensors in a model are learned, and its weights are compared with those it was given; without vLLM."""
 
 import dataclasses
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, compare, digesting, learn_order, looking
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, _find_runs, compare, digesting, learn_order, looking
 
 HIDDEN, HEADS, WIDTH, EXPERTS, VOCABULARY = 24, 16, 40, 3, 20_000
 SHAPES = {
@@ -227,6 +228,58 @@ def test_a_parameter_that_is_not_the_loaded_rows_is_listed_as_unknown(change):
 def test_rows_may_be_held_in_another_order():
     order = rearranged(lambda tensor: tensor.roll(5, 0))
     assert [part[:1] for part in order.rows["down.weight"].rectangles] == [(HIDDEN - 5,), (0,)]
+
+
+class InTurnWorker(Worker):
+    """A worker whose experts have the rows of gates and ups in turn, and biases too."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(dtype)
+        self.model["experts"].quant_method = Keeps()
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().load(tensors)
+        pairs = [[tensors[f"{part}.{expert}"] for part in ("gate", "up")] for expert in range(EXPERTS)]
+        experts = torch.stack([torch.stack(pair, dim=1).flatten(0, 1) for pair in pairs])
+        biases = torch.stack([tensors[f"bias.{expert}"] for expert in range(EXPERTS)])
+        self.model["experts"].weight = torch.nn.Parameter(experts.to(self.dtype), requires_grad=False)
+        self.model["experts"].w13_bias = torch.nn.Parameter(biases.to(self.dtype), requires_grad=False)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+
+def test_rows_of_two_tensors_may_lie_in_turn_and_biases_of_experts_are_compared(monkeypatch):
+    for expert in range(EXPERTS):
+        monkeypatch.setitem(SHAPES, f"bias.{expert}", (WIDTH,))
+    worker = InTurnWorker()
+    worker.load(drawn(torch.bfloat16))
+    order = learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load)
+    assert order.unknown == ("embed.scale",)
+    rows = order.rows["experts.weight"]
+    assert len(rows.rectangles) == 2 * EXPERTS
+    assert (rows.starts[:3], rows.steps) == ((0, 1, 2 * WIDTH), (2,) * 2 * EXPERTS)
+    old, new = drawn(torch.bfloat16), drawn(torch.bfloat16)
+    loaded(worker, order, new, new)
+    for name in (name for name in SHAPES if name[-1].isdigit()):
+        with pytest.raises(NotHeld, match=f"1 tensors do not hold the numbers that were given: {name}$"):
+            loaded(worker, order, new | {name: old[name]}, new)
+
+
+def test_every_row_belongs_to_one_run_in_which_rows_follow_each_other():
+    generator = random.Random(0)
+    for _ in range(200):
+        rows = [(generator.randrange(3), generator.randrange(4)) for _ in range(generator.randrange(3, 20))]
+        for _ in range(generator.randrange(4)):
+            start, length = generator.randrange(5), generator.randrange(1, 7)
+            rows += [(part, start + row) for row in range(length) for part in range(generator.choice((1, 2)))]
+        which_R, row_R = (torch.tensor(column) for column in zip(*rows, strict=True))
+        is_padding_R = torch.tensor([generator.random() < 0.1 for _ in rows])
+        found: list[int] = []
+        for start, num_rows, step in _find_runs(which_R, row_R, is_padding_R):
+            run = list(range(start, start + num_rows * step, step))
+            assert [rows[one] for one in run] == [(rows[start][0], rows[start][1] + i) for i in range(num_rows)]
+            found += run
+        assert sorted(found) == torch.nonzero(~is_padding_R)[:, 0].tolist()
 
 
 def test_watching_a_load_leaves_no_hook():

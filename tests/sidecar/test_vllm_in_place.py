@@ -22,7 +22,18 @@ from megatron_rl.sidecar.vllm.held import (
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.proofs import LoadProver
 from megatron_rl.sidecar.vllm.received import Record
-from tests.sidecar.test_vllm_held import SHAPES, Keeps, Packs, Shuffles, Worker, drawn, specs_of
+from tests.sidecar.test_vllm_held import (
+    EXPERTS,
+    SHAPES,
+    WIDTH,
+    InTurnWorker,
+    Keeps,
+    Packs,
+    Shuffles,
+    Worker,
+    drawn,
+    specs_of,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -88,12 +99,33 @@ def test_a_copy_in_place_gives_every_parameter_the_numbers_of_a_load_and_moves_n
         assert [lanes for _, lanes in parts] == [tuple(_digest_part(tensors[name], part).tolist()) for part, _ in parts]
 
 
+def test_rows_that_lie_in_turn_and_biases_of_experts_are_copied_in_place(monkeypatch):
+    for expert in range(EXPERTS):
+        monkeypatch.setitem(SHAPES, f"bias.{expert}", (WIDTH,))
+    worker, loaded = InTurnWorker(), InTurnWorker()
+    for one in (worker, loaded):
+        one.model["qkv"].quant_method = Keeps()
+        del one.model["embed"].scale
+        one.load(drawn(torch.bfloat16))
+    order = learn_order(worker.model, specs_of("bfloat16"), torch.bfloat16, worker.load)
+    assert find_obstacles(worker.model, order) == []
+    tensors = drawn(torch.bfloat16)
+    copy(worker, order, tensors)
+    loaded.load(tensors)
+    wanted = dict(loaded.model.named_parameters())
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in worker.model.named_parameters())
+    assert prove(worker, order, tensors).num_compared == len(wanted)
+    worker.model["experts"].w13_bias.data[1, 3] += 1
+    with pytest.raises(NotHeld, match=": bias.1$"):
+        prove(worker, order, tensors)
+
+
 def test_any_stale_rectangle_of_any_parameter_is_found(monkeypatch):
     worker = Plain(torch.bfloat16)
     order, old, new = worker.learned(), drawn(torch.bfloat16), drawn(torch.bfloat16)
     copied, num_parts = in_place._copy, 0
     for name, rows in order.rows.items():
-        held_RC = as_matrix(worker.model.get_parameter(name))
+        held_RC = as_matrix(name, worker.model.get_parameter(name))
         for tensor, start in zip(rows.tensors, rows.starts, strict=True):
             copy(worker, order, old)
             stale = held_RC[start:].data_ptr()

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
-from tests.sidecar.test_vllm_held import Worker, drawn, loaded, specs_of
+from tests.sidecar.test_vllm_held import EXPERTS, SHAPES, WIDTH, InTurnWorker, Worker, drawn, loaded, specs_of
 
 FACTS = {"vllm": "0.32.0", "rank": 0, "world_size": 1}
 
@@ -45,8 +45,8 @@ def assert_same(one: Order, other: Order) -> None:
     assert one.rows.keys() == other.rows.keys()
     for name, rows in one.rows.items():
         others = other.rows[name]
-        assert (rows.tensors, rows.rectangles, rows.starts, rows.first_column) == (
-            others.tensors, others.rectangles, others.starts, others.first_column,
+        assert (rows.tensors, rows.rectangles, rows.starts, rows.first_column, rows.steps) == (
+            others.tensors, others.rectangles, others.starts, others.first_column, others.steps,
         )  # fmt: skip
         assert torch.equal(rows.rows_R, others.rows_R)
         assert torch.equal(rows.slices_R, others.slices_R)
@@ -71,6 +71,35 @@ def test_the_kept_file_is_private(folder: Path):
     CountingWorker().find_order()
     (path,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_rows_that_lie_in_turn_are_kept_too(monkeypatch):
+    for expert in range(EXPERTS):
+        monkeypatch.setitem(SHAPES, f"bias.{expert}", (WIDTH,))
+    first, second = InTurnWorker(), InTurnWorker()
+    for worker in (first, second):
+        del worker.model["embed"].scale
+    num_loads = []
+    for worker in (first, second):
+        # As at a start, the model is loaded before its order is asked for.
+        worker.load(drawn(torch.bfloat16))
+        loads: list[Mapping[str, torch.Tensor]] = []
+
+        def load(tensors: Mapping[str, torch.Tensor], worker: Worker = worker, loads: list[Any] = loads) -> None:
+            loads.append(tensors)
+            worker.load(tensors)
+
+        worker.order = recall_or_learn(worker.model, specs_of("bfloat16"), torch.bfloat16, load, FACTS)
+        num_loads.append(len(loads))
+    learned, recalled = first.order, second.order
+    # What is recalled wrongly would be learned again.
+    assert num_loads[1] == 1
+    assert learned.rows["experts.weight"].steps
+    assert_same(learned, recalled)
+
+
+def lie_further_apart(kept: dict[str, Any]) -> None:
+    kept["rows"]["qkv.weight"]["steps"] = [1, 2, 1]
 
 
 @pytest.mark.parametrize("facts", [{"vllm": "0.33.0"}, {"rank": 1}, {"world_size": 2}])
@@ -136,6 +165,7 @@ def add_a_layer_that_packs(kept: dict[str, Any]) -> None:
         leave_all_out,
         take_a_packed_one_for_one_in_place,
         add_a_layer_that_packs,
+        lie_further_apart,
     ],
 )
 def test_a_kept_order_that_is_wrong_in_any_way_is_said_and_learned_again(

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.shared.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.stacks import split_stored
 from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.sidecar.vllm.received import list_specs
@@ -72,7 +73,13 @@ def in_shared_memory(model: Path, version: int) -> Iterator[Weights]:
     folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
     try:
         for path in model.glob("*.safetensors"):
-            shutil.copyfile(path, folder / path.name)
+            # A trainer publishes the tensors of each expert, however files store them.
+            stored = load_file(path)
+            tensors = dict(part for one in stored.items() for part in split_stored(*one))
+            if tensors.keys() == stored.keys():
+                shutil.copyfile(path, folder / path.name)
+            else:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / path.name)
             (folder / path.name).chmod(0o600)
         yield described(folder, version)
     finally:

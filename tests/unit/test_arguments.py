@@ -5,6 +5,7 @@ import math
 import re
 import typing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -394,6 +395,42 @@ def test_windows_in_some_layers_and_two_ropes_come_from_the_folder(tmp_path: Pat
     assert not transformer.bias_activation_fusion
     text = error(*CPU, "--hf-model", str(tmp_path), "--swiglu")
     assert "--swiglu contradicts the activation of gemma3_text models, GEGLU: drop the flag" in text
+
+
+GPT_OSS = dataclasses.replace(
+    QWEN3, family="gpt_oss", qk_layernorm=False, linear_bias=True, has_sinks=True, activation="clamped_swiglu",
+    norm_epsilon=1e-5, activation_clamp=7.0, sliding_window=32, full_layers=(1, 3), experts=Experts(8, 2, 128),
+    rope=Rope(kind=RopeKind.YARN, factor=4.0, original_max_positions=64),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"norm_epsilon": 1e-6}, "with norm_epsilon = 1e-05, and this one has norm_epsilon = 1e-06"),
+        ({"activation_clamp": 3.0}, "with activation_clamp = 7.0"),
+        ({"full_layers": (0, 2)}, r"with full_layers = (1, 3), and this one has full_layers = (0, 2)"),
+        ({"tied_embeddings": True}, "with tied_embeddings = False"),
+        ({"rope": Rope()}, "RopeKind.YARN"),
+    ],
+)
+def test_a_model_that_vllm_would_compute_otherwise_is_trained_by_demonstrations_only(
+    tmp_path: Path, changes: dict[str, Any], wanted: str
+) -> None:
+    words = (*CPU, "--hf-model", folder(tmp_path, dataclasses.replace(GPT_OSS, **changes)))
+    text = error(*words)
+    assert "--stage grpo needs a gpt_oss model as vLLM computes it" in text
+    assert wanted in text
+    parse(*words, "--stage sft")
+
+
+def test_a_clamp_sinks_and_windows_come_from_the_folder(tmp_path: Path) -> None:
+    settings = parse(*CPU, "--hf-model", folder(tmp_path, GPT_OSS))
+    transformer = settings.transformer
+    assert settings.architecture == GPT_OSS
+    assert (transformer.activation_func_clamp_value, transformer.glu_linear_offset) == (7.0, 1.0)
+    assert transformer.window_attn_skip_freq == [1, 0, 1, 0]
+    assert transformer.add_bias_linear
 
 
 def test_a_folder_without_a_config_is_an_error_about_the_input(tmp_path: Path) -> None:

@@ -70,6 +70,21 @@ def test_every_backend_has_a_place_among_those_that_auto_takes_on_cuda(monkeypat
 def test_a_backend_that_computes_attention_passes_its_trial(name, dtype) -> None:
     check_backend(name, torch.device("cpu"), dtype, 4, 2, 32)
     check_backend(name, torch.device("cpu"), dtype, 2, 2, 24, value_dim=16)
+    check_backend(name, torch.device("cpu"), dtype, 4, 2, 32, has_sinks=True)
+    if name != "merge":
+        check_backend(name, torch.device("cpu"), dtype, 4, 2, 32, 100)
+
+
+def test_a_backend_with_wrong_gradients_of_sinks_is_refused(monkeypatch) -> None:
+    right = BACKENDS["gather"]
+
+    def attention(*given: Any) -> torch.Tensor:
+        *others, sinks_H = given
+        return right.attention(*others, sinks_H.detach() + 0.9 * (sinks_H - sinks_H.detach()))
+
+    monkeypatch.setitem(BACKENDS, "gather", dataclasses.replace(right, attention=attention))
+    with pytest.raises(PlatformError, match="the gradient of sinks is off by"):
+        check_backend("gather", torch.device("cpu"), torch.float32, 4, 2, 32, has_sinks=True)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Checks of combinations of flags about the model and its division. See `checks`."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from megatron_rl.config.command_line.resolve import count_layers, list_divisors
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.shared.weights.families import find_family
 from megatron_rl.types import Architecture, ParallelSizes
 
 TP = "--tensor-model-parallel-size"
@@ -17,6 +19,7 @@ def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     """Yield each mistake with its flag, its bound, and what to write instead."""
     sizes = settings.parallel_sizes
     yield from _check_architecture(settings, model)
+    yield from _check_engines(settings, model)
     yield from _check_tensor_parallel(model, sizes)
     yield from _check_context_parallel(settings, model, sizes)
     yield from _check_linear_layers(settings, model, sizes)
@@ -53,6 +56,24 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
         yield (
             "--moe-router-topk 1 scales the weight of a token's one expert to 1, which leaves the router without "
             "gradient: add --moe-router-pre-softmax"
+        )
+
+
+def _check_engines(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    """Yield the properties of the model that vLLM would not read: the policy would not be the one that is sampled."""
+    fix = find_family(model.family).fix_in_engines if model.family else None
+    if settings.run.stage != "grpo" or fix is None:
+        return
+    fixed = fix(model)
+    others = [
+        field.name for field in dataclasses.fields(model) if getattr(model, field.name) != getattr(fixed, field.name)
+    ]
+    if others:
+        stated = ", ".join(f"{name} = {getattr(model, name)}" for name in others)
+        wanted = ", ".join(f"{name} = {getattr(fixed, name)}" for name in others)
+        yield (
+            f"--stage grpo needs a {model.family} model as vLLM computes it, with {wanted}, and this one has {stated}: "
+            "take another model, or write --stage sft"
         )
 
 

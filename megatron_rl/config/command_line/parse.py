@@ -390,7 +390,12 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
     """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     conditions = shared_prompt.Conditions(
-        device, dtype, architecture.sliding_window, architecture.kv_channels, architecture.value_channels
+        device,
+        dtype,
+        architecture.sliding_window,
+        architecture.kv_channels,
+        architecture.value_channels,
+        architecture.has_sinks,
     )
     settings = _choose_attention(settings, architecture, reading, conditions)
     settings = _choose_backend(

@@ -66,7 +66,7 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         # Megatron would sum over ranks the gradients of latents' norms, which are whole on each rank.
         "qk_layernorm": architecture.qk_layernorm and architecture.latents is None,
         "gated_linear_unit": True,
-        "activation_func": F.silu if architecture.activation == "silu" else gelu_tanh,
+        "activation_func": _ACTIVATIONS[architecture.activation],
         "add_bias_linear": architecture.linear_bias,
         "add_qkv_bias": architecture.qkv_bias or architecture.linear_bias,
         # Megatron counts the tokens to the left of a token, and the architecture counts the token too.
@@ -94,6 +94,8 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
             # Megatron's own angles follow rows, and are not used.
             "rope_type": "rope",
         }
+    if architecture.activation_clamp is not None:
+        fields |= {"activation_func_clamp_value": architecture.activation_clamp, "glu_linear_offset": 1.0}
     experts = architecture.experts
     if experts is not None:
         fields |= {
@@ -110,6 +112,14 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
 def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
     """Compute GELU by its approximation with a hyperbolic tangent."""
     return F.gelu(gate, approximate="tanh")
+
+
+def quick_gelu(gate: torch.Tensor) -> torch.Tensor:
+    """Compute GELU by its approximation with a sigmoid."""
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh, "clamped_swiglu": quick_gelu}
 
 
 def _list_special_fields(architecture: Architecture, experts: Experts) -> dict[str, Any]:
@@ -166,13 +176,15 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
 
 def _settle_addition(asked: Mapping[str, Any]) -> Reasons:
     # Megatron compiles this function, and the host takes three times as long to call it as to add.
+    if asked.get("num_moe_experts") and asked.get("add_bias_linear"):
+        return {"bias_dropout_fusion": (False, "experts add their biases themselves")}
     if asked.get("add_bias_linear") is not False:
         return {}
     return {"bias_dropout_fusion": (False, "without biases and dropout there is one addition, and nothing to fuse")}
 
 
 def _settle_activation(asked: Mapping[str, Any]) -> Reasons:
-    if asked.get("activation_func") is not gelu_tanh:
+    if asked.get("activation_func") in (None, F.silu):
         return {}
     names = ["bias_activation_fusion"] + ["use_te_activation_func"] * bool(asked.get("use_te_activation_func"))
     return dict.fromkeys(names, (False, "the MLP's activation has no such kernel"))

@@ -12,6 +12,9 @@ _FACTOR, _UNITS = 3, 2
 # Prompts and responses that end within blocks, and on their edges; and groups of equal lengths, which `cudnn` batches.
 _PACKS = (((70, (9, 128, 1)), (3, (5,)), (64, (64, 200))), ((70, (65, 65, 65)), (70, (65, 65, 65))))
 _WINDOW = 48
+_RESULTS = (
+    "its output", "the gradient of queries", "the gradient of keys", "the gradient of values", "the gradient of sinks",
+)  # fmt: skip
 
 
 def check_backend(
@@ -23,6 +26,7 @@ def check_backend(
     head_dim: int,
     window: int | None = None,
     value_dim: int | None = None,
+    has_sinks: bool = False,
 ) -> None:
     """Raise a PlatformError if the backend does not compute attention on this device."""
     if window is not None:
@@ -30,7 +34,9 @@ def check_backend(
         window = min(window, _WINDOW)
     for groups in _PACKS:
         layout = Layout.of_groups(groups)
-        _check_pack(layout, name, device, dtype, num_heads, num_groups, head_dim, window, value_dim or head_dim)
+        _check_pack(
+            layout, name, device, dtype, num_heads, num_groups, head_dim, window, value_dim or head_dim, has_sinks
+        )
 
 
 def _check_pack(
@@ -43,6 +49,7 @@ def _check_pack(
     head_dim: int,
     window: int | None,
     value_dim: int,
+    has_sinks: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     num_tokens = layout.num_tokens
@@ -50,6 +57,8 @@ def _check_pack(
     queries = num_heads // num_groups
     shapes = ((queries, head_dim), (1, head_dim), (1, value_dim), (queries, value_dim))
     *inputs, weights = (torch.randn(num_tokens, *shape, generator=generator).to(dtype) for shape in shapes)
+    if has_sinks:
+        inputs.append(torch.linspace(-1, 2, queries).to(dtype))
     host = torch.device("cpu")
     truth = _compute(layout, "naive", inputs, weights, host, torch.float64, window)
     plain = _compute(layout, "naive", inputs, weights, host, dtype, window)
@@ -60,7 +69,7 @@ def _check_pack(
         reason = f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise _refuse(name, device, dtype, head_dim, reason) from error
     for what, of_truth, of_plain, of_backend in zip(
-        ("its output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
+        _RESULTS[: len(truth)],
         truth,
         plain,
         found,
@@ -94,8 +103,8 @@ def _compute(
 ) -> list[torch.Tensor]:
     """Return output and gradients, in float64 on the host."""
     given = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
-    q_THD, k_TGD, v_TGD = given
-    out_THD = find_backend(name).attention(q_THD, k_TGD, v_TGD, layout, q_THD.shape[-1] ** -0.5, window)
+    q_THD, k_TGD, v_TGD, *sinks = given
+    out_THD = find_backend(name).attention(q_THD, k_TGD, v_TGD, layout, q_THD.shape[-1] ** -0.5, window, *sinks)
     gradients = torch.autograd.grad(out_THD, given, weights.to(device, dtype))
     return [tensor.detach().to("cpu", torch.float64) for tensor in (out_THD, *gradients)]
 

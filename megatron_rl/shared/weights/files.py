@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.errors import InputError, NoRoom, find_no_room
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
+from megatron_rl.shared.weights.stacks import BLOCKS, SCALES, StackedPlace, describe_mxfp4, find_place, stack_specs
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # A file takes one write at a time: with several files, ranks that begin at different ones do not wait for each other.
@@ -34,9 +35,15 @@ _DIGESTS = "digests.json"
 class FilePlan:
     """The file and the first byte of each tensor; the same on every process."""
 
-    def __init__(self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None):
+    def __init__(
+        self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None, stacks_experts: bool = False
+    ):
+        """Lay out tensors with these specs; with `stacks_experts`, as files of such families store them."""
         self.specs = {spec.name: spec for spec in specs}
-        groups = _group(specs)
+        stored = stack_specs(specs) if stacks_experts else specs
+        self.stored = {spec.name: spec for spec in stored}
+        self.stacks_experts = stacks_experts
+        groups = _group(stored)
         names = ["model.safetensors"]
         if len(groups) > 1:
             names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
@@ -134,6 +141,9 @@ class Writer:
     def put(self, name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
         """Write a block of a tensor, in the tensor's dtype, at (first_row, first_column)."""
         block = block.cpu()
+        if self._plan.stacks_experts and (place := find_place(name)) is not None:
+            self._put_expert(place, first_row, first_column, block)
+            return
         spec = self._plan.specs[name]
         file, offset = self._plan.offsets[name]
         num_columns = math.prod(spec.shape[1:])
@@ -147,6 +157,13 @@ class Writer:
         whole_RC = whole.view(block.dtype).view(-1, num_columns)
         num_rows = block_RC.shape[0]
         whole_RC[first_row : first_row + num_rows, first_column : first_column + block_RC.shape[1]].copy_(block_RC)
+
+    def _put_expert(self, place: StackedPlace, first_row: int, first_column: int, block: torch.Tensor) -> None:
+        spec = self._plan.stored[place.stored]
+        file, offset = self._plan.offsets[place.stored]
+        whole = self._mapped[file][offset : offset + spec.num_elements * block.element_size()]
+        own = place.view(whole.view(block.dtype).view(spec.shape)).narrow(0, first_row, block.shape[0])
+        (own if place.is_bias else own.narrow(1, first_column, block.shape[1])).copy_(block)
 
     @staticmethod
     def _write(descriptor: int, offset: int, value: torch.Tensor) -> None:
@@ -209,6 +226,7 @@ class Checkpoint:
         """The tensors that are not read, once the folder is checked."""
         self._files = contextlib.ExitStack()
         self._file_of: dict[str, safe_open] = {}
+        self._stacks_experts = False
         for path in self._paths():
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
@@ -235,8 +253,14 @@ class Checkpoint:
         return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, as a view of the file."""
-        return self._file_of[name].get_tensor(name)
+        """Return the whole tensor, as a view of the file; experts in MXFP4 are unpacked."""
+        place = find_place(name) if self._stacks_experts else None
+        if place is None:
+            return self._file_of[name].get_tensor(name)
+        if place.stored in self._file_of:
+            return place.view(self._file_of[place.stored].get_tensor(place.stored))
+        packed = [f"{place.stored}{ending}" for ending in (BLOCKS, SCALES)]
+        return place.unpack(*(self._file_of[one].get_tensor(one) for one in packed))
 
     def spec(self, name: str) -> TensorSpec:
         """Read the shape and dtype of a tensor from the file's header."""
@@ -251,8 +275,12 @@ class Checkpoint:
 
     def check(self, mapping: Mapping) -> None:
         """Raise unless the folder holds exactly the architecture's tensors, with their shapes and dtype."""
-        wanted = {spec.name: (spec.shape, spec.dtype) for spec in mapping.manifest()}
+        self._stacks_experts = mapping.stacks_experts
+        specs = stack_specs(mapping.manifest()) if mapping.stacks_experts else mapping.manifest()
         found = set(self.names())
+        if mapping.stacks_experts:
+            specs = [spec for spec in specs if not self._check_packed(spec, found)]
+        wanted = {spec.name: (spec.shape, spec.dtype) for spec in specs}
         has_head = mapping.architecture.tied_embeddings and _HEAD in found
         if has_head:
             found.discard(_HEAD)
@@ -284,6 +312,21 @@ class Checkpoint:
                 f"{where}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
                 f"set it to false, or remove the tensor"
             )
+
+    def _check_packed(self, spec: TensorSpec, found: set[str]) -> bool:
+        """Check whether a tensor is stored in MXFP4; if so, check its parts, and take their names out of `found`."""
+        if spec.name in found or f"{spec.name}{BLOCKS}" not in found or len(spec.shape) != 3:
+            return False
+        for name, shape in describe_mxfp4(spec).items():
+            piece = self._file_of[name].get_slice(name) if name in found else None
+            if piece is None or (piece.get_dtype(), tuple(piece.get_shape())) != ("U8", shape):
+                what = "missing" if piece is None else f"{piece.get_dtype()} {piece.get_shape()}"
+                raise InputError(
+                    f"{self.folder} does not hold what its config.json describes: {name} is {what}, and must be U8 "
+                    f"{list(shape)}; use the config.json that belongs to these weights"
+                )
+            found.discard(name)
+        return True
 
     def _are_equal(self, name: str, other: str) -> bool:
         spec = self.spec(name)

@@ -84,6 +84,11 @@ class Mapping:
         self._names = [name for name in self._family.names if name.when(architecture)]
         self._by_parameter = {parameter: name for name in self._names for parameter in name.parameters}
 
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether files store the experts of a layer in one tensor (see `stacks`)."""
+        return self._family.stacks_experts
+
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:
         """List every tensor of the checkpoint, in the order of the layers; tied tensors appear once.
 
@@ -127,7 +132,8 @@ class Mapping:
         shape = tuple(length if i == dim else n for i, n in enumerate(shapes[0]))
         pieces = tuple(_intersect(blocks, dim, rank * length, length))
         replica = coordinates.expert_data_rank if is_expert else coordinates.data_rank
-        is_first = replica == 0 and (name.split is not Split.WHOLE or coordinates.tensor_rank == 0)
+        part = coordinates.expert_tensor_rank if is_expert else coordinates.tensor_rank
+        is_first = replica == 0 and (name.split is not Split.WHOLE or part == 0)
         return ShardMap(shape, pieces, name.exported and is_first)
 
     def _instances(self) -> Iterator[tuple[Name, int | None, int | None]]:
@@ -176,7 +182,9 @@ class Mapping:
             shapes = [(ffn, a.hidden_size)] * 2
         elif name.split is Split.COLUMNS:
             shapes = [(a.hidden_size, query if "self_attention" in parameter else ffn)]
-        elif parameter.endswith("router.weight"):
+        elif parameter.endswith("softmax_offset"):
+            shapes = [(a.num_attention_heads,)]
+        elif parameter.endswith(("router.weight", "router.bias")):
             shapes = [(_num_experts(a), a.hidden_size)]
         elif parameter.endswith("router.expert_bias"):
             shapes = [(_num_experts(a),)]
@@ -267,9 +275,9 @@ def _normalize(parameter: str) -> tuple[str, int | None, int | None]:
     """Return the parameter's name with placeholders for its numbers, and the numbers."""
     layer = re.search(r"\.layers\.(\d+)\.", parameter)
     pattern = re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", parameter)
-    expert = re.search(r"\.local_experts\.(\d+)\.|\.experts\.linear_fc[12]\.weight(\d+)$", parameter)
+    expert = re.search(r"\.local_experts\.(\d+)\.|\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", parameter)
     pattern = re.sub(r"\.local_experts\.\d+\.", ".local_experts.{expert}.", pattern)
-    pattern = re.sub(r"(\.experts\.linear_fc[12]\.weight)\d+$", r"\1{expert}", pattern)
+    pattern = re.sub(r"(\.experts\.linear_fc[12]\.(?:weight|bias))\d+$", r"\1{expert}", pattern)
     expert_number = next(int(group) for group in expert.groups() if group) if expert else None
     return pattern, int(layer.group(1)) if layer else None, expert_number
 

@@ -13,7 +13,6 @@ Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -32,6 +31,8 @@ T = TypeVar("T")
 _BASE = 1 << 14
 _FIRST = 1024
 _SPREAD = 64
+# Parameters of several dimensions that hold the biases of experts.
+_VECTORS = (".w13_bias", ".w2_bias")
 
 Load = Callable[[Mapping[str, torch.Tensor]], None]
 Lanes = tuple[int, ...]
@@ -48,7 +49,7 @@ class Rectangle(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRows:
-    """The source of a parameter's rows: rectangles of tensors, one below the other."""
+    """The source of a parameter's rows: rectangles of tensors, one below the other, or two in turn."""
 
     tensors: tuple[str, ...]
     rectangles: tuple[Rectangle, ...]
@@ -59,15 +60,26 @@ class ParameterRows:
     """For each row of the parameter, its row in the tensor that it comes from."""
     slices_R: torch.Tensor
     """The index of the rectangle that each row belongs to; the number of rectangles for a row of padding."""
+    steps: tuple[int, ...] = ()
+    """Rows of the parameter from one row of a rectangle to its next; empty if every step is 1."""
 
-    def digests(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def places(self) -> list[slice]:
+        """The rows of the parameter that hold each rectangle."""
+        steps = self.steps or (1,) * len(self.starts)
+        return [
+            slice(start, start + (part.num_rows - 1) * step + 1, step)
+            for start, step, part in zip(self.starts, steps, self.rectangles, strict=True)
+        ]
+
+    def digests(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Digest each rectangle in the dtype of the given numbers; return one line for each rectangle.
 
         If this dtype would round a number of a rectangle, the line of this rectangle is changed, so that it never
         matches.
         """
         num_rows = max(rectangle.first_row + rectangle.num_rows for rectangle in self.rectangles)
-        held_RC = as_matrix(parameter)
+        held_RC = as_matrix(name, parameter)
         given_RC = held_RC.to(dtype)
         lines_SL = digests_by_row(given_RC, self.first_column, self.rows_R, num_rows, self.slices_R, len(self.tensors))
         if held_RC.dtype == dtype:
@@ -158,7 +170,7 @@ def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torc
 
     def find(name: str, parameter: torch.Tensor, is_in_place: bool) -> ParameterRows | None:
         answers = [readings.get(is_in_place).get(name) for readings in (which, row, column)]
-        return _rows(questions, answers, as_matrix(parameter).shape[1], parameter.device)
+        return _rows(questions, answers, as_matrix(name, parameter).shape[1], parameter.device)
 
     return prove_order(model, specs, dtype, load, find)
 
@@ -179,7 +191,7 @@ def prove_order(
             return False
         wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
         found[name, is_in_place] = rows
-        return torch.equal(rows.digests(parameter, dtype).cpu(), torch.stack(wanted))
+        return torch.equal(rows.digests(name, parameter, dtype).cpu(), torch.stack(wanted))
 
     with looking(model, is_found) as readings:
         load(given)
@@ -252,7 +264,7 @@ def _ask(
     """Load numbers digit by digit, and read those in the first column of every parameter; -1 if a row has none."""
 
     def read(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor:
-        digits_R = as_matrix(parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
+        digits_R = as_matrix(name, parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
         return digits_R.where((digits_R >= 0) & (digits_R < _BASE), -1)
 
     largest = max(int(numbers(question).max()) for question in questions)
@@ -286,24 +298,21 @@ def _rows(
     columns = column_R[~is_padding_R].unique().tolist()
     if len(columns) != 1 or int(which_R.max()) >= len(questions):
         return None
-    is_next_R = (which_R[1:] == which_R[:-1]) & (row_R[1:] == row_R[:-1] + 1)
-    is_same_R = torch.where(is_padding_R[1:], is_padding_R[:-1], is_next_R & ~is_padding_R[:-1])
-    starts = [0, *(torch.nonzero(~is_same_R)[:, 0] + 1).tolist(), len(which_R)]
     tensors: list[str] = []
     rectangles: list[Rectangle] = []
     first_rows: list[int] = []
+    steps: list[int] = []
     slices_R = torch.full_like(which_R, -1)
-    for start, end in itertools.pairwise(starts):
-        if is_padding_R[start]:
-            continue
+    for start, num_rows, step in _find_runs(which_R, row_R, is_padding_R):
         question = questions[int(which_R[start])]
-        part = Rectangle(int(row_R[start]), columns[0], end - start, num_columns)
+        part = Rectangle(int(row_R[start]), columns[0], num_rows, num_columns)
         if part.first_row + part.num_rows > question.num_rows or columns[0] + num_columns > question.num_columns:
             return None
-        slices_R[start:end] = len(tensors)
+        slices_R[start : start + num_rows * step : step] = len(tensors)
         tensors.append(question.spec.name)
         rectangles.append(part)
         first_rows.append(start)
+        steps.append(step)
     return ParameterRows(
         tensors=tuple(tensors),
         rectangles=tuple(rectangles),
@@ -311,13 +320,53 @@ def _rows(
         first_column=columns[0],
         rows_R=row_R.where(slices_R >= 0, 0).to(device),
         slices_R=slices_R.where(slices_R >= 0, len(tensors)).to(device),
+        steps=tuple(steps) if max(steps, default=1) > 1 else (),
     )
 
 
-def as_matrix(parameter: torch.Tensor) -> torch.Tensor:
-    """View a parameter as a matrix: its last dimension becomes the columns; a vector is a single column."""
+def _find_runs(
+    which_R: torch.Tensor, row_R: torch.Tensor, is_padding_R: torch.Tensor
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the first row, the number of rows and the step of each run of rows that follow each other in a tensor.
+
+    A run with a step of 2 lies in turn with another, as the gates and ups of an expert may.
+    """
+    next_R, second_R = (_follows(which_R, row_R, is_padding_R, step) for step in (1, 2))
+    # Neighbours that follow each other are a run of their own.
+    has_neighbour_R = next_R.clone()
+    has_neighbour_R[1:] |= next_R[:-1]
+    second_R[:-1] &= ~has_neighbour_R[:-1] & ~has_neighbour_R[1:]
+    second_R[:-2] &= ~has_neighbour_R[2:]
+    is_first_R = ~is_padding_R
+    is_first_R[1:] &= ~next_R[:-1]
+    is_first_R[2:] &= ~second_R[:-2]
+    starts = torch.nonzero(is_first_R)[:, 0]
+    steps = 1 + second_R[starts].long()
+    # The last row of a run is the first at or after its start that no row of the run follows.
+    lasts = {
+        (step, first): torch.nonzero(~follows_R[first::step])[:, 0] * step + first
+        for step, follows_R in ((1, next_R), (2, second_R))
+        for first in range(step)
+    }
+    for start, step in zip(starts.tolist(), steps.tolist(), strict=True):
+        possible = lasts[step, start % step]
+        last = int(possible[torch.searchsorted(possible, start)])
+        yield start, (last - start) // step + 1, step
+
+
+def _follows(which_R: torch.Tensor, row_R: torch.Tensor, is_padding_R: torch.Tensor, step: int) -> torch.Tensor:
+    """Check for each row whether the one `step` rows further is the next row of the same tensor."""
+    found_R = torch.zeros_like(is_padding_R)
+    is_same_R = (which_R[step:] == which_R[:-step]) & (row_R[step:] == row_R[:-step] + 1)
+    found_R[:-step] = is_same_R & ~is_padding_R[:-step] & ~is_padding_R[step:]
+    return found_R
+
+
+def as_matrix(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """View a parameter as a matrix: its last dimension becomes the columns; vectors are a single column."""
     parameter = parameter.detach()
-    return parameter.reshape(-1, parameter.shape[-1]) if parameter.dim() > 1 else parameter.reshape(-1, 1)
+    has_vectors = parameter.dim() == 1 or name.endswith(_VECTORS)
+    return parameter.reshape(-1, 1 if has_vectors else parameter.shape[-1])
 
 
 def _digest_part(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
@@ -391,11 +440,10 @@ class InPlaceDigester:
             given = _find_given_dtype(rows, dtypes, parameter)
             if rows is None or given != parameter.dtype:
                 continue
-            held_RC, own = as_matrix(parameter), slices.setdefault(given, [])
+            held_RC, own = as_matrix(name, parameter), slices.setdefault(given, [])
             self._ranges[name] = (given, len(own), len(own) + len(rows.tensors))
-            for part, start in zip(rows.rectangles, rows.starts, strict=True):
-                rectangle_RC = held_RC[start : start + part.num_rows]
-                own.append(Slice(rectangle_RC, len(own), part.first_row, part.first_column))
+            for part, place in zip(rows.rectangles, rows.places, strict=True):
+                own.append(Slice(held_RC[place], len(own), part.first_row, part.first_column))
         self._digesters = {dtype: build_digester(own, dtype, len(own)) for dtype, own in slices.items()}
 
     def is_for(self, model: torch.nn.Module, order: Order, dtypes: Mapping[str, str]) -> bool:
@@ -423,7 +471,7 @@ def _digest_held(order: Order, dtypes: Mapping[str, str], name: str, parameter: 
     """Digest a parameter's parts in the dtype that its tensors were given in; None if this proves nothing."""
     rows = order.rows.get(name)
     given = _find_given_dtype(rows, dtypes, parameter)
-    return None if rows is None or given is None else rows.digests(parameter, given)
+    return None if rows is None or given is None else rows.digests(name, parameter, given)
 
 
 def _find_given_dtype(

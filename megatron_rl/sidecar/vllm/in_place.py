@@ -92,9 +92,9 @@ class Places:
         parameters = dict(model.named_parameters())
         for name, rows in order.rows.items():
             # A view: `find_obstacles` refuses parameters that are not one piece.
-            held_RC = as_matrix(parameters[name])
-            for tensor, part, start in zip(rows.tensors, rows.rectangles, rows.starts, strict=True):
-                self._parts.setdefault(tensor, []).append(_Part(part, held_RC[start : start + part.num_rows]))
+            held_RC = as_matrix(name, parameters[name])
+            for tensor, part, place in zip(rows.tensors, rows.rectangles, rows.places, strict=True):
+                self._parts.setdefault(tensor, []).append(_Part(part, held_RC[place]))
         self._device = next(iter(parameters.values())).device
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ def _copy(part: _Part, tensor_RC: torch.Tensor) -> None:
     columns = slice(first_column, first_column + num_columns)
     if tensor_RC.device == held_RC.device:
         held_RC.copy_(given_RC[:, columns])
-    elif tensor_RC.dtype == held_RC.dtype and num_columns == tensor_RC.shape[1]:
+    elif tensor_RC.dtype == held_RC.dtype and num_columns == tensor_RC.shape[1] and held_RC.is_contiguous():
         held_RC.copy_(given_RC, non_blocking=True)
     else:
         step = max(1, _CHUNK_BYTES // (tensor_RC.shape[1] * tensor_RC.element_size()))

@@ -7,6 +7,7 @@ step of learning too. So the file need not be trusted:
 - an order that leaves any parameter out is neither kept nor used: it is learned at each start.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -41,6 +42,7 @@ class _KeptRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     starts: tuple[int, ...]
     first_column: int
     num_rows: int
+    steps: tuple[int, ...] = ()
 
 
 class _KeptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +99,7 @@ def _read(path: Path) -> _KeptOrder | None:
 
 def _write(path: Path, order: Order) -> None:
     rows = {
-        name: _KeptRows(one.tensors, one.rectangles, one.starts, one.first_column, len(one.rows_R))
+        name: _KeptRows(one.tensors, one.rectangles, one.starts, one.first_column, len(one.rows_R), one.steps)
         for name, one in order.rows.items()
     }
     # Engines that start together write the same file.
@@ -115,33 +117,37 @@ def _find_in(kept: _KeptOrder, specs: Sequence[TensorSpec]) -> Find:
 
     def find(name: str, parameter: torch.Tensor, is_in_place: bool) -> ParameterRows | None:
         rows = kept.rows.get(name)
-        if rows is None or is_in_place == (name in kept.packed) or not _fits(rows, parameter, shapes):
+        if rows is None or is_in_place == (name in kept.packed) or not _fits(name, rows, parameter, shapes):
             return None
         rows_R = torch.zeros(rows.num_rows, dtype=torch.int64)
         slices_R = torch.full_like(rows_R, len(rows.tensors))
-        for index, (start, part) in enumerate(zip(rows.starts, rows.rectangles, strict=True)):
-            rows_R[start : start + part.num_rows] = torch.arange(part.first_row, part.first_row + part.num_rows)
-            slices_R[start : start + part.num_rows] = index
-        device = parameter.device
-        return ParameterRows(
-            rows.tensors, rows.rectangles, rows.starts, rows.first_column, rows_R.to(device), slices_R.to(device)
+        found = ParameterRows(
+            rows.tensors, rows.rectangles, rows.starts, rows.first_column, rows_R, slices_R, rows.steps
         )
+        for index, (place, part) in enumerate(zip(found.places, rows.rectangles, strict=True)):
+            rows_R[place] = torch.arange(part.first_row, part.first_row + part.num_rows)
+            slices_R[place] = index
+        device = parameter.device
+        return dataclasses.replace(found, rows_R=rows_R.to(device), slices_R=slices_R.to(device))
 
     return find
 
 
-def _fits(rows: _KeptRows, parameter: torch.Tensor, shapes: Mapping[str, tuple[int, int]]) -> bool:
+def _fits(name: str, rows: _KeptRows, parameter: torch.Tensor, shapes: Mapping[str, tuple[int, int]]) -> bool:
     """Check that the rectangles lie in their tensors, and their rows in the parameter."""
-    num_rows, num_columns = as_matrix(parameter).shape
-    if num_rows != rows.num_rows or not len(rows.tensors) == len(rows.rectangles) == len(rows.starts) > 0:
+    num_rows, num_columns = as_matrix(name, parameter).shape
+    steps = rows.steps or (1,) * len(rows.starts)
+    if num_rows != rows.num_rows or not len(rows.tensors) == len(rows.rectangles) == len(rows.starts) == len(steps) > 0:
         return False
-    for name, part, start in zip(rows.tensors, rows.rectangles, rows.starts, strict=True):
-        of_rows, of_columns = shapes.get(name, (0, 0))
-        if min(part.first_row, part.num_rows, start, part.first_column) < 0 or part.num_columns != num_columns:
+    for tensor, part, start, step in zip(rows.tensors, rows.rectangles, rows.starts, steps, strict=True):
+        of_rows, of_columns = shapes.get(tensor, (0, 0))
+        if min(part.first_row, start, part.first_column) < 0 or min(part.num_rows, step) < 1:
+            return False
+        if part.num_columns != num_columns:
             return False
         if part.first_row + part.num_rows > of_rows or part.first_column + num_columns > of_columns:
             return False
-        if part.first_column != rows.first_column or start + part.num_rows > num_rows:
+        if part.first_column != rows.first_column or start + (part.num_rows - 1) * step >= num_rows:
             return False
     return True
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
 from megatron_rl.sidecar.vllm.derived import SOURCE, find_stale, list_derived
 from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
 from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
@@ -161,8 +163,18 @@ def describe_proof(proof: LoadProof, digests: Mapping[str, list[int]]) -> dict[s
 
 
 def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
-    """Map the tensors of the checkpoint that an engine started from; return none if it is in another format."""
+    """Map the tensors of the checkpoint that an engine started from; return none if it is in another format.
+
+    Experts that are stored together have their own tensors, as a trainer publishes them.
+    """
     if not any(folder.glob("*.safetensors")):
         return {}
     with Checkpoint(folder) as checkpoint:
-        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+        names = checkpoint.names()
+        if any(name.endswith(BLOCKS) for name in names):
+            raise InputError(
+                f"{folder} holds experts in MXFP4, and engines get weights in the dtype that is trained: "
+                "start them from a folder of the model in bfloat16, as --stage sft saves one with --save-hf"
+            )
+        stored = ((name, checkpoint.tensor(name)) for name in names)
+        return dict(part for one in stored for part in split_stored(*one))

@@ -119,7 +119,7 @@ def try_attention(settings: Settings, device: torch.device) -> None:
     use_blocks(settings.attention.blocks)
     one, dtype = settings.architecture, settings.transformer.params_dtype
     name = settings.attention.backend
-    conditions = Conditions(device.type, dtype, one.sliding_window, one.kv_channels, one.value_channels)
+    conditions = Conditions(device.type, dtype, one.sliding_window, one.kv_channels, one.value_channels, one.has_sinks)
     refused = find_backend(name).refusal(conditions)
     if refused is not None:
         raise PlatformError(f"{name} cannot run here: {refused}")
@@ -133,6 +133,7 @@ def try_attention(settings: Settings, device: torch.device) -> None:
             one.kv_channels,
             window,
             one.value_channels,
+            one.has_sinks,
         )
 
 

@@ -1,7 +1,7 @@
 """The properties of a model family: keys of its config.json, supported architectures, names of its tensors."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.errors import InputError
@@ -63,6 +63,14 @@ class Family:
     """The key of the rope's base in layers with a window; None if all layers have the same rope."""
     scale_key: str | None = None
     """The key of Architecture's `scale_width`; None if scores are scaled by the width of a head."""
+    clamp_key: str | None = None
+    """The key of Architecture's `activation_clamp`; None if nothing is clamped."""
+    default_rope: Mapping[str, Any] | None = None
+    """The rope_scaling of a config.json that describes no rope."""
+    stacks_experts: bool = False
+    """True if files store the experts of a layer in one tensor, and such folders may have experts in MXFP4."""
+    fix_in_engines: Callable[[Architecture], Architecture] | None = None
+    """The architecture that vLLM computes for a given one, if it does not read all of config.json."""
     default_turned: float | None = None
     """The part of a head that turns if config.json has no partial_rotary_factor; None if whole heads always turn."""
 
@@ -71,6 +79,8 @@ class Family:
         window = config.get("sliding_window", self.default_window)
         config = {**COMMON_DEFAULTS, **self.defaults, **{k: v for k, v in config.items() if v is not None}}
         config.setdefault("dtype", config.get("torch_dtype", "float32"))
+        if self.default_rope and not (config.get("rope_scaling") or config.get("rope_parameters")):
+            config["rope_scaling"] = dict(self.default_rope)
         self._check_requirements(config)
         heads = read_count(config, "num_attention_heads")
         config.setdefault("num_key_value_heads", heads)
@@ -96,6 +106,8 @@ class Family:
             fields["local_rope"] = None if window is None else local_rope
         if self.scale_key is not None:
             fields["scale_width"] = read_count(config, self.scale_key)
+        if self.clamp_key is not None:
+            fields["activation_clamp"] = read_positive(config, self.clamp_key)
         return Architecture(
             family=self.name,
             rope=rope,
@@ -118,6 +130,8 @@ class Family:
         for field, keys in self.switches.items():
             config |= dict.fromkeys(keys, getattr(architecture, field))
         config |= write_rope(architecture.rope, self.has_latents)
+        if self.default_rope:
+            config.setdefault("rope_scaling", {"rope_type": "default"})
         if self.default_turned is not None:
             config["partial_rotary_factor"] = architecture.rope.turned
         if self.experts and architecture.experts:
@@ -134,6 +148,8 @@ class Family:
             config[self.local_base_key] = architecture.local_rope.base
         if self.scale_key:
             config[self.scale_key] = architecture.scale_width or architecture.kv_channels
+        if self.clamp_key:
+            config[self.clamp_key] = architecture.activation_clamp
         if self.has_window and (self.full_every is None or architecture.sliding_window is not None):
             config["sliding_window"] = architecture.sliding_window
         if self.window_key:
@@ -169,10 +185,14 @@ class Family:
             return f"local_rope = {local}"
         if architecture.scale_width is not None and self.scale_key is None:
             return f"scale_width = {architecture.scale_width}"
+        if (architecture.activation_clamp is None) != (self.clamp_key is None):
+            return f"activation_clamp = {architecture.activation_clamp}"
         return None
 
     def _check_requirements(self, config: Mapping[str, Any]) -> None:
-        if "quantization_config" in config:
+        quantization = config.get("quantization_config")
+        is_read = self.stacks_experts and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+        if quantization is not None and not is_read:
             raise InputError(
                 f"config.json has a quantization_config, and quantized checkpoints cannot be trained: "
                 f"use one in {', '.join(_DTYPES)}"
@@ -220,7 +240,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Architect
 # Fields that are the same in every model of a family, unless a key of config.json switches them.
 _CONSTANT_FIELDS = (
     "qk_layernorm", "qkv_bias", "linear_bias", "activation", "has_output_norms", "zero_centered_norms",
-    "scales_embedding",
+    "scales_embedding", "has_sinks",
 )  # fmt: skip
 
 

@@ -176,15 +176,44 @@ DENSE_MLP = (
 )
 
 
-def experts_mlp(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
+SINKS = (
+    Name(
+        (f"{_LAYER}.self_attention.core_attention.softmax_offset",), (f"{_HF_LAYER}.self_attn.sinks",), Split.ROWS,
+        when=lambda a: a.has_sinks,
+    ),
+)  # fmt: skip
+
+
+def experts_mlp(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[Name, ...]:
     """Name the router and the experts, which are stored under `block`; each expert has its own tensors."""
     expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
     experts = f"{_LAYER}.mlp.experts"
     return (
         Name(
             (f"{_LAYER}.mlp.router.weight",),
-            (f"{_HF_LAYER}.{block}.gate.weight",),
+            (f"{_HF_LAYER}.{block}.{router}.weight",),
             Split.WHOLE,
+            layers=Layers.SPARSE,
+        ),
+        Name(
+            (f"{_LAYER}.mlp.router.bias",),
+            (f"{_HF_LAYER}.{block}.{router}.bias",),
+            Split.WHOLE,
+            when=lambda a: a.linear_bias,
+            layers=Layers.SPARSE,
+        ),
+        Name(
+            (f"{experts}.local_experts.{{expert}}.linear_fc1.bias", f"{experts}.linear_fc1.bias{{expert}}"),
+            (f"{expert}.{gate}.bias", f"{expert}.{up}.bias"),
+            Split.GATE_UP,
+            when=lambda a: a.linear_bias,
+            layers=Layers.SPARSE,
+        ),
+        Name(
+            (f"{experts}.local_experts.{{expert}}.linear_fc2.bias", f"{experts}.linear_fc2.bias{{expert}}"),
+            (f"{expert}.{down}.bias",),
+            Split.WHOLE,
+            when=lambda a: a.linear_bias,
             layers=Layers.SPARSE,
         ),
         Name(

@@ -1,11 +1,14 @@
 """The model families that can be trained. Each states its differences; the modules beside it hold what they share."""
 
+import dataclasses
+
 from megatron_rl.shared.weights.families.experts import ExpertKeys
 from megatron_rl.shared.weights.families.family import Family
 from megatron_rl.shared.weights.families.names import (
     ATTENTION,
     DENSE_MLP,
     LATENT_ATTENTION,
+    SINKS,
     STEM,
     STEM_WITH_OUTPUT_NORMS,
     experts_mlp,
@@ -13,6 +16,7 @@ from megatron_rl.shared.weights.families.names import (
     router_bias,
     shared_expert,
 )
+from megatron_rl.types import Architecture, RopeKind
 
 LLAMA = Family(
     name="llama",
@@ -235,6 +239,44 @@ GEMMA3_TEXT = Family(
 )  # fmt: skip
 """The text models of Gemma 3: a window in most layers, norms after attention and MLP too, and scaled embeddings."""
 
+
+def _fix_gpt_oss(architecture: Architecture) -> Architecture:
+    return dataclasses.replace(
+        architecture,
+        norm_epsilon=1e-5,
+        activation_clamp=7.0,
+        tied_embeddings=False,
+        full_layers=tuple(range(1, architecture.num_layers, 2)),
+        rope=dataclasses.replace(architecture.rope, kind=RopeKind.YARN, attention_factor=None),
+    )
+
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    hf_class="GptOssForCausalLM",
+    names=STEM
+    + ATTENTION
+    + SINKS
+    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj", router="router"),
+    constants={"linear_bias": True, "has_sinks": True, "activation": "clamped_swiglu"},
+    requires={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    defaults={
+        "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "swiglu_limit": 7.0,
+    },
+    experts=ExpertKeys(num_experts=("num_local_experts", "num_experts"), ffn_hidden_size="intermediate_size"),
+    has_window=True,
+    default_window=128,
+    full_every=2,
+    clamp_key="swiglu_limit",
+    default_rope={
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    stacks_experts=True,
+    fix_in_engines=_fix_gpt_oss,
+)  # fmt: skip
+"""GPT-OSS: sinks, a window in every other layer, biases everywhere, and experts that clamp."""
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     hf_class="DeepseekV3ForCausalLM",
@@ -285,7 +327,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, GEMMA3_TEXT, QWEN3_NEXT,
-        QWEN3_5, DEEPSEEK_V3, GLM4_MOE_LITE,
+        QWEN3_5, GPT_OSS, DEEPSEEK_V3, GLM4_MOE_LITE,
     )
 }  # fmt: skip
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -95,7 +95,8 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
     if chunk.post_process:
         yield from _check_output_layer(chunk.output_layer)
     yield from _check_rotary(chunk, architecture)
-    if architecture.local_rope is not None or architecture.has_output_norms or architecture.scales_embedding:
+    has_special_parts = architecture.local_rope is not None or architecture.has_sinks
+    if has_special_parts or architecture.has_output_norms or architecture.scales_embedding:
         yield (
             f"{architecture.family} models have parts that megatron-core's GPTModel lacks: start pretrain_grpo.py, "
             "which builds them"

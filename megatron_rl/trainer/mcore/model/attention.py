@@ -5,10 +5,12 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
 from megatron_rl.trainer.data.packing import Pack
@@ -79,6 +81,11 @@ class SharedPromptAttention(MegatronModule):
         self.window = architecture.find_window(layer)
         self.backend = backend
         self.context_group = pg_collection.cp
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if architecture.has_sinks:
+            num_heads = architecture.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -99,5 +106,23 @@ class SharedPromptAttention(MegatronModule):
         layout = packed_seq_params.pack.layout
         q_RHD, k_RGD, v_RGD = (one.squeeze(1) if one.dim() == 4 else one for one in (query, key, value))
         q_THD, k_TGD, v_TGD = context.exchange_rows_for_heads(q_RHD, k_RGD, v_RGD, self.context_group)
-        out_THD = shared_prompt_attention(q_THD, k_TGD, v_TGD, layout, self.scale, self.window, self.backend)
+        out_THD = shared_prompt_attention(
+            q_THD, k_TGD, v_TGD, layout, self.scale, self.window, self.backend, self._own_sinks()
+        )
         return context.exchange_heads_for_rows(out_THD, self.context_group).reshape(len(query), 1, -1)
+
+    def _own_sinks(self) -> torch.Tensor | None:
+        """Return the sinks of the heads for which this context-parallel rank attends; None without sinks."""
+        if self.softmax_offset is None:
+            return None
+        group = self.context_group
+        return self.softmax_offset.unflatten(0, (group.size(), -1))[group.rank()]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Describe the sinks for a checkpoint, which tensor-parallel ranks divide."""
+        if self.softmax_offset is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)

@@ -6,6 +6,7 @@ E hidden size.
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_rl.platforms import select
 from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
+from megatron_rl.trainer.mcore.model.experts import settle_expert_biases
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.replay import select_routing
 from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases
@@ -192,6 +194,7 @@ def build_chunks(
         )
         for chunk in chunks:
             freeze_router_biases(chunk)
+            settle_expert_biases(chunk)
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
     return chunks
@@ -285,8 +288,8 @@ def _global_name(name: str, layers: list[str], experts_before: int) -> str:
     if "local_experts" in parts:
         index = parts.index("local_experts") + 1
         parts[index] = str(int(parts[index]) + experts_before)
-    elif "experts" in parts and parts[-1].removeprefix("weight").isdigit():
-        parts[-1] = f"weight{int(parts[-1].removeprefix('weight')) + experts_before}"
+    elif "experts" in parts and (numbered := re.fullmatch(r"(weight|bias)(\d+)", parts[-1])):
+        parts[-1] = f"{numbered[1]}{int(numbered[2]) + experts_before}"
     return ".".join(parts)
 
 

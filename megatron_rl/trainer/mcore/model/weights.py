@@ -96,7 +96,7 @@ class ModelWeights:
         """
         folder = Path(folder)
         staged = folder.with_name(f".{folder.name}.partial")
-        plan = files.FilePlan(self.mapping.manifest(dtype))
+        plan = files.FilePlan(self.mapping.manifest(dtype), stacks_experts=self.mapping.stacks_experts)
         session = self._session
 
         def put_in_place() -> None:
@@ -226,6 +226,8 @@ class ModelWeights:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
+        # Experts that were read from MXFP4 are written in the model's dtype.
+        config.pop("quantization_config", None)
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if index := plan.index():
             (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
