@@ -41,6 +41,7 @@ PARTS = {
         "tests/distributed/test_grpo_step.py",
         "tests/distributed/test_optimizer.py",
         "tests/distributed/test_context.py",
+        "tests/distributed/test_linear_layers.py",
         "tests/distributed/test_auxiliary_losses.py",
         "tests/unit/test_platforms.py",
         "tests/unit/test_every_flag.py",

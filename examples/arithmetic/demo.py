@@ -1,7 +1,7 @@
 """Run the demo: a tiny model that forgets carries learns not to, with real vLLM, two Megatron ranks, and a picture.
 
-python -m examples.arithmetic.demo [--model qwen3|glm4_moe] [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER]
-                                   [-- flags of pretrain_grpo.py]
+python -m examples.arithmetic.demo [--model qwen3|glm4_moe|qwen3_next] [--layout dp2|tp2|pp2] [--seed 0]
+                                   [--out FOLDER] [-- flags of pretrain_grpo.py]
 
 With --gpu, one rank and one engine share a GPU, in bf16. Without a GPU the demo stops when the model is warmed up.
 
@@ -33,6 +33,8 @@ LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
+# On a CPU, vLLM computes linear layers in bfloat16 only.
+OF_FAMILIES = {"qwen3_next": ["--rollout-dtype", "bfloat16", "--publish-dtype", "bfloat16"]}
 ON_GPU = ["--platform", "cuda", "--bf16", "--rollout-colocate"]
 FLAGS = [
     "--train-iters", "40", "--grpo-prompts-per-step", "64", "--grpo-group-size", "16", "--micro-batch-size", "256",
@@ -70,7 +72,8 @@ def main() -> None:
     if arguments.gpu and not torch.cuda.is_available():
         print(describe_missing_gpu(out), file=sys.stderr)
         sys.exit(ExitCode.ENVIRONMENT)
-    flags = (ON_GPU if arguments.gpu else LAYOUTS[arguments.layout]) + arguments.flags
+    of_family = OF_FAMILIES.get(arguments.model, [])
+    flags = (ON_GPU if arguments.gpu else LAYOUTS[arguments.layout] + of_family) + arguments.flags
     program, num_ranks = find_program(arguments.recipe), 1 if arguments.gpu else 2
     run = train(out, program, arguments.python, arguments.reward, arguments.seed, flags, num_ranks)
     records = read_metrics(run)

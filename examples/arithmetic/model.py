@@ -1,7 +1,7 @@
 """The untrained model: two layers of a family, and a tokenizer with a token for each character.
 
-It is as small as it may be: vLLM wants heads of at least 32 on a CPU, two tensor-parallel ranks want two heads of keys
-and values, and two pipeline stages want two layers.
+It is as small as it may be. On a CPU, vLLM wants heads of at least 32, and of 64 in linear layers. Two tensor-parallel
+ranks want two heads of keys and values, and two pipeline stages want two layers.
 """
 
 from pathlib import Path
@@ -45,6 +45,13 @@ FAMILIES: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] 
         transformers.Glm4MoeConfig,
         {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
          "moe_intermediate_size": 96, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True},
+    ),
+    # A gated delta net, then a layer of gated attention, each with four experts, two for each token, and a shared one.
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
     ),
 }  # fmt: skip
 """The families that the demo can train, with what their config.json has beside the sizes."""

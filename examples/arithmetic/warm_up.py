@@ -71,11 +71,19 @@ def encode(problems: Sequence[Problem], solutions: Sequence[str] | None = None) 
     return torch.tensor([[ids[token] for token in (*row, *[tiny.PAD] * (width - len(row)))] for row in rows])
 
 
+def compute_logits(model: transformers.PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the answers' tokens."""
+    # Linear layers pad rows to a multiple of their chunks, by default of 64 tokens.
+    is_linear = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    options = {"chunk_size": 16} if is_linear else {}
+    return model(rows[:, :-1], **options).logits[:, PROMPT_LENGTH - 1 :]
+
+
 def loss_of(model: transformers.PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy of the answers, a mean over their tokens."""
     answers = batch[:, PROMPT_LENGTH:]
     targets = answers.masked_fill(answers == model.config.pad_token_id, _IGNORED)
-    logits = model(batch[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
+    logits = compute_logits(model, batch)
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
 
 
@@ -84,7 +92,7 @@ def accuracy(model: transformers.PreTrainedModel, problems: Sequence[Problem]) -
     """Return the share of problems that the most likely tokens answer."""
     rows = encode(problems)
     # The likeliest continuation is right if and only if each token of the answer is the likeliest after those before.
-    guesses = model(rows[:, :-1]).logits[:, PROMPT_LENGTH - 1 :].argmax(-1)
+    guesses = compute_logits(model, rows).argmax(-1)
     answers = rows[:, PROMPT_LENGTH:]
     right = (guesses == answers) | (answers == model.config.pad_token_id)
     return right.all(-1).float().mean().item()

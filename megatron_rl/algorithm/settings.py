@@ -107,6 +107,12 @@ class AlgorithmConfig(LossSettings):
         "before it.",
         "--grpo-kl-in",
     )
+    replay_routing: bool = own_flag(
+        False,
+        "In the later updates of an iteration, send tokens to the experts that the old policy's routers choose, in "
+        "place of the policy's own choice.",
+        "--grpo-replay-routing",
+    )
     entropy_coef: float = own_flag(
         0.0,
         "The weight of the policy's entropy, which is subtracted from the loss.",

@@ -532,6 +532,15 @@ def test_a_flag_that_nothing_reads_without_another_is_said_once(words: str, need
         assert not needed or not said(needed)
 
 
+@pytest.mark.parametrize(("of_update", "num_notes"), [("32", 1), ("16", 0)])
+def test_replay_of_the_old_policys_experts_is_said_to_need_a_second_update(of_update: str, num_notes: int) -> None:
+    words = ["--grpo-prompts-per-step", "8", "--grpo-group-size", "4", "--global-batch-size", of_update]
+    settings = parse(*DENSE, "--qk-layernorm", "--num-experts", "8", "--grpo-replay-routing", *words)
+    assert settings.algorithm.replay_routing
+    said = "--grpo-replay-routing has no effect with one update an iteration"
+    assert len([note for note in settings.notes if note == said]) == num_notes
+
+
 def test_gradients_are_reduced_in_float32_with_half_precision_unless_a_flag_says_otherwise() -> None:
     assert parse(*DENSE, "--bf16").ddp.grad_reduce_in_fp32 is True
     assert parse(*DENSE, "--fp16").ddp.grad_reduce_in_fp32 is True

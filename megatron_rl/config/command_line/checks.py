@@ -246,16 +246,19 @@ def _check_way(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_replay(settings: DraftSettings) -> Iterator[str]:
-    """Check that engines choose experts, and that the trainer's routers can take theirs."""
-    if not settings.rollout.replay_routing:
+    """Check that there are experts, and that the trainer's routers can take given ones."""
+    of_engines, of_old = "--rollout-replay-routing", "--grpo-replay-routing"
+    if not settings.rollout.replay_routing and not settings.algorithm.replay_routing:
         return
-    flag = "--rollout-replay-routing"
+    flag = of_engines if settings.rollout.replay_routing else of_old
+    if settings.rollout.replay_routing and settings.algorithm.replay_routing:
+        yield f"{of_engines} gives the experts of all updates, and {of_old} those of later ones: drop one of them"
     if settings.architecture is not None and settings.architecture.experts is None:
         yield f"{flag} is for models with experts, and this one has none: drop it"
-    if settings.rollout.engine == "scripted":
+    if settings.rollout.replay_routing and settings.rollout.engine == "scripted":
         yield f"{flag} needs engines that choose experts, not --rollout-engine scripted: drop one of them"
     if settings.transformer.moe_router_fusion:
-        yield f"--moe-router-fusion chooses experts in a kernel that takes none from engines: drop it, or {flag}"
+        yield f"--moe-router-fusion chooses experts in a kernel that takes no given ones: drop it, or {flag}"
     kind = settings.transformer.moe_router_load_balancing_type
     if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"):
         yield (
@@ -293,6 +296,10 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     is_saved, is_exported = checkpoint.save is not None, checkpoint.save_hf is not None
     is_interleaved = config.virtual_pipeline_model_parallel_size is not None
     is_wsd = settings.schedule.lr_decay_style == "WSD"
+    prompts, of_update = settings.algorithm.prompts_per_step, settings.training.global_batch_size
+    responses = None if prompts is None else prompts * settings.algorithm.group_size
+    has_later = responses is not None and of_update is not None and responses > of_update
+    yield has_later, "with one update an iteration", "algorithm", "replay_routing"
     yield config.fp16, "without --fp16", "optimizer", f"loss_scale {adaptation}"
     yield not (config.fp16 and optimizer.loss_scale), "with --loss-scale", "optimizer", adaptation
     yield config.bf16, "without --bf16", "transformer", "disable_bf16_reduced_precision_matmul"

@@ -1,4 +1,4 @@
-"""The experts that engines chose for the tokens of a micro-batch, laid out as its pack.
+"""Experts that were chosen for the tokens of a micro-batch, and the layout of engines' choice as its pack.
 
 An engine chooses experts for the tokens that it is fed: the prompt's, and those of a response but its last one. No
 log-prob depends on the experts of a response's last token.
@@ -20,12 +20,12 @@ from megatron_rl.types import Architecture
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The experts of a pack's tokens."""
+    """Given experts of a pack's tokens."""
 
     experts_TLK: torch.Tensor
     """Experts of each token in each layer, counted from zero over all layers; zeros if unknown, and in dense layers."""
     is_known_T: torch.Tensor
-    """True for a token that an engine was fed."""
+    """True for a token whose experts are given."""
 
 
 def lay_out_routing(

@@ -29,7 +29,7 @@ class PackParams(PackedSeqParams):
     rotation_R2F: torch.Tensor | None = None
     """The cosines and sines of rope for this rank's rows; None if Megatron's operations turn queries and keys."""
     routing: Routing | None = None
-    """The experts that engines chose for the rows of this rank's routers; None if the routers choose."""
+    """The given experts of the rows of this rank's routers; None if the routers choose."""
 
     @classmethod
     def of(

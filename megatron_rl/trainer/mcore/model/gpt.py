@@ -23,6 +23,7 @@ from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.ops.qkv import make_rotation
 from megatron_rl.platforms import select
 from megatron_rl.trainer.data.packing import Pack
+from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.experts import settle_expert_biases
@@ -63,24 +64,24 @@ class PackedGPTModel(GPTModel):
             self.rotary_pos_emb.forward = lambda *_, **__: None
 
     def forward(  # type: ignore[override]
-        self, pack: Pack, temperature: float = 1.0, with_entropies: bool = False
+        self, pack: Pack, temperature: float = 1.0, with_entropies: bool = False, routing: Routing | None = None
     ) -> torch.Tensor:
         """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage.
 
-        With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution.
+        With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution. `routing` has the
+        experts of this rank's rows; without it, they are those of the pack, if it has any.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         has_kernel = self.qkv_backend == "triton" and self._local_frequencies_F is None
         is_turned_here = has_kernel or self.architecture.latents is not None
         rotation_R2F = self._make_rotation(pack.positions_T[rows]) if is_turned_here else None
+        routing = select_routing(self, pack, rows) if routing is None else routing
         with counting(self, pack, rows):
             return super().forward(
                 input_ids=pack.tokens_T[None, rows],
                 position_ids=pack.positions_T[None, rows],
                 attention_mask=None,
-                packed_seq_params=PackParams.of(
-                    pack, temperature, with_entropies, rotation_R2F, select_routing(self, pack, rows)
-                ),
+                packed_seq_params=PackParams.of(pack, temperature, with_entropies, rotation_R2F, routing),
             )
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Replay of routing: a model's routers take the experts that engines chose, through megatron-core's own switch.
+"""Replay of routing: a model's routers take given experts, through megatron-core's own switch.
+
+Engines chose these for a pack, or another model's routers did while they were recorded.
 
 A router of megatron-core that has a `router_replay` asks it for the experts of its tokens. megatron-core's own holds
 them for one pass of all routers. This one takes them from the pack that its layer computes. Invariants:
@@ -12,8 +14,9 @@ Letters: R rows of this rank's routers, L layers of the model, K experts of a to
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +24,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.data.routing import Routing
+from megatron_rl.trainer.mcore.model import context
 from megatron_rl.trainer.mcore.model.attention import PackParams
-from megatron_rl.trainer.mcore.model.router import select_rows
+from megatron_rl.trainer.mcore.model.router import count_tokens, select_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,9 @@ class RouterReplay:
 
     def __init__(self, layer: int) -> None:
         """Replay the router of a layer, counted from zero over all layers."""
-        self._layer = layer
+        self.layer = layer
+        self.recorded: list[torch.Tensor] | None = None
+        """The experts [R, K] of each pass while a record is made; None at other times."""
         self._call: _Call | None = None
         # The routing of calls whose experts alone are computed again, the earliest first.
         self._kept: collections.deque[Routing | None] = collections.deque()
@@ -64,10 +70,12 @@ class RouterReplay:
         assert default_compute_topk is not None
         own_RK, own_experts_RK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         routing = self._find_routing()
+        if self.recorded is not None:
+            self.recorded.append(own_experts_RK)
         if routing is None:
             return own_RK, own_experts_RK
         known_R1 = routing.is_known_T[:, None]
-        experts_RK = torch.where(known_R1, routing.experts_TLK[:, self._layer].long(), own_experts_RK)
+        experts_RK = torch.where(known_R1, routing.experts_TLK[:, self.layer].long(), own_experts_RK)
         if self._call is not None and self._call.is_trained:
             self._count(own_experts_RK, experts_RK, routing.is_known_T)
         return scores.gather(1, experts_RK), experts_RK
@@ -95,8 +103,52 @@ class RouterReplay:
         self._counted.append(torch.stack([num_replayed, (~is_own_RK).sum()]))
 
 
+class RoutingRecord:
+    """The experts that the old policy's routers chose for slots, which the policy's routers take.
+
+    Each is this rank's, of the rows that its routers have. It is recorded once and taken once.
+    """
+
+    def __init__(self) -> None:
+        # By slot and chunk.
+        self._routing: dict[tuple[int, int], Routing] = {}
+
+    @contextlib.contextmanager
+    def record(self, slot: int, chunk: Any, pack: Pack) -> Iterator[None]:
+        """Record the pass of a slot's pack through a chunk of the old policy, within the context."""
+        replays = [layer.mlp.router.router_replay for layer in _list_layers(chunk)]
+        for replay in replays:
+            replay.recorded = []
+        try:
+            yield
+            key = (slot, chunk.vp_stage or 0)
+            assert key not in self._routing, "a slot passes each chunk of the old policy once"
+            self._routing[key] = _join_layers(chunk, pack, replays)
+        finally:
+            for replay in replays:
+                replay.recorded = None
+
+    def take(self, slot: int, chunk: Any) -> Routing:
+        """Return and forget the experts for a slot's pass through the same chunk of the policy."""
+        return self._routing.pop((slot, chunk.vp_stage or 0))
+
+
+def _join_layers(chunk: Any, pack: Pack, replays: Sequence[RouterReplay]) -> Routing:
+    architecture = chunk.architecture
+    rows = select_rows(chunk, context.own_rows(pack.num_tokens, chunk.pg_collection.cp))
+    shape = (rows.stop - rows.start, architecture.num_layers, architecture.experts.num_active)
+    device = pack.tokens_T.device
+    experts_TLK = torch.zeros(shape, dtype=torch.int16, device=device)
+    for replay in replays:
+        assert replay.recorded is not None
+        (experts_RK,) = replay.recorded
+        experts_TLK[:, replay.layer] = experts_RK
+    # Routers choose the experts of padding, which counts nowhere.
+    return Routing(experts_TLK, torch.arange(shape[0], device=device) < count_tokens(pack, rows))
+
+
 def replay_routing(chunks: Iterable[torch.nn.Module]) -> None:
-    """Have the routers of these chunks replay the routing of packs that have one."""
+    """Have the routers of these chunks replay the routing that is given with packs, and record their choice."""
     for chunk in chunks:
         for layer in _list_layers(chunk):
             replay = layer.mlp.router.router_replay = RouterReplay(layer.layer_number - 1)

@@ -67,6 +67,11 @@ def select_rows(chunk: Any, rows: slice) -> slice:
     return slice(first, first + length)
 
 
+def count_tokens(pack: Pack, rows: slice) -> int:
+    """Count the rows among these that are not padding; they are the first."""
+    return min(max(pack.num_tokens - pack.num_padding - rows.start, 0), rows.stop - rows.start)
+
+
 @contextlib.contextmanager
 def counting(chunk: Any, pack: Pack, rows: slice) -> Iterator[None]:
     """Count the tokens of a pass that trains, of which this context-parallel rank has these rows."""
@@ -75,11 +80,10 @@ def counting(chunk: Any, pack: Pack, rows: slice) -> Iterator[None]:
     if not has_rate or not chunk.training or not torch.is_grad_enabled():
         yield
         return
-    mine = select_rows(chunk, rows)
-    first, length = mine.start, mine.stop - mine.start
+    num_counted = count_tokens(pack, select_rows(chunk, rows))
     routers = [module for module in chunk.modules() if isinstance(module, BiasedRouter)]
     for router in routers:
-        router.num_counted = min(max(pack.num_tokens - pack.num_padding - first, 0), length)
+        router.num_counted = num_counted
     try:
         yield
     finally:

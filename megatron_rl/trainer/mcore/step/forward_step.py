@@ -21,6 +21,7 @@ from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.mcore.model.replay import RoutingRecord
 from megatron_rl.trainer.mcore.step import auxiliary
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
 from megatron_rl.trainer.mcore.step.trace import POLICY, StepTrace
@@ -57,9 +58,14 @@ class ForwardStep:
         trace: StepTrace | None = None,
         role: str = POLICY,
         communicator: Piggyback | None = None,
+        record: RoutingRecord | None = None,
     ):
-        """`trace` records when each pass of `role` runs. `communicator` replaces Megatron's between pipeline stages."""
+        """`trace` records when each pass of `role` runs. `communicator` replaces Megatron's between pipeline stages.
+
+        `record` takes the experts that the model's routers choose for batches.
+        """
         self.trace = trace
+        self._record = record
         self.communicator = communicator
         self._temperature = temperature
         self._role = role
@@ -70,6 +76,8 @@ class ForwardStep:
         pack = micro_batch.pack if isinstance(micro_batch, Batch) else micro_batch
         if isinstance(micro_batch, Batch):
             self._begin(self._role, micro_batch, model)
+            with _recorded(self._record, micro_batch, model):
+                return model(pack, self._temperature), self.loss_func
         return model(pack, self._temperature), self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
@@ -95,6 +103,9 @@ class RoleAssignment:
     """Models without gradients that run beside the policy."""
     known: Sequence[Mapping[int, torch.Tensor]] = ()
     """The log-probs of models that ran earlier, by slot."""
+    record: RoutingRecord | None = None
+    """The experts of the old policy, which the policy's routers take: it is one of the frozen models, which is
+    recorded, or ran earlier. None if the policy's routers choose."""
 
 
 class PolicyStep(ForwardStep):
@@ -133,7 +144,9 @@ class PolicyStep(ForwardStep):
         batch = next(data_iterator)
         frozen_outputs = self._forward_frozen(batch, model)
         self._begin(POLICY, batch, model)
-        output_tensor = model(batch.pack, self._temperature, self._with_entropies)
+        record = self._assignment.record
+        routing = None if record is None else record.take(batch.index, unwrap(model))
+        output_tensor = model(batch.pack, self._temperature, self._with_entropies, routing)
         if self.communicator is not None and not unwrap(model).post_process:
             self.communicator.put(output_tensor, frozen_outputs)
         share = self._objective.share(batch.num_targets, batch.num_responses)
@@ -175,7 +188,8 @@ class PolicyStep(ForwardStep):
         outputs = []
         for number, given in enumerate(zip(chunks, inputs, strict=True), start=1):
             self._begin("reference" if number == self._assignment.reference else "old", batch, model)
-            outputs.append(self._run_frozen(batch.pack, *given))
+            with _recorded(self._assignment.record if number == self._assignment.old else None, batch, given[0]):
+                outputs.append(self._run_frozen(batch.pack, *given))
         return outputs
 
     @torch.no_grad()
@@ -212,6 +226,13 @@ class SupervisedStep(ForwardStep):
         """Return the sum of a micro-batch's losses. `trainer/loop/supervised/stage.py` divides once per update."""
         loss = -output_tensor.sum()
         return loss * self._scale, {"loss": loss.detach()}
+
+
+def _recorded(
+    record: RoutingRecord | None, batch: Batch, model: torch.nn.Module
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a batch's pass through a chunk is recorded, if there is a record."""
+    return contextlib.nullcontext() if record is None else record.record(batch.index, unwrap(model), batch.pack)
 
 
 def _open_piggyback(policy: Model, num_frozen: int) -> Piggyback | None:
@@ -277,9 +298,10 @@ def compute_log_probs(
     temperature: float = 1.0,
     trace: StepTrace | None = None,
     role: str = POLICY,
+    record: RoutingRecord | None = None,
 ) -> list[torch.Tensor]:
     """Compute log-probs of each micro-batch's targets, without gradients; only the last pipeline stage returns any."""
-    step = ForwardStep(temperature, trace, role)
+    step = ForwardStep(temperature, trace, role, record=record)
     # The schedules leave no_grad to their caller.
     with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
         reports = run_schedule(step, model, micro_batches, forward_only=True)

@@ -49,7 +49,7 @@ def build_policy(settings: Settings, session: Session, num_updates: int, recipe:
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
-    if settings.rollout.replay_routing:
+    if settings.rollout.replay_routing or settings.algorithm.replay_routing:
         replay_routing(chunks)
     wrapped = wrap(chunks, settings.ddp)
     optimizer = build_optimizer(settings, wrapped)

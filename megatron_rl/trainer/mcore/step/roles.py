@@ -8,7 +8,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import build_model
-from megatron_rl.trainer.mcore.model.replay import replay_routing
+from megatron_rl.trainer.mcore.model.replay import RoutingRecord, replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
@@ -38,9 +38,20 @@ class TriModel:
     policy's weights. While `reference_is_policy`, the reference has the old policy's.
     """
 
-    def __init__(self, policy: Model, reference: Model | None, old: Model | None, temperature: float):
-        """Copy the policy's weights into `old` when needed; an iteration with a single update needs no `old`."""
+    def __init__(
+        self,
+        policy: Model,
+        reference: Model | None,
+        old: Model | None,
+        temperature: float,
+        replays_routing: bool = False,
+    ):
+        """Copy the policy's weights into `old` when needed; an iteration with a single update needs no `old`.
+
+        With `replays_routing`, the policy's routers take the experts that the old policy's choose.
+        """
         self._policy = policy
+        self._replays_routing = replays_routing
         self._reference = reference
         self._old = old
         self.temperature = temperature
@@ -53,11 +64,12 @@ class TriModel:
             if reference_is_policy:
                 return RoleAssignment(reference=0)
             return RoleAssignment(reference=1, frozen=[reference])
+        record = RoutingRecord() if self._replays_routing else None
         if reference is None:
-            return RoleAssignment(old=1, frozen=[self._old_model()])
+            return RoleAssignment(old=1, frozen=[self._old_model()], record=record)
         if reference_is_policy:
-            return RoleAssignment(old=1, reference=1, frozen=[reference])
-        return RoleAssignment(old=1, reference=2, frozen=[self._old_model(), reference])
+            return RoleAssignment(old=1, reference=1, frozen=[reference], record=record)
+        return RoleAssignment(old=1, reference=2, frozen=[self._old_model(), reference], record=record)
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         # The pass before has gathered the parameters that are gathered late.
@@ -77,11 +89,20 @@ class SeparateRoles:
     of them.
     """
 
-    def __init__(self, policy: Model, reference: Model | None, temperature: float, trace: StepTrace | None = None):
+    def __init__(
+        self,
+        policy: Model,
+        reference: Model | None,
+        temperature: float,
+        trace: StepTrace | None = None,
+        replays_routing: bool = False,
+    ):
         self._policy = policy
         self._reference = reference
         self._trace = trace
+        self._replays_routing = replays_routing
         self._old: dict[int, torch.Tensor] = {}
+        self._record: RoutingRecord | None = None
         self.temperature = temperature
 
     def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
@@ -96,16 +117,20 @@ class SeparateRoles:
             if update > 0 or not reference_is_policy:
                 known.append(self._log_probs(self._reference, micro_batches, "reference"))
                 reference = len(known)
-        return RoleAssignment(old=old, reference=reference, known=known)
+        record = None if update == 0 else self._record
+        return RoleAssignment(old=old, reference=reference, known=known, record=record)
 
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         later = slots.select_after(0)
         later.wait_for_first()
-        self._old = self._log_probs(self._policy, later, "old")
+        self._record = RoutingRecord() if self._replays_routing else None
+        self._old = self._log_probs(self._policy, later, "old", self._record)
 
-    def _log_probs(self, model: Model, micro_batches: UpdateSlots, role: str) -> dict[int, torch.Tensor]:
+    def _log_probs(
+        self, model: Model, micro_batches: UpdateSlots, role: str, record: RoutingRecord | None = None
+    ) -> dict[int, torch.Tensor]:
         """Compute log-probs by slot; only the last pipeline stage returns any."""
-        results = compute_log_probs(model, micro_batches, self.temperature, self._trace, role)
+        results = compute_log_probs(model, micro_batches, self.temperature, self._trace, role, record)
         return dict(zip(micro_batches.indices, results, strict=False))
 
 
@@ -120,13 +145,17 @@ def build_roles(
     """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
     chunks = None if reference is None else reference.chunks
     temperature = settings.sampling.temperature
+    replays_old = settings.algorithm.replay_routing
     if settings.loop.tri_model == "separate":
-        return SeparateRoles(policy.wrapped, chunks, temperature, trace)
+        return SeparateRoles(policy.wrapped, chunks, temperature, trace, replays_old)
     host = session.platform if settings.loop.frozen_offload else None
     old = None
     if num_updates > 1:
         old_chunks = build_model(settings)
-        if settings.rollout.replay_routing:
+        if settings.rollout.replay_routing or replays_old:
             replay_routing(old_chunks)
         old = freeze(old_chunks, host)
-    return TriModel(policy.wrapped, chunks, old, temperature)
+        if replays_old and reference is not None:
+            # It is the old policy too while it has its weights.
+            replay_routing(reference.models)
+    return TriModel(policy.wrapped, chunks, old, temperature, replays_old)
