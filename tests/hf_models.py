@@ -83,13 +83,15 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
-        {**_LATENT_EXPERTS, "q_lora_rank": 24, "rope_parameters": _LATENT_YARN_ROPE},
+        {**_LATENT_EXPERTS, "q_lora_rank": 24, "scoring_func": "sigmoid", "rope_parameters": _LATENT_YARN_ROPE},
     ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteConfig,
         {**_LATENT_EXPERTS, "q_lora_rank": 24, "v_head_dim": 24, "rope_parameters": {"rope_theta": 1e6}},
     ),
-    "deepseek_v3_direct": (transformers.DeepseekV3Config, {**_LATENT_EXPERTS, "q_lora_rank": None}),
+    "deepseek_v3_direct": (
+        transformers.DeepseekV3Config, {**_LATENT_EXPERTS, "q_lora_rank": None, "scoring_func": "sigmoid"}
+    ),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
 # Linear layers are compared in `tests/distributed/test_linear_layers.py` with each change.

@@ -31,7 +31,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
         "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
-        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
 }  # fmt: skip
 _FAMILY["glm4_moe_lite"] = _FAMILY["deepseek_v3"]
@@ -247,6 +248,8 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
+        ("deepseek_v3", {"topk_method": None}, 'must have topk_method, since engines take another value'),
+        ("deepseek_v3", {"scoring_func": None}, 'without it: add "scoring_func": "sigmoid"'),
         ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0}}, "both mscale and mscale_all"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 2.0}}, "attention_factor"),

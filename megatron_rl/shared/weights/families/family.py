@@ -43,6 +43,8 @@ class Family:
     """Fields of Architecture, each with the boolean keys that set it; the keys of a field must agree."""
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Keys with their allowed values, the first of which is the default."""
+    needs: tuple[str, ...] = ()
+    """Keys of `requires` that must be written, since vLLM has another default for them."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values of missing keys, if they differ from COMMON_DEFAULTS."""
     experts: ExpertKeys | None = None
@@ -176,6 +178,11 @@ class Family:
             raise InputError(
                 f"config.json has a quantization_config, and quantized checkpoints cannot be trained: "
                 f"use one in {', '.join(_DTYPES)}"
+            )
+        if missing := [key for key in self.needs if key not in config]:
+            raise InputError(
+                f"config.json must have {missing[0]}, since engines take another value without it: add "
+                f'"{missing[0]}": "{self.requires[missing[0]][0]}"'
             )
         for key, allowed in {**COMMON_REQUIRES, **self.requires}.items():
             if key == "partial_rotary_factor" and self.default_turned is not None:

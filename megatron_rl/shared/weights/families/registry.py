@@ -251,6 +251,7 @@ DEEPSEEK_V3 = Family(
         "attention_bias": (False,),
         "rope_interleave": (True,),
     },
+    needs=("topk_method", "scoring_func"),
     defaults={
         "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
     },
