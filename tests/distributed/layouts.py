@@ -76,7 +76,7 @@ LAYOUTS_WITH_SEVERAL_KINDS = (*EXPERT_LAYOUTS, "PP2xVPP2")
 
 def list_layouts(model: str) -> tuple[str, ...]:
     """List the layouts that a model of `hf_models` is compared in."""
-    if model in ("glm4_moe", "qwen3_next", "deepseek_v3", "deepseek_v3_direct", "glm4_moe_lite"):
+    if model in ("glm4_moe", "qwen3_next", "deepseek_v3", "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2"):
         return LAYOUTS_WITH_SEVERAL_KINDS
     return EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS
 

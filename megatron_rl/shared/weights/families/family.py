@@ -88,6 +88,7 @@ class Family:
         elif self.full_every is not None:
             window, fields["full_layers"] = _read_layers(config, window, self.full_every)
         _check_mlps(config)
+        _check_groups(config)
         latents = read_latents(config) if self.has_latents else None
         if latents is not None:
             fields["kv_channels"] = latents.plain_dim + latents.turned_dim
@@ -271,6 +272,16 @@ def _check_mlps(config: Mapping[str, Any]) -> None:
         raise InputError(
             f"mlp_layer_types in config.json must agree with first_k_dense_replace = {dense!r}: 'dense' for as many "
             "first layers, and 'sparse' for the others"
+        )
+
+
+def _check_groups(config: Mapping[str, Any]) -> None:
+    """Raise if experts have groups without effect: transformers then ignores them, and vLLM does not."""
+    groups = config.get("n_group", 1)
+    if config.get("topk_method") == "greedy" and groups not in (1, config.get("topk_group")):
+        raise InputError(
+            f"n_group = {groups!r} in config.json is not supported with topk_method = 'greedy', since transformers and "
+            "vLLM read it differently: remove n_group, or write 'group_limited_greedy'"
         )
 
 
