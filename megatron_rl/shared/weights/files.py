@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError, NoRoom, find_no_room
+from megatron_rl.shared.weights import scaled_blocks
+from megatron_rl.shared.weights.families.quantization import BLOCK
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 
@@ -198,10 +200,15 @@ STORED_DTYPES = {code: name for name, code in _CODES.items()}
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3
+# A parameter of queries, keys and values reads small pieces of its three tensors in turns.
+_MAX_UNPACKED = 3
 
 
 class Checkpoint:
-    """The safetensors files of a folder. A tensor's pages are read when they are used."""
+    """The safetensors files of a folder. A tensor's pages are read when they are used.
+
+    Weights in scaled blocks (`scaled_blocks.py`) are read as their products.
+    """
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -209,6 +216,7 @@ class Checkpoint:
         """The tensors that are not read, once the folder is checked."""
         self._files = contextlib.ExitStack()
         self._file_of: dict[str, safe_open] = {}
+        self._unpacked: dict[str, torch.Tensor] = {}
         for path in self._paths():
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
@@ -232,22 +240,54 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Return the names of the tensors that models read."""
-        return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
+        return sorted(name for name in self._file_of if not name.endswith(_DERIVED) and not self._are_factors(name))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, as a view of the file."""
-        return self._file_of[name].get_tensor(name)
+        """Return the whole tensor, as a view of the file unless it is in scaled blocks."""
+        if not self._is_scaled(name):
+            return self._file_of[name].get_tensor(name)
+        if name not in self._unpacked:
+            while len(self._unpacked) >= _MAX_UNPACKED:
+                del self._unpacked[next(iter(self._unpacked))]
+            factors = name + scaled_blocks.SUFFIX
+            self._unpacked[name] = scaled_blocks.unpack(
+                self._file_of[name].get_tensor(name), self._file_of[factors].get_tensor(factors)
+            )
+        return self._unpacked[name]
+
+    def _is_scaled(self, name: str) -> bool:
+        is_small = self._file_of[name].get_slice(name).get_dtype() == scaled_blocks.CODE
+        return is_small and name + scaled_blocks.SUFFIX in self._file_of
+
+    def _are_factors(self, name: str) -> bool:
+        scaled = name.removesuffix(scaled_blocks.SUFFIX)
+        return scaled != name and scaled in self._file_of and self._is_scaled(scaled)
 
     def spec(self, name: str) -> TensorSpec:
         """Read the shape and dtype of a tensor from the file's header."""
         piece = self._file_of[name].get_slice(name)
+        if self._is_scaled(name):
+            self._check_factors(name, tuple(piece.get_shape()))
+            return TensorSpec(name, tuple(piece.get_shape()), scaled_blocks.DTYPE)
         dtype = STORED_DTYPES.get(piece.get_dtype())
         if dtype is None:
             raise InputError(
                 f"{name} in {self.folder} is stored as {piece.get_dtype()}, and quantized checkpoints cannot be "
-                f"trained: use one in {', '.join(STORED_DTYPES.values())}"
+                f"trained: use one in {', '.join(STORED_DTYPES.values())}, or in {scaled_blocks.CODE} with "
+                f"{name}{scaled_blocks.SUFFIX}"
             )
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
+
+    def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
+        factors = name + scaled_blocks.SUFFIX
+        found = self._file_of[factors].get_slice(factors)
+        wanted = scaled_blocks.shape_factors(shape)
+        if len(shape) != 2 or tuple(found.get_shape()) != wanted or found.get_dtype() != _CODES["float32"]:
+            raise InputError(
+                f"{factors} in {self.folder} has shape {found.get_shape()} in {found.get_dtype()}, and must have "
+                f"{list(wanted)} in F32, a factor for each {BLOCK} x {BLOCK} numbers of "
+                f"{name}: copy the folder again"
+            )
 
     def check(self, mapping: Mapping) -> None:
         """Raise unless the folder holds exactly the architecture's tensors, with their shapes and dtype."""

@@ -9,6 +9,7 @@ from megatron_rl.shared.weights.families.experts import ExpertKeys
 from megatron_rl.shared.weights.families.latents import read_latents, write_latents
 from megatron_rl.shared.weights.families.linear import read_linear, write_linear
 from megatron_rl.shared.weights.families.names import Name
+from megatron_rl.shared.weights.families.quantization import find_other_format
 from megatron_rl.shared.weights.families.rotary import find_unsupported_rope, read_rope, read_two_ropes, write_rope
 from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
 from megatron_rl.types import Architecture, Rope
@@ -175,10 +176,11 @@ class Family:
         return None
 
     def _check_requirements(self, config: Mapping[str, Any]) -> None:
-        if "quantization_config" in config:
+        quantization = config.get("quantization_config", {})
+        if quantization and (mistake := find_other_format(quantization)):
             raise InputError(
-                f"config.json has a quantization_config, and quantized checkpoints cannot be trained: "
-                f"use one in {', '.join(_DTYPES)}"
+                f"config.json has a quantization_config with {mistake}, and such quantized checkpoints cannot be "
+                f"trained: use one in {', '.join(_DTYPES)}, or in e4m3 with factors for blocks of 128 x 128"
             )
         if missing := [key for key in self.needs if key not in config]:
             raise InputError(

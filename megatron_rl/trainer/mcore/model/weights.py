@@ -226,6 +226,8 @@ class ModelWeights:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
+        # Weights in scaled blocks were read as their products.
+        config.pop("quantization_config", None)
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if index := plan.index():
             (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
