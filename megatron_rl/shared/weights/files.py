@@ -278,6 +278,10 @@ class Checkpoint:
             )
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
 
+    def list_left_out(self, mapping: Mapping) -> list[TensorSpec]:
+        """List the tensors of layers that the model leaves out."""
+        return [self.spec(name) for name in self.names() if mapping.is_left_out(name)]
+
     def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
         factors = name + scaled_blocks.SUFFIX
         found = self._file_of[factors].get_slice(factors)
@@ -299,7 +303,7 @@ class Checkpoint:
         where = f"{self.folder} does not hold what its config.json describes"
         if missing := [name for name in wanted if name not in found]:
             raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
-        self.left_out = sorted(filter(mapping.is_left_out, found))
+        self.left_out = [spec.name for spec in self.list_left_out(mapping)]
         if extra := sorted(found - wanted.keys() - {*self.left_out}):
             raise InputError(
                 f"{where}: {_some(extra)} not part of a {mapping.architecture.family} model with these settings; "

@@ -57,7 +57,7 @@ class Family:
     has_latents: bool = False
     """True if all its models have multi-latent attention."""
     has_prediction_layers: bool = False
-    """True if folders may hold layers for multi-token prediction, after the model's own. They are left out."""
+    """True if folders may hold layers for multi-token prediction, after the model's own. They are not trained."""
     has_linear_layers: bool = False
     """True if most layers are linear (`linear.py`)."""
     full_every: int | None = None
