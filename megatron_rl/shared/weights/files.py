@@ -236,6 +236,7 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._file_of.clear()
+        self._unpacked.clear()
         self._files.close()
 
     def names(self) -> list[str]:
