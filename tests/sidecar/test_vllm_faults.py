@@ -65,7 +65,7 @@ def pairs(run, models: Models) -> Iterator[Supervisor]:
 @contextlib.contextmanager
 def supervised(run, models: Models, **settings: Any) -> Iterator[Supervisor]:
     has_latents = read_architecture(models.first).latents is not None
-    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first), turns_plainly=has_latents, **settings)
+    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first), attends_plainly=has_latents, **settings)
     factory = VllmFactory(config, run_folder(), LocalLauncher(), deadlines=Deadlines(stall=4))
 
     async def make() -> Supervisor:
@@ -393,7 +393,7 @@ def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path
     config = dataclasses.replace(
         vllm_models.CONFIG,
         model=str(models.first),
-        turns_plainly=True,
+        attends_plainly=True,
         flags=("--worker-extension-cls", "stale.WorkerExtension"),
         environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
     )

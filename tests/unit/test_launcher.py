@@ -306,6 +306,8 @@ def test_an_engine_with_latents_on_a_cpu_turns_in_torch_unless_the_user_configur
     command = make_process_spec(config, "engine-0", run_folder(), Path("log")).command
     found = [value for flag, value in itertools.pairwise(command) if flag == "--compilation-config"]
     assert found == expected
+    backends = [value for flag, value in itertools.pairwise(command) if flag == "--attention-backend"]
+    assert backends == (["CPU_MLA"] if changes and device == "cpu" else [])
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
