@@ -381,12 +381,18 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
 
 
 def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path):
+    """Give them memory of their own, and leave their update out: on a CPU they are views of the tensor of a publish."""
     (tmp_path / "stale.py").write_text(
+        "import torch\n"
         "from megatron_rl.sidecar.vllm.worker import WorkerExtension as Deriving\n"
         "class WorkerExtension(Deriving):\n"
         "    def megatron_rl_prepare(self, *arguments):\n"
         "        from vllm.model_executor.layers.attention.mla_attention import MLAAttention\n"
         "        MLAAttention.process_weights_after_loading = lambda self, dtype: None\n"
+        "        for layer in self.model_runner.get_model().modules():\n"
+        "            for name in ('W_UK_T', 'W_UV') if isinstance(layer, MLAAttention) else ():\n"
+        "                own = getattr(layer, name).detach().clone()\n"
+        "                setattr(layer, name, torch.nn.Parameter(own, requires_grad=False))\n"
         "        return super().megatron_rl_prepare(*arguments)\n"
     )
     models = vllm_models.draw("deepseek_v3", tmp_path, **LATENT_SIZES)
