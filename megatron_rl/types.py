@@ -53,7 +53,8 @@ class Experts:
     """The factor of the chosen experts' weights."""
     num_groups: int = 1
     num_active_groups: int = 1
-    """Number of groups that a token's experts are chosen from: those with the largest sums of two scores."""
+    """Number of groups that a token's experts are chosen from: those with the largest sums of two scores. With softmax,
+    those with the largest score."""
     num_dense_layers: int = 0
     """Number of first layers that have an MLP in place of experts."""
     shared_ffn_hidden_size: int = 0

@@ -88,22 +88,39 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
-        {**_LATENT_EXPERTS, "q_lora_rank": 24, "rope_parameters": _LATENT_YARN_ROPE},
+        {**_LATENT_EXPERTS, "q_lora_rank": 24, "scoring_func": "sigmoid", "rope_parameters": _LATENT_YARN_ROPE},
     ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteConfig,
         {**_LATENT_EXPERTS, "q_lora_rank": 24, "v_head_dim": 24, "rope_parameters": {"rope_theta": 1e6}},
     ),
-    "deepseek_v3_direct": (transformers.DeepseekV3Config, {**_LATENT_EXPERTS, "q_lora_rank": None}),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        # Two experts in each of two groups: sums of two scores and largest scores choose different groups.
+        {**_LATENT_EXPERTS, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+         "num_experts_per_tok": 4, "n_shared_experts": 2, "topk_method": "group_limited_greedy",
+         "rope_parameters": _LATENT_YARN_ROPE},
+    ),
+    "deepseek_v3_direct": (
+        transformers.DeepseekV3Config, {**_LATENT_EXPERTS, "q_lora_rank": None, "scoring_func": "sigmoid"}
+    ),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
 # Linear layers are compared in `tests/distributed/test_linear_layers.py` with each change.
-COMPARED_LESS_OFTEN = ("qwen2_moe", "seed_oss", "qwen3_next", "qwen3_5", "deepseek_v3_direct", "glm4_moe_lite")
+COMPARED_LESS_OFTEN = (
+    "qwen2_moe",
+    "seed_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "deepseek_v3_direct",
+    "glm4_moe_lite",
+    "deepseek_v2",
+)
 _ROUTER_BIAS = "e_score_correction_bias"
 WITH_WINDOW = ("mistral", "gemma3_text", "gpt_oss")
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3",
-    "deepseek_v3_direct", "glm4_moe_lite",
+    "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
-from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
@@ -381,6 +381,11 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             "installed in, its bin/python"
         )
     if architecture is not None:
+        if settings.hf_model is not None and read_config(settings.hf_model).get("quantization_config"):
+            yield (
+                f"--hf-model {settings.hf_model} has a quantization_config, and engines get weights that are not "
+                "quantized: write a folder without it by megatron-rl convert --hf-model DIR --save-hf DIR, and name it"
+            )
         size, length = rollout.tensor_parallel_size, rollout.max_model_len
         yield from find_vllm_problems(architecture, settings.device, size, length, rollout.dtype)
 

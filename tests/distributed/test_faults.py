@@ -111,6 +111,7 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     "norms not centered": ("qwen3_5", lambda a: dataclasses.replace(a, zero_centered_norms=False)),
     "experts' weights not scaled": ("glm4_moe", lambda a: with_experts(a, scaling_factor=1.0)),
     "experts of all groups": ("glm4_moe", lambda a: with_experts(a, num_groups=1)),
+    "experts of all groups, with softmax": ("deepseek_v2", lambda a: with_experts(a, num_groups=1)),
     "weights of experts normalized": ("qwen2_moe", lambda a: with_experts(a, normalize_weights=True)),
 }  # fmt: skip
 

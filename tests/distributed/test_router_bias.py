@@ -1,6 +1,7 @@
 """The bias that helps to choose experts: in float32 and untouched, in a model of half precision too."""
 
 import importlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +132,32 @@ def test_an_update_moves_the_bias_towards_experts_with_fewer_tokens_in_every_lay
             assert torch.equal(bias_X, expected_X), (name, tensor)
 
 
-def test_layers_that_predict_several_tokens_are_left_out_and_named(tmp_path: Path, caplog) -> None:
+def test_layers_that_predict_several_tokens_are_named_and_copied_as_they_are(tmp_path: Path, caplog) -> None:
     folder = hf_models.draw("glm4_moe", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    names = tensors.keys()
-    extra = {f"model.layers.4.{name}": torch.ones(3) for name in ("enorm.weight", "mlp.gate.weight")}
+    # Large enough for each of the two ways to write.
+    extra = {
+        "model.layers.4.enorm.weight": torch.randn(3),
+        "model.layers.4.mlp.gate.weight": torch.randn(200, 100),
+        "model.layers.4.eh_proj.weight": torch.randn(4, 8).bfloat16(),
+    }
     save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
     with start_session(CASES["TP1"]) as session:
         model = build(session, CASES["TP1"], folder)
-        model.weights.save_hf(tmp_path / "saved", source=folder)
-    (said,) = [record.getMessage() for record in caplog.records if "neither trained" in record.getMessage()]
-    assert said.startswith("2 tensors of layers that predict several tokens, such as model.layers.4.enorm.weight")
-    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == names
+        fingerprint = model.weights.fingerprint()
+        assert model.weights.save_hf(tmp_path / "saved", source=folder) == fingerprint
+        shutil.copytree(folder, tmp_path / "without", ignore=shutil.ignore_patterns("*.safetensors"))
+        assert model.weights.save_hf(tmp_path / "cut", source=tmp_path / "without") == fingerprint
+    (said,) = [record.getMessage() for record in caplog.records if "exports copy them" in record.getMessage()]
+    assert said.startswith("3 tensors of layers that predict several tokens, such as model.layers.4.eh_proj.weight")
+    assert any("are not exported: " in record.getMessage() for record in caplog.records)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == tensors.keys() | extra.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in extra.items())
+    assert {name: tensor.dtype for name, tensor in saved.items() if name in extra} == {
+        name: tensor.dtype for name, tensor in extra.items()
+    }
+    assert load_file(tmp_path / "cut" / "model.safetensors").keys() == tensors.keys()
+    # A run may start from an export.
+    with start_session(CASES["TP1"]) as session:
+        assert build(session, CASES["TP1"], tmp_path / "saved").weights.fingerprint() == fingerprint

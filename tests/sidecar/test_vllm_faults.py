@@ -19,7 +19,9 @@ import psutil
 import pytest
 import torch
 
+from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
@@ -37,6 +39,11 @@ from tests.truth import distance, error_over_bound
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 24, 8, 120
+# The widths that vLLM's multi-latent attention on a CPU takes; `head_dim` is the part that turns.
+LATENT_SIZES = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64, "moe_intermediate_size": 64,
+}  # fmt: skip
 CONFIG = SupervisorConfig(watch_seconds=0.2, first_pause=0.1, deadlines=StepDeadlines(load=8))
 FAULTS = ("api", "core", "hang")
 """The process that is killed; or the engine stands still. An engine of one worker has it in its core."""
@@ -57,7 +64,8 @@ def pairs(run, models: Models) -> Iterator[Supervisor]:
 
 @contextlib.contextmanager
 def supervised(run, models: Models, **settings: Any) -> Iterator[Supervisor]:
-    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first), **settings)
+    has_latents = read_architecture(models.first).latents is not None
+    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first), attends_plainly=has_latents, **settings)
     factory = VllmFactory(config, run_folder(), LocalLauncher(), deadlines=Deadlines(stall=4))
 
     async def make() -> Supervisor:
@@ -274,6 +282,10 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
         pytest.param("seed_oss", {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"intermediate_size": 64}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, marks=pytest.mark.slow),
+        # vLLM keeps what follows from weights here: the products by which it multiplies queries and outputs. The first
+        # has yarn, which vLLM computes in torch in any case.
+        pytest.param("deepseek_v3", LATENT_SIZES, marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", LATENT_SIZES, marks=pytest.mark.slow),
     ],
 )
 def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, tmp_path, request, family, changes):
@@ -364,6 +376,55 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
         with pytest.raises(EngineRefused, match="let the sidecar start the engine"):
             run(adopted.start())
         run(adopted.close())
+    finally:
+        run(engine.close())
+        shutil.rmtree(folder)
+
+
+def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path):
+    """Give them memory of their own, and leave their update out: on a CPU they are views of the tensor of a publish."""
+    (tmp_path / "stale.py").write_text(
+        "import torch\n"
+        "from megatron_rl.sidecar.vllm.worker import WorkerExtension as Deriving\n"
+        "class WorkerExtension(Deriving):\n"
+        "    def megatron_rl_prepare(self, *arguments):\n"
+        "        from vllm.model_executor.layers.attention.mla_attention import MLAAttention\n"
+        "        MLAAttention.process_weights_after_loading = lambda self, dtype: None\n"
+        "        for layer in self.model_runner.get_model().modules():\n"
+        "            for name in ('W_UK_T', 'W_UV') if isinstance(layer, MLAAttention) else ():\n"
+        "                own = getattr(layer, name).detach().clone()\n"
+        "                setattr(layer, name, torch.nn.Parameter(own, requires_grad=False))\n"
+        "        return super().megatron_rl_prepare(*arguments)\n"
+    )
+    models = vllm_models.draw("deepseek_v3", tmp_path, **LATENT_SIZES)
+    config = dataclasses.replace(
+        vllm_models.CONFIG,
+        model=str(models.first),
+        attends_plainly=True,
+        flags=("--worker-extension-cls", "stale.WorkerExtension"),
+        environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+    )
+    folder = run_folder()
+    engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
+    try:
+        run(engine.start())
+        with in_shared_memory(models.second, 1) as weights, pytest.raises(Exception, match="do not follow from"):
+            run(engine.load(weights))
+    finally:
+        run(engine.close())
+        shutil.rmtree(folder)
+
+
+def test_an_engine_on_a_cpu_that_turns_queries_by_wrong_positions_does_not_start(run, tmp_path):
+    """Leave out the flag that engines need. With one head the operation stays inside its tensors until it is tried."""
+    changes = {**LATENT_SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
+    models = vllm_models.draw("glm4_moe_lite", tmp_path, **changes)
+    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
+    folder = run_folder()
+    engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
+    try:
+        with pytest.raises(PlatformError, match="turns queries and keys by wrong positions: start it with --compil"):
+            run(engine.start())
     finally:
         run(engine.close())
         shutil.rmtree(folder)

@@ -32,15 +32,24 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
         "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
-        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
 }  # fmt: skip
 _FAMILY["glm4_moe_lite"] = _FAMILY["deepseek_v3"]
+_FAMILY["kimi_k2"] = _FAMILY["deepseek_v3"]
+_FAMILY["deepseek_v2"] = _FAMILY["deepseek_v3"] | {
+    "topk_method": "group_limited_greedy", "scoring_func": "softmax", "topk_group": 3,
+}  # fmt: skip
 LATENTS = Latents(kv_rank=32, plain_dim=16, turned_dim=8, value_dim=12, query_rank=24)
 GATED = Experts(4, 2, 48, False, shared_ffn_hidden_size=80, has_shared_gate=True)
 SIGMOID = Experts(
     16, 4, 48, score="sigmoid", has_bias=True, scaling_factor=2.5, num_groups=4, num_active_groups=2,
     num_dense_layers=1, shared_ffn_hidden_size=96,
+)  # fmt: skip
+GROUPED = Experts(
+    16, 4, 48, normalize_weights=False, scaling_factor=16.0, num_groups=4, num_active_groups=3, num_dense_layers=1,
+    shared_ffn_hidden_size=96,
 )  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -134,6 +143,16 @@ def read(name: str, **changes: Any) -> Architecture:
         ("deepseek_v3", {}, "experts", SIGMOID),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}}, "rope",
          Rope(1e4, RopeKind.YARN, 40.0, 256, mscale=1.0, mscale_all_dim=1.0)),
+        ("kimi_k2", {}, "latents", LATENTS),
+        ("kimi_k2", {}, "experts", SIGMOID),
+        ("deepseek_v2", {}, "latents", LATENTS),
+        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "experts", GROUPED),
+        # All experts are in one group.
+        ("deepseek_v2", {"topk_method": None, "n_group": None, "topk_group": None, "n_shared_experts": None,
+                         "first_k_dense_replace": None}, "experts",
+         dataclasses.replace(GROUPED, num_groups=1, num_active_groups=1, scaling_factor=1.0, num_dense_layers=0)),
+        ("deepseek_v2", {"topk_method": "greedy", "topk_group": 4, "routed_scaling_factor": 16.0}, "experts",
+         dataclasses.replace(GROUPED, num_active_groups=4)),
         ("glm4_moe_lite", {}, "latents", LATENTS),
         ("glm4_moe_lite", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 1.0}}, "rope", Rope(1e6)),
         ("glm4_moe_lite", {"routed_scaling_factor": None, "mlp_layer_types": ["dense"] + 3 * ["sparse"]}, "experts",
@@ -259,6 +278,14 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
+        ("deepseek_v3", {"topk_method": None}, 'must have topk_method, since engines take another value'),
+        ("deepseek_v3", {"scoring_func": None}, 'without it: add "scoring_func": "sigmoid"'),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = True"),
+        ("deepseek_v2", {"topk_method": "greedy"}, "n_group = 4 in config.json is not supported with topk_method"),
+        ("deepseek_v2", {"topk_method": None}, "n_group = 4 in config.json is not supported with topk_method"),
         ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0}}, "both mscale and mscale_all"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 2.0}}, "attention_factor"),
@@ -282,6 +309,9 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("mistral", {"logit_scale": 0.5}, "logit_scale = 0.5"),
         ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 2}}}, "per_layer_config"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints cannot be trained"),
+        ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}, "= [64, 128]"),
+        ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}},
+         "fmt = 'e5m2'"),
         ("qwen2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}, "layer_types in config.json"),
         ("mistral", {"layer_types": ["full_attention"] * 4}, "must be 'sliding_attention' for every layer"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -352,6 +382,31 @@ def test_a_derived_config_reads_as_the_architecture_that_it_was_derived_from(nam
         scaled = Rope(5e5, RopeKind.YARN, 4.0, 64, beta_fast=8.0, mscale=0.9, mscale_all_dim=0.6)
         architecture = dataclasses.replace(architecture, rope=scaled)
     assert FAMILIES[name].read(json.loads(json.dumps(derive_config(architecture)))) == architecture
+
+
+def test_moonlight_is_read(tmp_path: Path) -> None:
+    """Read the keys of Moonlight-16B-A3B, which has no narrow rows for queries."""
+    config = {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11264,
+        "kv_lora_rank": 512, "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+        "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 50000.0, "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1,
+        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
+        "vocab_size": 163840,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_architecture(tmp_path)
+    assert found.latents == Latents(kv_rank=512, plain_dim=128, turned_dim=64, value_dim=128, query_rank=None)
+    assert found.experts == Experts(
+        64, 6, 1408, score="sigmoid", has_bias=True, scaling_factor=2.446, num_dense_layers=1,
+        shared_ffn_hidden_size=2816,
+    )  # fmt: skip
+    assert (found.rope, found.kv_channels, found.norm_epsilon) == (Rope(50000.0), 192, 1e-5)
 
 
 @pytest.mark.parametrize(

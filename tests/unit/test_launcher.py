@@ -1,6 +1,8 @@
 """Engines' processes: tied to their parent, logged within bounds, started in private folders. Without vLLM."""
 
 import dataclasses
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -250,10 +253,12 @@ def test_an_engine_on_a_gpu_reads_how_much_memory_remains_if_an_earlier_one_meas
         ("npu", "--scheduler-cls a.B", ["--scheduler-cls", "a.B"]),
     ],
 )
-def test_the_users_scheduler_takes_the_place_of_ours_and_the_log_says_so_once(device, flags, expected, caplog):
+def test_the_users_scheduler_takes_the_place_of_ours_and_the_log_says_so_once(
+    device, flags, expected, caplog, tmp_path
+):
     caplog.set_level("INFO")
     rollout = RolloutConfig(vllm_args=flags, dtype="float32")
-    config = configure_server(rollout, Path("/models/qwen"), 128, device, num_threads=1)
+    config = configure_server(rollout, write_config(tmp_path, {}), 128, device, num_threads=1)
     for name in ("engine-0", "engine-1", "engine-0"):
         command = make_process_spec(config, name, run_folder(), Path("log")).command
         start = next((i for i, word in enumerate(command) if word.startswith(("--scheduler-c", "--scheduler_c"))), None)
@@ -263,6 +268,46 @@ def test_the_users_scheduler_takes_the_place_of_ours_and_the_log_says_so_once(de
     said = [record.message for record in caplog.records if "scheduler" in record.message]
     is_users = "a.B" in flags
     assert said == ["engines use the scheduler of --rollout-vllm-args: outputs are sent as it sends them"] * is_users
+
+
+LATENTS = {
+    "model_type": "glm4_moe_lite", "kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64,
+    "v_head_dim": 16, "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
+
+
+def write_config(folder: Path, changes: dict[str, Any]) -> Path:
+    """Write the config.json of a small Qwen3, or of another model by these changes."""
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 8, "vocab_size": 64,
+        "num_attention_heads": 2, "max_position_embeddings": 256, **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "flags", "expected"),
+    [
+        ("cpu", LATENTS, "--seed 1", ['{"custom_ops": ["-rotary_embedding"]}']),
+        ("cpu", {}, "", []),
+        ("cuda", LATENTS, "", []),
+        # The worker refuses the engine if these leave the operation on.
+        ("cpu", LATENTS, "--compilation-config '{}'", ["{}"]),
+        ("cpu", LATENTS, "--compilation-config.mode 0", []),
+        ("cpu", LATENTS, "-cc.mode=0", []),
+    ],
+)
+def test_an_engine_with_latents_on_a_cpu_turns_in_torch_unless_the_user_configures_compilation(
+    tmp_path, device, changes, flags, expected
+):
+    rollout = RolloutConfig(vllm_args=flags)
+    config = configure_server(rollout, write_config(tmp_path, changes), 128, device, num_threads=1)
+    command = make_process_spec(config, "engine-0", run_folder(), Path("log")).command
+    found = [value for flag, value in itertools.pairwise(command) if flag == "--compilation-config"]
+    assert found == expected
+    backends = [value for flag, value in itertools.pairwise(command) if flag == "--attention-backend"]
+    assert backends == (["CPU_MLA"] if changes and device == "cpu" else [])
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):

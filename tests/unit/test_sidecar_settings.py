@@ -4,6 +4,7 @@ import ast
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -244,6 +245,16 @@ def test_linear_layers_in_full_precision_are_refused_on_the_cpu_only(tmp_path: P
     assert "vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is float32: write" in found
     assert parse(f"{words} --rollout-dtype bfloat16".split())
     assert parse(words.replace("--platform cpu", "--platform cuda").split())
+
+
+def test_a_folder_in_scaled_blocks_is_refused_for_engines_only(tmp_path: Path) -> None:
+    folder = hf_models.draw("qwen3", tmp_path / "model")
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    (found,) = problems(f"{VLLM} --hf-model {folder}")
+    assert "has a quantization_config, and engines get weights that are not quantized: write a folder" in found
+    assert parse(f"{VLLM} --hf-model {folder} --rollout-engine scripted".split())
 
 
 def test_supported_head_sizes_are_48_and_those_of_the_installed_vllm() -> None:

@@ -57,6 +57,8 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
             "--moe-router-topk 1 scales the weight of a token's one expert to 1, which leaves the router without "
             "gradient: add --moe-router-pre-softmax"
         )
+    if settings.transformer.moe_router_fusion and experts.score == "softmax" and experts.num_groups > 1:
+        yield ("--moe-router-fusion compares groups of experts by sums of scores, and engines by the largest: drop it")
 
 
 def _check_engines(settings: DraftSettings, model: Architecture) -> Iterator[str]:

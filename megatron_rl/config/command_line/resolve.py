@@ -126,8 +126,10 @@ def _list_special_fields(architecture: Architecture, experts: Experts) -> dict[s
     """Return the fields about experts that only some models have."""
     fields: dict[str, Any] = {}
     if experts.score != "softmax":
-        # Models with such scores compute them in float32, whatever the dtype of their weights.
-        fields |= {"moe_router_score_function": experts.score, "moe_router_dtype": "fp32"}
+        fields["moe_router_score_function"] = experts.score
+    if experts.score != "softmax" or architecture.latents is not None:
+        # These models compute scores in float32, whatever the dtype of their weights.
+        fields["moe_router_dtype"] = "fp32"
     if experts.has_bias:
         fields |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
     if experts.scaling_factor != 1:

@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError, NoRoom, find_no_room
+from megatron_rl.shared.weights import scaled_blocks
+from megatron_rl.shared.weights.families.quantization import BLOCK
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.shared.weights.stacks import BLOCKS, SCALES, StackedPlace, describe_mxfp4, find_place, stack_specs
@@ -215,10 +217,15 @@ STORED_DTYPES = {code: name for name, code in _CODES.items()}
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3
+# A parameter of queries, keys and values reads small pieces of its three tensors in turns.
+_MAX_UNPACKED = 3
 
 
 class Checkpoint:
-    """The safetensors files of a folder. A tensor's pages are read when they are used."""
+    """The safetensors files of a folder. A tensor's pages are read when they are used.
+
+    Weights in scaled blocks (`scaled_blocks.py`) are read as their products.
+    """
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -227,6 +234,7 @@ class Checkpoint:
         self._files = contextlib.ExitStack()
         self._file_of: dict[str, safe_open] = {}
         self._stacks_experts = False
+        self._unpacked: dict[str, torch.Tensor] = {}
         for path in self._paths():
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
@@ -246,32 +254,69 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._file_of.clear()
+        self._unpacked.clear()
         self._files.close()
 
     def names(self) -> list[str]:
         """Return the names of the tensors that models read."""
-        return sorted(name for name in self._file_of if not name.endswith(_DERIVED))
+        return sorted(name for name in self._file_of if not name.endswith(_DERIVED) and not self._are_factors(name))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, as a view of the file; experts in MXFP4 are unpacked."""
+        """Return the whole tensor, as a view of the file unless it is in scaled blocks or in MXFP4."""
         place = find_place(name) if self._stacks_experts else None
-        if place is None:
+        if place is not None:
+            if place.stored in self._file_of:
+                return place.view(self._file_of[place.stored].get_tensor(place.stored))
+            packed = [f"{place.stored}{ending}" for ending in (BLOCKS, SCALES)]
+            return place.unpack(*(self._file_of[one].get_tensor(one) for one in packed))
+        if not self._is_scaled(name):
             return self._file_of[name].get_tensor(name)
-        if place.stored in self._file_of:
-            return place.view(self._file_of[place.stored].get_tensor(place.stored))
-        packed = [f"{place.stored}{ending}" for ending in (BLOCKS, SCALES)]
-        return place.unpack(*(self._file_of[one].get_tensor(one) for one in packed))
+        if name not in self._unpacked:
+            while len(self._unpacked) >= _MAX_UNPACKED:
+                del self._unpacked[next(iter(self._unpacked))]
+            factors = name + scaled_blocks.SUFFIX
+            self._unpacked[name] = scaled_blocks.unpack(
+                self._file_of[name].get_tensor(name), self._file_of[factors].get_tensor(factors)
+            )
+        return self._unpacked[name]
+
+    def _is_scaled(self, name: str) -> bool:
+        is_small = self._file_of[name].get_slice(name).get_dtype() == scaled_blocks.CODE
+        return is_small and name + scaled_blocks.SUFFIX in self._file_of
+
+    def _are_factors(self, name: str) -> bool:
+        scaled = name.removesuffix(scaled_blocks.SUFFIX)
+        return scaled != name and scaled in self._file_of and self._is_scaled(scaled)
 
     def spec(self, name: str) -> TensorSpec:
         """Read the shape and dtype of a tensor from the file's header."""
         piece = self._file_of[name].get_slice(name)
+        if self._is_scaled(name):
+            self._check_factors(name, tuple(piece.get_shape()))
+            return TensorSpec(name, tuple(piece.get_shape()), scaled_blocks.DTYPE)
         dtype = STORED_DTYPES.get(piece.get_dtype())
         if dtype is None:
             raise InputError(
                 f"{name} in {self.folder} is stored as {piece.get_dtype()}, and quantized checkpoints cannot be "
-                f"trained: use one in {', '.join(STORED_DTYPES.values())}"
+                f"trained: use one in {', '.join(STORED_DTYPES.values())}, or in {scaled_blocks.CODE} with "
+                f"{name}{scaled_blocks.SUFFIX}"
             )
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
+
+    def list_left_out(self, mapping: Mapping) -> list[TensorSpec]:
+        """List the tensors of layers that the model leaves out."""
+        return [self.spec(name) for name in self.names() if mapping.is_left_out(name)]
+
+    def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
+        factors = name + scaled_blocks.SUFFIX
+        found = self._file_of[factors].get_slice(factors)
+        wanted = scaled_blocks.shape_factors(shape)
+        if len(shape) != 2 or tuple(found.get_shape()) != wanted or found.get_dtype() != _CODES["float32"]:
+            raise InputError(
+                f"{factors} in {self.folder} has shape {found.get_shape()} in {found.get_dtype()}, and must have "
+                f"{list(wanted)} in F32, a factor for each {BLOCK} x {BLOCK} numbers of "
+                f"{name}: copy the folder again"
+            )
 
     def check(self, mapping: Mapping) -> None:
         """Raise unless the folder holds exactly the architecture's tensors, with their shapes and dtype."""
@@ -287,7 +332,7 @@ class Checkpoint:
         where = f"{self.folder} does not hold what its config.json describes"
         if missing := [name for name in wanted if name not in found]:
             raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
-        self.left_out = sorted(filter(mapping.is_left_out, found))
+        self.left_out = [spec.name for spec in self.list_left_out(mapping)]
         if extra := sorted(found - wanted.keys() - {*self.left_out}):
             raise InputError(
                 f"{where}: {_some(extra)} not part of a {mapping.architecture.family} model with these settings; "

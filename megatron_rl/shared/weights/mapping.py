@@ -102,6 +102,11 @@ class Mapping:
                     specs.append(TensorSpec(source.format(layer=layer, expert=expert), shape, name.dtype or dtype))
         return specs
 
+    @property
+    def has_prediction_layers(self) -> bool:
+        """Whether a folder may hold layers that the model leaves out."""
+        return self._family.has_prediction_layers
+
     def is_left_out(self, tensor: str) -> bool:
         """Check whether a tensor belongs to a layer after the model's own that the family leaves out."""
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)

@@ -51,7 +51,7 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupAnswer,
     GroupCall,
 )
-from megatron_rl.sidecar.vllm.server import EXPERTS_FLAG, EXTENSION
+from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_TURN
 from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
 from megatron_rl.sidecar.vllm.updates import RESET, Updates
 from megatron_rl.sidecar.vllm.workers import Workers
@@ -315,6 +315,11 @@ class VllmEngine:
                 self._handle.need(int(answer["pid"]))
         if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
             _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
+        if wrong := facts["wrong_turns"]:
+            raise PlatformError(
+                f"engine {self.name}: {wrong[0]} turns queries and keys by wrong positions: start it with "
+                f"{COMPILATION_FLAG} '{PLAIN_TURN}'"
+            )
         if self._replays_routing and not facts["returns_experts"]:
             raise PlatformError(
                 f"engine {self.name}: vLLM {facts['vllm']} does not return the experts of each token as vLLM 0.32 does "

@@ -39,6 +39,11 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
+COMPILATION_FLAG = "--compilation-config"
+PLAIN_TURN = json.dumps({"custom_ops": ["-rotary_embedding"]})
+"""The value of that flag with which vLLM turns queries and keys in torch (`turning.py`)."""
+# On a CPU with AMX, vLLM would choose a backend for bfloat16 alone, which drops weights that a publish must replace.
+_ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
 # A unix socket's path may have 107 bytes, and vLLM's own sockets in the same folder have names of 36 characters.
 _MAX_FOLDER_BYTES = 70
@@ -87,6 +92,8 @@ class ServerConfig:
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     replays_routing: bool = False
     """Whether an engine returns the experts that it chose for each token."""
+    attends_plainly: bool = False
+    """Whether vLLM computes this model's attention in plain ways, since its faster ones for CPUs do not serve here."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
@@ -123,6 +130,7 @@ def configure_server(
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
+        attends_plainly=device == "cpu" and read_architecture(model).latents is not None,
         transport=rollout.transport,
         flags=flags,
     )
@@ -167,6 +175,11 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         command.append(EXPERTS_FLAG)
     if eager:
         command.append("--enforce-eager")
+    # Where the user has flags of the same kind, the engine is tried with them, and refused if they lack this one.
+    if config.attends_plainly and not names_flag(config.flags, COMPILATION_FLAG, "-cc"):
+        command += [COMPILATION_FLAG, PLAIN_TURN]
+    if config.attends_plainly and not names_flag(config.flags, *_ATTENTION_FLAGS):
+        command += [_ATTENTION_FLAGS[0], "CPU_MLA"]
     if config.device == "cpu" and config.tensor_parallel_size == 1:
         # As on other devices, the only worker runs in the core's process, so that steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]

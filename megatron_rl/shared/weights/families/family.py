@@ -9,6 +9,7 @@ from megatron_rl.shared.weights.families.experts import ExpertKeys
 from megatron_rl.shared.weights.families.latents import read_latents, write_latents
 from megatron_rl.shared.weights.families.linear import read_linear, write_linear
 from megatron_rl.shared.weights.families.names import Name
+from megatron_rl.shared.weights.families.quantization import find_other_format
 from megatron_rl.shared.weights.families.rotary import find_unsupported_rope, read_rope, read_two_ropes, write_rope
 from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
 from megatron_rl.types import Architecture, Rope
@@ -43,6 +44,8 @@ class Family:
     """Fields of Architecture, each with the boolean keys that set it; the keys of a field must agree."""
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Keys with their allowed values, the first of which is the default."""
+    needs: tuple[str, ...] = ()
+    """Keys of `requires` that must be written, since vLLM has another default for them."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values of missing keys, if they differ from COMMON_DEFAULTS."""
     experts: ExpertKeys | None = None
@@ -54,7 +57,7 @@ class Family:
     has_latents: bool = False
     """True if all its models have multi-latent attention."""
     has_prediction_layers: bool = False
-    """True if folders may hold layers for multi-token prediction, after the model's own. They are left out."""
+    """True if folders may hold layers for multi-token prediction, after the model's own. They are not trained."""
     has_linear_layers: bool = False
     """True if most layers are linear (`linear.py`)."""
     full_every: int | None = None
@@ -96,6 +99,7 @@ class Family:
         elif self.full_every is not None:
             window, fields["full_layers"] = _read_layers(config, window, self.full_every)
         _check_mlps(config)
+        _check_groups(config)
         latents = read_latents(config) if self.has_latents else None
         if latents is not None:
             fields["kv_channels"] = latents.plain_dim + latents.turned_dim
@@ -190,12 +194,18 @@ class Family:
         return None
 
     def _check_requirements(self, config: Mapping[str, Any]) -> None:
-        quantization = config.get("quantization_config")
-        is_read = self.stacks_experts and isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
-        if quantization is not None and not is_read:
+        quantization = config.get("quantization_config", {})
+        is_dict = isinstance(quantization, dict)
+        is_mxfp4 = self.stacks_experts and is_dict and quantization.get("quant_method") == "mxfp4"
+        if quantization and not is_mxfp4 and (mistake := find_other_format(quantization)):
             raise InputError(
-                f"config.json has a quantization_config, and quantized checkpoints cannot be trained: "
-                f"use one in {', '.join(_DTYPES)}"
+                f"config.json has a quantization_config with {mistake}, and such quantized checkpoints cannot be "
+                f"trained: use one in {', '.join(_DTYPES)}, or in e4m3 with factors for blocks of 128 x 128"
+            )
+        if missing := [key for key in self.needs if key not in config]:
+            raise InputError(
+                f"config.json must have {missing[0]}, since engines take another value without it: add "
+                f'"{missing[0]}": "{self.requires[missing[0]][0]}"'
             )
         for key, allowed in {**COMMON_REQUIRES, **self.requires}.items():
             if key == "partial_rotary_factor" and self.default_turned is not None:
@@ -284,6 +294,16 @@ def _check_mlps(config: Mapping[str, Any]) -> None:
         raise InputError(
             f"mlp_layer_types in config.json must agree with first_k_dense_replace = {dense!r}: 'dense' for as many "
             "first layers, and 'sparse' for the others"
+        )
+
+
+def _check_groups(config: Mapping[str, Any]) -> None:
+    """Raise if experts have groups without effect: transformers then ignores them, and vLLM does not."""
+    groups = config.get("n_group", 1)
+    if config.get("topk_method") == "greedy" and groups not in (1, config.get("topk_group")):
+        raise InputError(
+            f"n_group = {groups!r} in config.json is not supported with topk_method = 'greedy', since transformers and "
+            "vLLM read it differently: remove n_group, or write 'group_limited_greedy'"
         )
 
 

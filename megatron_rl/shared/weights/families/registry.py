@@ -293,6 +293,7 @@ DEEPSEEK_V3 = Family(
         "attention_bias": (False,),
         "rope_interleave": (True,),
     },
+    needs=("topk_method", "scoring_func"),
     defaults={
         "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
     },
@@ -300,7 +301,7 @@ DEEPSEEK_V3 = Family(
     has_latents=True,
     has_prediction_layers=True,
 )  # fmt: skip
-"""DeepSeek-V3, Moonlight and Kimi-K2: GLM-4.5's experts, and multi-latent attention."""
+"""DeepSeek-V3 and Moonlight: GLM-4.5's experts, and multi-latent attention."""
 
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
@@ -323,11 +324,43 @@ GLM4_MOE_LITE = Family(
 )  # fmt: skip
 """GLM-4.7-Flash: as DeepSeek-V3."""
 
+KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, name="kimi_k2")
+"""Kimi-K2: DeepSeek-V3 under another name, which engines read too."""
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    hf_class="DeepseekV2ForCausalLM",
+    names=STEM
+    + LATENT_ATTENTION
+    + DENSE_MLP
+    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    + shared_expert("mlp.shared_experts"),
+    constants={"qk_layernorm": True},
+    requires={
+        "hidden_act": ("silu",),
+        # transformers never normalizes, and vLLM does if this is true.
+        "norm_topk_prob": (False,),
+        # With one group, they are the same.
+        "topk_method": ("group_limited_greedy", "greedy"),
+        "scoring_func": ("softmax",),
+        "moe_layer_freq": (1,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    },
+    defaults={
+        "first_k_dense_replace": 0, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    experts=dataclasses.replace(_BIASED_EXPERTS, constants={"normalize_weights": False}),
+    has_latents=True,
+)  # fmt: skip
+"""DeepSeek-V2: DeepSeek-V3's attention, and experts that a softmax chooses, from groups or from all."""
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, GEMMA3_TEXT, QWEN3_NEXT,
-        QWEN3_5, GPT_OSS, DEEPSEEK_V3, GLM4_MOE_LITE,
+        QWEN3_5, GPT_OSS, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, DEEPSEEK_V2,
     )
 }  # fmt: skip
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -1,7 +1,8 @@
-"""Megatron's router with the bias that helps to choose experts as a parameter without gradient.
+"""Megatron's router, with two differences.
 
-Megatron's is a buffer: mixed precision would round it, and loads, exports, digests, checkpoints and copies of models
-would need a way of their own for it. Invariants:
+The bias that helps to choose experts is a parameter without gradient. Megatron's is a buffer: mixed precision would
+round it, and loads, exports, digests, checkpoints and copies of models would need a way of their own for it.
+Invariants:
 
 - the bias is in float32 in models of any precision;
 - with --moe-router-bias-update-rate above 0, each update counts the tokens that go to each expert, in the micro-batches
@@ -9,7 +10,10 @@ would need a way of their own for it. Invariants:
 
 Megatron itself changes the bias by the counts when it reduces the update's gradients, and clears them.
 
-Letters: R rows of this rank, X experts.
+Where experts have groups and softmax scores, groups are compared by their largest scores, as in engines and
+transformers. Megatron compares them by sums of several.
+
+Letters: R rows of this rank, X experts, G groups of them, K experts of a token.
 """
 
 import contextlib
@@ -56,6 +60,56 @@ def freeze_router_biases(chunk: torch.nn.Module) -> None:
             own = BiasedRouter if kind is TopKRouter else type(f"Biased{kind.__name__}", (BiasedRouter, kind), {})
             module.__class__ = own
             module.register_parameter("expert_bias", torch.nn.Parameter(bias.float(), requires_grad=False))
+
+
+class GroupingRouter(TopKRouter):
+    """Megatron's router that chooses experts from the groups with the largest scores."""
+
+    router_replay: Any
+
+    def routing(self, *args: Any, **keywords: Any) -> Any:
+        """Choose the experts of tokens, through the switch with which megatron-core replays routing."""
+        replay = self.router_replay
+        self.router_replay = _LargestGroups(replay)
+        try:
+            return super().routing(*args, **keywords)
+        finally:
+            self.router_replay = replay
+
+
+class _LargestGroups:
+    """The choice from groups, at the place of megatron-core's replay; a replay takes it for the router's own."""
+
+    def __init__(self, replay: Any) -> None:
+        self._replay = replay
+
+    def get_replay_topk(
+        self, scores_RX: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._replay is None:
+            return choose_from_groups(scores_RX, topk, num_groups, group_topk)
+        chosen: tuple[torch.Tensor, torch.Tensor] = self._replay.get_replay_topk(
+            scores_RX, topk, num_groups, group_topk, choose_from_groups
+        )
+        return chosen
+
+
+def choose_from_groups(
+    scores_RX: torch.Tensor, topk: int, num_groups: int, group_topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest scores in the groups that have the largest ones, and their experts' numbers, [R, K] both."""
+    scores_RGX = scores_RX.unflatten(1, (num_groups, -1))
+    groups_RG = scores_RGX.amax(dim=2).topk(group_topk, dim=1).indices
+    is_active_RG1 = torch.zeros_like(scores_RGX[..., :1], dtype=torch.bool).scatter_(1, groups_RG[..., None], True)
+    return scores_RGX.masked_fill(~is_active_RG1, -torch.inf).flatten(1).topk(topk, dim=1)
+
+
+def compare_groups_by_largest(chunk: torch.nn.Module) -> None:
+    """Have the chunk's routers compare groups of experts as engines do."""
+    routers: list[Any] = [module for module in chunk.modules() if type(module) is TopKRouter]
+    for router in routers:
+        if router.score_function == "softmax" and router.config.moe_router_group_topk:
+            router.__class__ = GroupingRouter
 
 
 def select_rows(chunk: Any, rows: slice) -> slice:

@@ -69,7 +69,7 @@ class ModelWeights:
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
             if self._session.rank == 0 and (names := checkpoint.left_out):
                 what = f"{len(names)} tensors of layers that predict several tokens, such as {names[0]}"
-                _log.warning("%s in %s are neither trained nor exported", what, folder)
+                _log.warning("%s in %s are not trained, and exports copy them", what, folder)
             self._session.run_or_raise_everywhere(lambda: load_shards(self.shards, checkpoint))
 
     def zero_padding(self) -> None:
@@ -91,13 +91,15 @@ class ModelWeights:
     ) -> str:
         """Write a folder that transformers and vLLM load, and return the fingerprint of its weights.
 
-        Configuration and tokenizer are copied from the folder `source`. Rank 0's `ends` are listed as tokens that end a
-        response. All ranks that write must write to the same file system. The folder gets its name when it is complete.
+        Configuration, tokenizer and layers that are not trained are copied from the folder `source`. Rank 0's `ends`
+        are listed as tokens that end a response. All ranks that write must write to the same file system. The folder
+        gets its name when it is complete.
         """
         folder = Path(folder)
         staged = folder.with_name(f".{folder.name}.partial")
-        plan = files.FilePlan(self.mapping.manifest(dtype), stacks_experts=self.mapping.stacks_experts)
-        session = self._session
+        session, copied = self._session, self._list_copied(source)
+        manifest = [*self.mapping.manifest(dtype), *copied]
+        plan = files.FilePlan(manifest, stacks_experts=self.mapping.stacks_experts)
 
         def put_in_place() -> None:
             with room_checked(staged):
@@ -110,12 +112,32 @@ class ModelWeights:
             sums = Digests(self.mapping.manifest(dtype))
             session.run_or_raise_everywhere(lambda: self._write(staged, plan, [sums.add]))
             digests = sums.combine(session.control_group)
+            if source is not None and copied:
+                session.run_or_raise_everywhere(
+                    lambda: _copy(source, staged, plan, copied) if session.rank == 0 else None
+                )
             session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         return compute_fingerprint(sums.specs, digests)
+
+    def _list_copied(self, source: Path | str | None) -> list[TensorSpec]:
+        """List the tensors of layers that are not trained, which an export copies from the folder `source`."""
+        if source is None or not self.mapping.has_prediction_layers:
+            return []
+
+        def find() -> list[TensorSpec]:
+            try:
+                with Checkpoint(source) as checkpoint:
+                    return checkpoint.list_left_out(self.mapping)
+            except InputError as error:
+                _log.warning("layers that predict several tokens, if there are any, are not exported: %s", error)
+                return []
+
+        session = self._session
+        return session.broadcast(session.run_or_raise_everywhere(lambda: find() if session.rank == 0 else []))
 
     def begin_files(
         self, folder: Path, dtype: str | None = None, instead_of: Path | None = None, is_read_early: bool = False
@@ -226,7 +248,7 @@ class ModelWeights:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
-        # Experts that were read from MXFP4 are written in the model's dtype.
+        # Experts in MXFP4 and weights in scaled blocks were read in the model's dtype, and are written so.
         config.pop("quantization_config", None)
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if index := plan.index():
@@ -296,6 +318,13 @@ def _open(folder: Path | str, mapping: Mapping) -> Checkpoint:
     checkpoint = Checkpoint(folder)
     checkpoint.check(mapping)
     return checkpoint
+
+
+def _copy(source: Path | str, folder: Path, plan: files.FilePlan, specs: Sequence[TensorSpec]) -> None:
+    """Write tensors of another folder unchanged."""
+    with Checkpoint(source) as checkpoint, _writing_to(folder), files.Writer(folder, plan) as writer:
+        for spec in specs:
+            writer.put(spec.name, 0, 0, checkpoint.tensor(spec.name))
 
 
 def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = False) -> None:
