@@ -21,8 +21,8 @@ class Rope:
     kind: RopeKind = RopeKind.DEFAULT
     factor: float = 1.0
     original_max_positions: int | None = None
-    turned: float = 1.0
-    """The part of a head's dimensions that turns: its first ones."""
+    rotary_fraction: float = 1.0
+    """The part of a head's dimensions that rotates: its first ones."""
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -95,9 +95,9 @@ class Latents:
     kv_rank: int
     """Width of the row that all keys and values of a token are products of."""
     plain_dim: int
-    """Width of the part of a head of queries and keys that does not turn."""
-    turned_dim: int
-    """Width of the part that turns, whose key is the same in all heads."""
+    """Width of the part of a head of queries and keys that does not rotate."""
+    rotary_dim: int
+    """Width of the part that rotates, whose key is the same in all heads."""
     value_dim: int
     """Width of a head of values."""
     query_rank: int | None = None
@@ -194,13 +194,13 @@ class Architecture:
     @property
     def rope_channels(self) -> int:
         """Width of the part of a head that rope is defined for."""
-        return self.kv_channels if self.latents is None else self.latents.turned_dim
+        return self.kv_channels if self.latents is None else self.latents.rotary_dim
 
     @property
     def cached_channels(self) -> int:
         """Numbers that a layer of an engine keeps for a token: keys and values, or what they are products of."""
         if self.latents is not None:
-            return self.latents.kv_rank + self.latents.turned_dim
+            return self.latents.kv_rank + self.latents.rotary_dim
         return 2 * self.num_query_groups * self.kv_channels
 
     @property

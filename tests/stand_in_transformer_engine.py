@@ -521,17 +521,17 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Turn `t` [S, B, H, D] by the angles `freqs` [at least S, 1, 1, at most D], in float32 as the kernel does."""
+    """Rotate `t` [S, B, H, D] by the angles `freqs` [at least S, 1, 1, at most D], in float32 as the kernel does."""
     _check_off(thd=tensor_format != "sbhd", start_positions=start_positions is not None, interleaved=interleaved)
     assert fused
     assert freqs.dtype == torch.float32
     assert freqs.shape[1:3] == (1, 1)
     assert len(freqs) >= len(t)
     angles = freqs[: len(t)]
-    turned, rest = t.float().split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], dim=-1)
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-    return torch.cat((turned, rest), dim=-1).to(t.dtype)
+    rotated, rest = t.float().split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return torch.cat((rotated, rest), dim=-1).to(t.dtype)
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -78,7 +78,7 @@ def _count_attention(architecture: Architecture) -> int:
     of_queries = hidden * queries
     if latents.query_rank is not None:
         of_queries = latents.query_rank * (hidden + queries)
-    of_keys = hidden * (latents.kv_rank + latents.turned_dim)
+    of_keys = hidden * (latents.kv_rank + latents.rotary_dim)
     of_keys += latents.kv_rank * heads * (latents.plain_dim + latents.value_dim)
     return of_queries + of_keys + hidden * heads * latents.value_dim
 

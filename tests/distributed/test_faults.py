@@ -16,7 +16,7 @@ from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 
 LEAST_EFFECT = 1e-2
-TURNED_DIM = 8
+ROTARY_DIM = 8
 SEQUENCES = hf_models.sequences([60, 9])
 
 
@@ -39,9 +39,9 @@ def neutral(part: str, value: float) -> Callable[[dict[str, torch.Tensor]], None
     return change
 
 
-def without_turned_keys(tensors: dict[str, torch.Tensor]) -> None:
+def without_rotated_keys(tensors: dict[str, torch.Tensor]) -> None:
     for name in [name for name in tensors if "kv_a_proj_with_mqa" in name]:
-        tensors[name][-TURNED_DIM:] = 0
+        tensors[name][-ROTARY_DIM:] = 0
 
 
 TENSOR_FAULTS = {
@@ -73,7 +73,7 @@ TENSOR_FAULTS = {
     ),
     "norm of keys' and values' narrow rows left out": ("deepseek_v3", neutral("kv_a_layernorm", 1.0)),
     "norm of queries' narrow rows left out": ("deepseek_v3", neutral("q_a_layernorm", 1.0)),
-    "key part that turns left out": ("deepseek_v3", without_turned_keys),
+    "key part that rotates left out": ("deepseek_v3", without_rotated_keys),
     "biases of attention left out": ("seed_oss", neutral("_proj.bias", 0.0)),
 }
 ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
@@ -89,7 +89,7 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     "yarn's factor of scores left out": (
         "deepseek_v3", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, mscale_all_dim=None))
     ),
-    "yarn's factor of the part that turns left out": (
+    "yarn's factor of the part that rotates left out": (
         "deepseek_v3", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, attention_factor=1.0))
     ),
     "no sliding window": ("mistral", lambda a: dataclasses.replace(a, sliding_window=None)),
@@ -105,8 +105,8 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     "clamp left out": ("gpt_oss", lambda a: dataclasses.replace(a, activation_clamp=None)),
     "windows in the other layers": ("gpt_oss", lambda a: dataclasses.replace(a, full_layers=(0, 2))),
     "another epsilon": ("qwen3", lambda a: dataclasses.replace(a, norm_epsilon=1e-2)),
-    "whole heads turned": (
-        "glm4_moe", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, turned=1.0))
+    "whole heads rotated": (
+        "glm4_moe", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, rotary_fraction=1.0))
     ),
     "norms not centered": ("qwen3_5", lambda a: dataclasses.replace(a, zero_centered_norms=False)),
     "experts' weights not scaled": ("glm4_moe", lambda a: with_experts(a, scaling_factor=1.0)),

@@ -18,11 +18,11 @@ from tests.kernels.compiled_triton import read_cuda, read_hip
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads of a model; `turned` pairs turn."""
+    """Heads of a model; `rotated` pairs rotate."""
 
     queries: int
     head_dim: int
-    turned: int
+    rotated: int
     dtype: str = "bf16"
     is_normalized: bool = True
 
@@ -47,7 +47,7 @@ def compile_kernel(target: str, name: str, shape: Shape) -> dict[str, Any]:
     """Compile a kernel as the launcher would have it compiled."""
     kernel = getattr(triton_kernels, name)
     sizes = {
-        "QUERIES": shape.queries, "HEAD_DIM": shape.head_dim, "TURNED": shape.turned,
+        "QUERIES": shape.queries, "HEAD_DIM": shape.head_dim, "ROTATED": shape.rotated,
         "IS_NORMALIZED": shape.is_normalized, "ADDED": 0, "TILES": triton_fused.count_tiles(shape.is_normalized),
         **triton_fused.compute_sizes(shape.head_dim),
     }  # fmt: skip

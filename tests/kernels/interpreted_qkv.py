@@ -2,7 +2,7 @@
 
 test_qkv.py runs this with TRITON_INTERPRET=1. Memory that kernels do not write is not a number here.
 
-Letters: T rows, G groups, D dimensions of a head, F pairs that turn.
+Letters: T rows, G groups, D dimensions of a head, F pairs that rotate.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ def _small_programs() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Random rows; `turned` is the number of pairs that turn, and all are beyond a full turn."""
+    """Random rows; `rotated` is the number of pairs that rotate, and all are beyond a full turn."""
 
     num_rows: int
     num_groups: int
     queries: int
     head_dim: int
-    turned: int
+    rotated: int
     dtype: torch.dtype = FP32
     has_norms: bool = True
     is_zero_centered: bool = False
@@ -55,14 +55,14 @@ class Problem:
         shapes = [(self.num_rows, 1, sum(heads) * self.head_dim), *[(self.head_dim,)] * 2 * self.has_norms]
         drawn = [torch.randn(shape, generator=generator).to(self.dtype).to(dtype) for shape in shapes]
         grads = [torch.randn(self.num_rows, of, self.head_dim, generator=generator) for of in heads]
-        angles_TF = 100 * torch.randn(self.num_rows, self.turned, generator=generator)
+        angles_TF = 100 * torch.randn(self.num_rows, self.rotated, generator=generator)
         return [one.requires_grad_() for one in drawn], [grad.to(self.dtype).to(dtype) for grad in grads], angles_TF
 
     def compute(self, name: str = "triton") -> list[torch.Tensor]:
         """Return heads and gradients in this dtype."""
         given, grads, angles_TF = self.draw(self.dtype)
         norms = HeadNorms(given[1], given[2], EPSILON, self.is_zero_centered) if self.has_norms else None
-        rotation_T2F = make_rotation(angles_TF, FACTOR) if self.turned else None
+        rotation_T2F = make_rotation(angles_TF, FACTOR) if self.rotated else None
         heads = split_heads(given[0], self.num_groups, self.head_dim, rotation_T2F, norms, name)
         found = torch.autograd.grad(heads, given, grads)
         return [one.detach() for one in (*heads, *found)]
@@ -71,7 +71,7 @@ class Problem:
         """Compute the same in float64, head by head, in complex numbers."""
         given, grads, angles_TF = self.draw(torch.float64)
         heads = given[0].reshape(self.num_rows, self.num_groups, self.queries + 2, self.head_dim)
-        turn_TF = torch.polar(torch.full_like(angles_TF.double(), FACTOR), angles_TF.double())
+        rotation_TF = torch.polar(torch.full_like(angles_TF.double(), FACTOR), angles_TF.double())
         of_kind: list[list[torch.Tensor]] = [[], [], []]
         for group in range(self.num_groups):
             for head in range(self.queries + 2):
@@ -80,9 +80,10 @@ class Problem:
                 if self.has_norms and kind < 2:
                     weight_D = given[1 + kind] + self.is_zero_centered
                     x_TD = x_TD * weight_D / (x_TD.norm(dim=1, keepdim=True) ** 2 / self.head_dim + EPSILON).sqrt()
-                if self.turned and kind < 2:
-                    turned_TF = torch.complex(x_TD[:, : self.turned], x_TD[:, self.turned : 2 * self.turned]) * turn_TF
-                    x_TD = torch.cat((turned_TF.real, turned_TF.imag, x_TD[:, 2 * self.turned :]), dim=1)
+                if self.rotated and kind < 2:
+                    half = self.rotated
+                    rotated_TF = torch.complex(x_TD[:, :half], x_TD[:, half : 2 * half]) * rotation_TF
+                    x_TD = torch.cat((rotated_TF.real, rotated_TF.imag, x_TD[:, 2 * self.rotated :]), dim=1)
                 of_kind[kind].append(x_TD)
         found = [torch.stack(of, dim=1) for of in of_kind]
         return [one.detach() for one in (*found, *torch.autograd.grad(found, given, grads))]
@@ -103,7 +104,7 @@ class Problem:
     [
         Problem(1, 1, 1, 2, 1),
         Problem(13, 2, 3, 16, 8),
-        # Widths other than powers of two, and heads that turn in part.
+        # Widths other than powers of two, and heads that rotate in part.
         Problem(9, 2, 1, 24, 12),
         Problem(5, 1, 2, 20, 3, is_zero_centered=True),
         Problem(3, 1, 2, 12, 0),

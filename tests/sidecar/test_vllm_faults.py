@@ -39,7 +39,7 @@ from tests.truth import distance, error_over_bound
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 24, 8, 120
-# The widths that vLLM's multi-latent attention on a CPU takes; `head_dim` is the part that turns.
+# The widths that vLLM's multi-latent attention on a CPU takes; `head_dim` is the part that rotates.
 LATENT_SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64, "moe_intermediate_size": 64,
@@ -415,7 +415,7 @@ def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path
         shutil.rmtree(folder)
 
 
-def test_an_engine_on_a_cpu_that_turns_queries_by_wrong_positions_does_not_start(run, tmp_path):
+def test_an_engine_on_a_cpu_that_rotates_queries_by_wrong_positions_does_not_start(run, tmp_path):
     """Leave out the flag that engines need. With one head the operation stays inside its tensors until it is tried."""
     changes = {**LATENT_SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
     models = vllm_models.draw("glm4_moe_lite", tmp_path, **changes)
@@ -423,7 +423,7 @@ def test_an_engine_on_a_cpu_that_turns_queries_by_wrong_positions_does_not_start
     folder = run_folder()
     engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
     try:
-        with pytest.raises(PlatformError, match="turns queries and keys by wrong positions: start it with --compil"):
+        with pytest.raises(PlatformError, match="rotates queries and keys by wrong positions: start it with --compil"):
             run(engine.start())
     finally:
         run(engine.close())

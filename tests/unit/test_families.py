@@ -41,7 +41,7 @@ _FAMILY["kimi_k2"] = _FAMILY["deepseek_v3"]
 _FAMILY["deepseek_v2"] = _FAMILY["deepseek_v3"] | {
     "topk_method": "group_limited_greedy", "scoring_func": "softmax", "topk_group": 3,
 }  # fmt: skip
-LATENTS = Latents(kv_rank=32, plain_dim=16, turned_dim=8, value_dim=12, query_rank=24)
+LATENTS = Latents(kv_rank=32, plain_dim=16, rotary_dim=8, value_dim=12, query_rank=24)
 GATED = Experts(4, 2, 48, False, shared_ffn_hidden_size=80, has_shared_gate=True)
 SIGMOID = Experts(
     16, 4, 48, score="sigmoid", has_bias=True, scaling_factor=2.5, num_groups=4, num_active_groups=2,
@@ -118,13 +118,13 @@ def read(name: str, **changes: Any) -> Architecture:
         ("glm4_moe", {}, "qkv_bias", False),
         ("glm4_moe", {"attention_bias": True}, "qkv_bias", True),
         ("glm4_moe", {}, "norm_epsilon", 1e-5),
-        ("glm4_moe", {}, "rope", Rope(turned=0.5)),
-        ("glm4_moe", {"partial_rotary_factor": 0.25}, "rope", Rope(turned=0.25)),
+        ("glm4_moe", {}, "rope", Rope(rotary_fraction=0.5)),
+        ("glm4_moe", {"partial_rotary_factor": 0.25}, "rope", Rope(rotary_fraction=0.25)),
         # Among the rope parameters it wins, as in transformers.
         ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {"partial_rotary_factor": 1}}, "rope", Rope()),
         ("qwen3_next", {}, "experts", dataclasses.replace(GATED, normalize_weights=True)),
         ("qwen3_next", {}, "linear", LinearAttention(16, 32, 128, 128, 4, 4)),
-        ("qwen3_next", {}, "rope", Rope(turned=0.25)),
+        ("qwen3_next", {}, "rope", Rope(rotary_fraction=0.25)),
         ("qwen3_next", {}, "kv_channels", 256),
         ("qwen3_next", {}, "attention_gate", True),
         ("qwen3_5_text", {}, "zero_centered_norms", True),
@@ -138,7 +138,7 @@ def read(name: str, **changes: Any) -> Architecture:
         ("seed_oss", {}, "qkv_bias", True),
         ("deepseek_v3", {}, "latents", LATENTS),
         ("deepseek_v3", {"q_lora_rank": None}, "latents", dataclasses.replace(LATENTS, query_rank=None)),
-        # transformers writes the width of the part that turns.
+        # transformers writes the width of the part that rotates.
         ("deepseek_v3", {"head_dim": 8}, "kv_channels", 24),
         ("deepseek_v3", {}, "experts", SIGMOID),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}}, "rope",
@@ -261,8 +261,8 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("glm4_moe", {"first_k_dense_replace": 4}, "4 dense layers leave none of the 4 layers"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
         ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor = 0"),
-        ("glm4_moe", {"partial_rotary_factor": 0.2}, "must turn an even number of the 16 dimensions"),
-        ("glm4_moe", {"partial_rotary_factor": 1.5}, "must turn an even number of the 16 dimensions"),
+        ("glm4_moe", {"partial_rotary_factor": 0.2}, "must rotate an even number of the 16 dimensions"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, "must rotate an even number of the 16 dimensions"),
         ("qwen3_next", {"layer_types": [*_THREE_LINEAR, "linear_attention"]}, "layer_types in config.json must be one"),
         ("qwen3_next", {"layer_types": ["full_attention", *_THREE_LINEAR]}, "as many of the first before each"),
         ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "full_attention_interval = 1 in config.json"),
@@ -401,7 +401,7 @@ def test_moonlight_is_read(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read_architecture(tmp_path)
-    assert found.latents == Latents(kv_rank=512, plain_dim=128, turned_dim=64, value_dim=128, query_rank=None)
+    assert found.latents == Latents(kv_rank=512, plain_dim=128, rotary_dim=64, value_dim=128, query_rank=None)
     assert found.experts == Experts(
         64, 6, 1408, score="sigmoid", has_bias=True, scaling_factor=2.446, num_dense_layers=1,
         shared_ffn_hidden_size=2816,

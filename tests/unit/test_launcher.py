@@ -298,7 +298,7 @@ def write_config(folder: Path, changes: dict[str, Any]) -> Path:
         ("cpu", LATENTS, "-cc.mode=0", []),
     ],
 )
-def test_an_engine_with_latents_on_a_cpu_turns_in_torch_unless_the_user_configures_compilation(
+def test_an_engine_with_latents_on_a_cpu_rotates_in_torch_unless_the_user_configures_compilation(
     tmp_path, device, changes, flags, expected
 ):
     rollout = RolloutConfig(vllm_args=flags)

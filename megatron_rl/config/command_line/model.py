@@ -277,7 +277,7 @@ _ROPE_KEYS = {
     "base": "rope_theta",
     "kind": "rope_type",
     "original_max_positions": "original_max_position_embeddings",
-    "turned": "partial_rotary_factor",
+    "rotary_fraction": "partial_rotary_factor",
 }
 
 

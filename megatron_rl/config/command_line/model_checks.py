@@ -38,11 +38,11 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
             f"heads: write one of {list_divisors(model.num_attention_heads)}"
         )
     if model.latents is None and model.kv_channels % 2:
-        yield f"--kv-channels {model.kv_channels} must be even, because rotary positions turn pairs: write another"
-    elif int(model.rope_channels * model.rope.turned) % 2 or not int(model.rope_channels * model.rope.turned):
+        yield f"--kv-channels {model.kv_channels} must be even, because rotary positions rotate pairs: write another"
+    elif (rotary := int(model.rope_channels * model.rope.rotary_fraction)) % 2 or not rotary:
         yield (
-            f"--rotary-percent {model.rope.turned:g} must turn an even number of the {model.kv_channels} dimensions of "
-            "a head: write another"
+            f"--rotary-percent {model.rope.rotary_fraction:g} must rotate an even number of the {model.kv_channels} "
+            "dimensions of a head: write another"
         )
     experts = model.experts
     if experts is None:
@@ -85,7 +85,7 @@ def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterato
         divided["columns of the MLP (ffn_hidden_size)"] = model.ffn_hidden_size
     if model.latents is not None:
         divided["columns of keys' and values' narrow rows (kv_lora_rank and qk_rope_head_dim)"] = (
-            model.latents.kv_rank + model.latents.turned_dim
+            model.latents.kv_rank + model.latents.rotary_dim
         )
         if model.latents.query_rank is not None:
             divided["columns of queries' narrow rows (q_lora_rank)"] = model.latents.query_rank

@@ -89,7 +89,7 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
             "q_lora_rank": latents.query_rank,
             "kv_lora_rank": latents.kv_rank,
             "qk_head_dim": latents.plain_dim,
-            "qk_pos_emb_head_dim": latents.turned_dim,
+            "qk_pos_emb_head_dim": latents.rotary_dim,
             "v_head_dim": latents.value_dim,
             # Megatron's own angles follow rows, and are not used.
             "rope_type": "rope",
@@ -160,7 +160,7 @@ def _settle_packing(asked: Mapping[str, Any]) -> Reasons:
     interleaving = "as virtual pipeline stages need it" if is_interleaved else "without virtual pipeline stages"
     has_latents = bool(asked.get("multi_latent_attention"))
     return {
-        # Megatron's kernel for multi-latent attention turns keys by their rows.
+        # Megatron's kernel for multi-latent attention rotates keys by their rows.
         **({"apply_rope_fusion": (False, "positions follow packs")} if has_latents else {}),
         "variable_seq_lengths": (True, "packed groups differ in length"),
         # Megatron requires it for variable lengths, even in models without experts.

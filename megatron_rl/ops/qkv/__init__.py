@@ -5,7 +5,7 @@ product once and writes each head once. The backend `torch` is Megatron's own co
 is the definition that the kernels are tested against.
 
 A group of query heads shares a key head and a value head. Letters: T rows, G groups, H query heads, D dimensions of a
-head, C columns of the product, F pairs of dimensions that turn.
+head, C columns of the product, F pairs of dimensions that rotate.
 """
 
 import torch
@@ -54,7 +54,7 @@ def split_heads(
     """Return queries [T, H, D], keys [T, G, D] and values [T, G, D] from their product.
 
     The columns of the product are group by group: its query heads, its key head and its value head. Queries and keys
-    are normalized by `norms`, and then turned by `rotation_T2F` (`make_rotation`) if there is one. The gradients are
+    are normalized by `norms`, and then rotated by `rotation_T2F` (`make_rotation`) if there is one. The gradients are
     those of the product and of the norms' weights. T may be several dimensions of the product; heads have one.
     """
     return _FUNCTIONS[name](mixed_TC, num_groups, head_dim, rotation_T2F, norms)

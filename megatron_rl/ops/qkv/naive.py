@@ -1,6 +1,6 @@
 """The definition: what Megatron's operations do with the product of queries, keys and values, one after the other.
 
-Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that turn.
+Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that rotate.
 """
 
 import torch
@@ -35,5 +35,5 @@ def _turn(x_THD: torch.Tensor, rotation_T2F: torch.Tensor) -> torch.Tensor:
     rotation_T2F = rotation_T2F.to(x_THD.dtype).reshape(*x_THD.shape[:-2], 1, 2, num_pairs)
     cos_T1F, sin_T1F = rotation_T2F.unbind(-2)
     real_THF, imaginary_THF, rest = x_THD.tensor_split((num_pairs, 2 * num_pairs), dim=-1)
-    turned = (real_THF * cos_T1F - imaginary_THF * sin_T1F, real_THF * sin_T1F + imaginary_THF * cos_T1F)
-    return torch.cat((*turned, rest), dim=-1)
+    rotated = (real_THF * cos_T1F - imaginary_THF * sin_T1F, real_THF * sin_T1F + imaginary_THF * cos_T1F)
+    return torch.cat((*rotated, rest), dim=-1)

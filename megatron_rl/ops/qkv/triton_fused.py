@@ -1,6 +1,6 @@
 """Launches of the kernels of the `triton` backend, and their operation of autograd.
 
-Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that turn.
+Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that rotate.
 """
 
 import math
@@ -72,7 +72,7 @@ class _SplitHeads(torch.autograd.Function):
         constants = {
             "QUERIES": queries,
             "HEAD_DIM": head_dim,
-            "TURNED": 0 if rotation_T2F is None else rotation_T2F.shape[-1],
+            "ROTATED": 0 if rotation_T2F is None else rotation_T2F.shape[-1],
             "IS_NORMALIZED": norms is not None,
             "ADDED": int(norms is not None and norms.is_zero_centered),
             **compute_sizes(head_dim),
@@ -85,7 +85,7 @@ class _SplitHeads(torch.autograd.Function):
                 mixed_TC, _or(rotation_T2F, mixed_TC), _or(q_weight_D, mixed_TC), _or(k_weight_D, mixed_TC),
                 q_THD, k_TGD, v_TGD, num_rows, epsilon, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
-        # Turning back needs no inputs, so without norms the product's memory is free.
+        # Rotating back needs no inputs, so without norms the product's memory is free.
         ctx.save_for_backward(mixed_TC if norms is not None else None, q_weight_D, k_weight_D, rotation_T2F)
         ctx.constants, ctx.num_groups, ctx.epsilon, ctx.shape = constants, num_groups, epsilon, mixed_TC.shape
         return q_THD, k_TGD, v_TGD

@@ -4,11 +4,11 @@ A program has some rows of one group: its query heads, its key head and its valu
 of its gradient is read or written once. Numbers are fp32 between reading and writing. Sums are taken in a fixed order,
 without atomics: the same numbers give the same bits.
 
-A head is processed as two halves, whose numbers turn in pairs. Its first 2F dimensions turn: i with F + i. The other
-dimensions are paired too, and their angle is 0.
+A head is processed as two halves, whose numbers rotate in pairs. Its first 2F dimensions rotate: i with F + i. The
+other dimensions are paired too, and their angle is 0.
 
-Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that turn. A program
-has R rows at once, and P pairs of a head with padding.
+Letters: T rows, G groups, H query heads, D dimensions of a head, C columns of the product, F pairs that rotate. A
+program has R rows at once, and P pairs of a head with padding.
 """
 
 import triton
@@ -28,18 +28,18 @@ def split_heads_kernel(
     epsilon: tl.tensor,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     ADDED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Divide rows of the product into heads, normalize queries and keys, and turn them."""
+    """Divide rows of the product into heads, normalize queries and keys, and rotate them."""
     group, num_groups = tl.program_id(1), tl.num_programs(1)
     rows_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first_P, second_P, is_pair_P = _find_columns(HEAD_DIM, TURNED, WIDTH)
+    first_P, second_P, is_pair_P = _find_columns(HEAD_DIM, ROTATED, WIDTH)
     mask_RP = (rows_R < num_rows)[:, None] & is_pair_P[None, :]
-    cos_RP, sin_RP = _load_rotation(rotation_T2F, rows_R, mask_RP, TURNED, WIDTH)
+    cos_RP, sin_RP = _load_rotation(rotation_T2F, rows_R, mask_RP, ROTATED, WIDTH)
     mixed_R = mixed_TC + (rows_R * num_groups + group) * (QUERIES + 2) * HEAD_DIM
     q_R = q_THD + (rows_R * num_groups + group) * QUERIES * HEAD_DIM
     k_R = k_TGD + (rows_R * num_groups + group) * HEAD_DIM
@@ -74,7 +74,7 @@ def heads_gradient_kernel(
     epsilon: tl.tensor,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     ADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -83,13 +83,13 @@ def heads_gradient_kernel(
 ) -> None:
     """Compute the gradient of rows of the product, and these rows' part of the gradients of the norms' weights."""
     group, num_groups = tl.program_id(1), tl.num_programs(1)
-    first_P, second_P, is_pair_P = _find_columns(HEAD_DIM, TURNED, WIDTH)
+    first_P, second_P, is_pair_P = _find_columns(HEAD_DIM, ROTATED, WIDTH)
     q_sum1_RP, q_sum2_RP = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     k_sum1_RP, k_sum2_RP = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in range(TILES):
         rows_R = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
         mask_RP = (rows_R < num_rows)[:, None] & is_pair_P[None, :]
-        cos_RP, sin_RP = _load_rotation(rotation_T2F, rows_R, mask_RP, TURNED, WIDTH)
+        cos_RP, sin_RP = _load_rotation(rotation_T2F, rows_R, mask_RP, ROTATED, WIDTH)
         mixed_R = mixed_TC + (rows_R * num_groups + group) * (QUERIES + 2) * HEAD_DIM
         grad_R = grad_mixed_TC + (rows_R * num_groups + group) * (QUERIES + 2) * HEAD_DIM
         grad_q_R = grad_q_THD + (rows_R * num_groups + group) * QUERIES * HEAD_DIM
@@ -134,27 +134,28 @@ def heads_gradient_kernel(
 
 
 @triton.jit
-def _find_columns(HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr) -> tuple:
+def _find_columns(HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, WIDTH: tl.constexpr) -> tuple:
     """Return the dimensions of both halves of the pairs, and whether there is such a pair."""
     first_P = tl.arange(0, WIDTH)
     is_pair_P = first_P < HEAD_DIM // 2
     second_P = first_P + HEAD_DIM // 2
-    if 2 * TURNED != HEAD_DIM:
-        is_turned_P = first_P < TURNED
-        second_P = tl.where(is_turned_P, first_P + TURNED, second_P)
-        first_P = tl.where(is_turned_P, first_P, first_P + TURNED)
+    if 2 * ROTATED != HEAD_DIM:
+        is_rotated_P = first_P < ROTATED
+        second_P = tl.where(is_rotated_P, first_P + ROTATED, second_P)
+        first_P = tl.where(is_rotated_P, first_P, first_P + ROTATED)
     return first_P, second_P, is_pair_P
 
 
 @triton.jit
 def _load_rotation(
-    rotation_T2F: tl.tensor, rows_R: tl.tensor, mask_RP: tl.tensor, TURNED: tl.constexpr, WIDTH: tl.constexpr
+    rotation_T2F: tl.tensor, rows_R: tl.tensor, mask_RP: tl.tensor, ROTATED: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple:
-    """Load the cosine and the sine of each pair's angle; pairs that do not turn have an angle of 0."""
+    """Load the cosine and the sine of each pair's angle; pairs that do not rotate have an angle of 0."""
     pairs_P = tl.arange(0, WIDTH)
-    places_RP = rotation_T2F + rows_R[:, None] * (2 * TURNED) + pairs_P[None, :]
-    is_turned_RP = mask_RP & (pairs_P < TURNED)[None, :]
-    return tl.load(places_RP, mask=is_turned_RP, other=1.0), tl.load(places_RP + TURNED, mask=is_turned_RP, other=0.0)
+    places_RP = rotation_T2F + rows_R[:, None] * (2 * ROTATED) + pairs_P[None, :]
+    is_rotated_RP = mask_RP & (pairs_P < ROTATED)[None, :]
+    cos_RP = tl.load(places_RP, mask=is_rotated_RP, other=1.0)
+    return cos_RP, tl.load(places_RP + ROTATED, mask=is_rotated_RP, other=0.0)
 
 
 @triton.jit

@@ -252,7 +252,7 @@ def _find_latent_shape(a: Architecture, latents: Latents, parameter: str) -> Sha
         "linear_q_down_proj": (query_rank, a.hidden_size),
         "q_layernorm": (query_rank,),
         "linear_q_up_proj": (a.num_attention_heads * a.kv_channels, query_rank),
-        "linear_kv_down_proj": (latents.kv_rank + latents.turned_dim, a.hidden_size),
+        "linear_kv_down_proj": (latents.kv_rank + latents.rotary_dim, a.hidden_size),
         "kv_layernorm": (latents.kv_rank,),
         "linear_kv_up_proj": (a.num_attention_heads * (latents.plain_dim + latents.value_dim), latents.kv_rank),
         "linear_proj": (a.hidden_size, a.num_attention_heads * latents.value_dim),

@@ -51,7 +51,7 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupAnswer,
     GroupCall,
 )
-from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_TURN
+from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_ROTATION
 from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
 from megatron_rl.sidecar.vllm.updates import RESET, Updates
 from megatron_rl.sidecar.vllm.workers import Workers
@@ -315,10 +315,10 @@ class VllmEngine:
                 self._handle.need(int(answer["pid"]))
         if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
             _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
-        if wrong := facts["wrong_turns"]:
+        if wrong := facts["wrong_rotations"]:
             raise PlatformError(
-                f"engine {self.name}: {wrong[0]} turns queries and keys by wrong positions: start it with "
-                f"{COMPILATION_FLAG} '{PLAIN_TURN}'"
+                f"engine {self.name}: {wrong[0]} rotates queries and keys by wrong positions: start it with "
+                f"{COMPILATION_FLAG} '{PLAIN_ROTATION}'"
             )
         if self._replays_routing and not facts["returns_experts"]:
             raise PlatformError(

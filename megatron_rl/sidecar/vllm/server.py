@@ -40,8 +40,8 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
 COMPILATION_FLAG = "--compilation-config"
-PLAIN_TURN = json.dumps({"custom_ops": ["-rotary_embedding"]})
-"""The value of that flag with which vLLM turns queries and keys in torch (`turning.py`)."""
+PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
+"""The value of that flag with which vLLM rotates queries and keys in torch (`rotation.py`)."""
 # On a CPU with AMX, vLLM would choose a backend for bfloat16 alone, which drops weights that a publish must replace.
 _ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
@@ -177,7 +177,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         command.append("--enforce-eager")
     # Where the user has flags of the same kind, the engine is tried with them, and refused if they lack this one.
     if config.attends_plainly and not names_flag(config.flags, COMPILATION_FLAG, "-cc"):
-        command += [COMPILATION_FLAG, PLAIN_TURN]
+        command += [COMPILATION_FLAG, PLAIN_ROTATION]
     if config.attends_plainly and not names_flag(config.flags, *_ATTENTION_FLAGS):
         command += [_ATTENTION_FLAGS[0], "CPU_MLA"]
     if config.device == "cpu" and config.tensor_parallel_size == 1:
@@ -290,7 +290,7 @@ def find_problems(
     latents = model.latents
     if device == "cpu" and latents is not None and model.cached_channels != CPU_LATENT_SIZE:
         yield (
-            f"--hf-model: a token's narrow row has {latents.kv_rank} + {latents.turned_dim} columns (kv_lora_rank and "
+            f"--hf-model: a token's narrow row has {latents.kv_rank} + {latents.rotary_dim} columns (kv_lora_rank and "
             f"qk_rope_head_dim), and vLLM's attention on a CPU takes {CPU_LATENT_SIZE}: choose a model with these, or "
             "engines on accelerators"
         )

@@ -103,9 +103,9 @@ class WorkerExtension(LoadProver):
             patch_seeded_partial_prefill,
             returns_experts,
         )
+        from megatron_rl.sidecar.vllm.rotation import find_wrong_rotations
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
         from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
-        from megatron_rl.sidecar.vllm.turning import find_wrong_turns
 
         config, model = self.vllm_config.model_config, self.model_runner.get_model()
         has_new_runner, device = getattr(self, "use_v2_model_runner", False), next(model.parameters()).device
@@ -128,7 +128,7 @@ class WorkerExtension(LoadProver):
             "seed_patch": patch_seeded_partial_prefill(),
             "moe_patch": patch_experts_updated_in_place(model),
             "stacked_patch": patch_stacked_experts(model, self.megatron_rl_find_tensor_rank()),
-            "wrong_turns": find_wrong_turns(model) if current_platform.is_cpu() else [],
+            "wrong_rotations": find_wrong_rotations(model) if current_platform.is_cpu() else [],
             "scoring_patch": use_own_scoring(scoring, has_new_runner, device, config.dtype),
             "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
             "names_taken_off": take_names_off() if current_platform.is_cpu() else 0,

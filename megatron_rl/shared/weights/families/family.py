@@ -74,8 +74,8 @@ class Family:
     """True if files store the experts of a layer in one tensor, and such folders may have experts in MXFP4."""
     fix_in_engines: Callable[[Architecture], Architecture] | None = None
     """The architecture that vLLM computes for a given one, if it does not read all of config.json."""
-    default_turned: float | None = None
-    """The part of a head that turns if config.json has no partial_rotary_factor; None if whole heads always turn."""
+    default_rotary_fraction: float | None = None
+    """The part of a head that rotates without a partial_rotary_factor in config.json; None if whole heads rotate."""
 
     def read(self, config: Mapping[str, Any]) -> Architecture:
         """Read the architecture that a config.json of this family describes."""
@@ -102,9 +102,9 @@ class Family:
         _check_groups(config)
         latents = read_latents(config) if self.has_latents else None
         if latents is not None:
-            fields["kv_channels"] = latents.plain_dim + latents.turned_dim
+            fields["kv_channels"] = latents.plain_dim + latents.rotary_dim
         if self.local_base_key is None:
-            rope = read_rope(config, self.default_turned, self.has_latents)
+            rope = read_rope(config, self.default_rotary_fraction, self.has_latents)
         else:
             rope, local_rope = read_two_ropes(config, self.local_base_key)
             fields["local_rope"] = None if window is None else local_rope
@@ -136,13 +136,13 @@ class Family:
         config |= write_rope(architecture.rope, self.has_latents)
         if self.default_rope:
             config.setdefault("rope_scaling", {"rope_type": "default"})
-        if self.default_turned is not None:
-            config["partial_rotary_factor"] = architecture.rope.turned
+        if self.default_rotary_fraction is not None:
+            config["partial_rotary_factor"] = architecture.rope.rotary_fraction
         if self.experts and architecture.experts:
             config |= self.experts.write(architecture.experts)
         if architecture.latents is not None:
-            # Where there is such a key, it is the width of the part that turns.
-            config |= write_latents(architecture.latents) | {"head_dim": architecture.latents.turned_dim}
+            # Where there is such a key, it is the width of the part that rotates.
+            config |= write_latents(architecture.latents) | {"head_dim": architecture.latents.rotary_dim}
         if architecture.linear:
             config |= write_linear(architecture.linear, architecture.num_layers)
         if self.full_every is not None:
@@ -174,8 +174,8 @@ class Family:
             return "multi-latent attention" if architecture.latents else "no multi-latent attention"
         if (reason := find_unsupported_rope(architecture.rope, self.has_latents)) is not None:
             return reason
-        if architecture.rope.turned != 1 and self.default_turned is None:
-            return f"rope.turned = {architecture.rope.turned}"
+        if architecture.rope.rotary_fraction != 1 and self.default_rotary_fraction is None:
+            return f"rope.rotary_fraction = {architecture.rope.rotary_fraction}"
         if architecture.experts and self.experts:
             reason = self.experts.find_unsupported(architecture)
             if reason is not None:
@@ -208,7 +208,7 @@ class Family:
                 f'"{missing[0]}": "{self.requires[missing[0]][0]}"'
             )
         for key, allowed in {**COMMON_REQUIRES, **self.requires}.items():
-            if key == "partial_rotary_factor" and self.default_turned is not None:
+            if key == "partial_rotary_factor" and self.default_rotary_fraction is not None:
                 continue
             value = config.get(key, allowed[0])
             if value not in allowed:

@@ -10,7 +10,7 @@ from megatron_rl.types import Latents
 _KEYS = {
     "kv_rank": "kv_lora_rank",
     "plain_dim": "qk_nope_head_dim",
-    "turned_dim": "qk_rope_head_dim",
+    "rotary_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
 _QUERY_RANK = "q_lora_rank"
@@ -22,8 +22,8 @@ def read_latents(config: Mapping[str, Any]) -> Latents:
         **{field: read_count(config, key) for field, key in _KEYS.items()},
         query_rank=read_count(config, _QUERY_RANK) if _QUERY_RANK in config else None,
     )
-    if latents.turned_dim % 2:
-        raise InputError(f"qk_rope_head_dim = {latents.turned_dim} in config.json must be even: rope turns pairs")
+    if latents.rotary_dim % 2:
+        raise InputError(f"qk_rope_head_dim = {latents.rotary_dim} in config.json must be even: rope rotates pairs")
     heads, groups = read_count(config, "num_attention_heads"), read_count(config, "num_key_value_heads")
     if heads != groups:
         raise InputError(f"num_key_value_heads = {groups} in config.json must be num_attention_heads = {heads}")

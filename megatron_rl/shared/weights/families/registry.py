@@ -149,7 +149,7 @@ GLM4_MOE = Family(
     },
     experts=_BIASED_EXPERTS,
     has_prediction_layers=True,
-    default_turned=0.5,
+    default_rotary_fraction=0.5,
 )  # fmt: skip
 """GLM-4.5 to 4.7: the first layers are dense, and a sigmoid with a bias chooses the experts of the others."""
 
@@ -195,7 +195,7 @@ QWEN3_NEXT = Family(
     ),
     has_prediction_layers=True,
     has_linear_layers=True,
-    default_turned=0.25,
+    default_rotary_fraction=0.25,
 )
 """Qwen3-Next: gated delta nets among layers of gated attention, and Qwen2-MoE's experts in every layer."""
 
@@ -208,7 +208,7 @@ QWEN3_5 = Family(
     defaults={"head_dim": 256},
     has_prediction_layers=True,
     has_linear_layers=True,
-    default_turned=0.25,
+    default_rotary_fraction=0.25,
 )
 """Qwen3.5 without its images: Qwen3-Next's layers with an MLP."""
 

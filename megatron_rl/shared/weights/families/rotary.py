@@ -28,10 +28,11 @@ _ROPE_NEEDS: Mapping[RopeKind, tuple[str, ...]] = {
 }
 
 
-def read_rope(config: Mapping[str, Any], default_turned: float | None = None, has_latents: bool = False) -> Rope:
+def read_rope(config: Mapping[str, Any], default_fraction: float | None = None, has_latents: bool = False) -> Rope:
     """Read the rope in either form: rope_theta with rope_scaling, or the rope_parameters of transformers 5.
 
-    `default_turned` is the part of a head that turns without a partial_rotary_factor; None if whole heads must turn.
+    `default_fraction` is the part of a head that rotates without a partial_rotary_factor; None if whole heads must
+    rotate.
     """
     parameters = _rope_parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -43,12 +44,12 @@ def read_rope(config: Mapping[str, Any], default_turned: float | None = None, ha
     for key in ("mscale", "mscale_all_dim"):
         if parameters.get(key):
             raise InputError(f"{key} in config.json's rope parameters is not supported: write attention_factor instead")
-    if default_turned is None and parameters.get("partial_rotary_factor", 1) != 1:
+    if default_fraction is None and parameters.get("partial_rotary_factor", 1) != 1:
         raise InputError("partial_rotary_factor in config.json's rope parameters is not supported: it must be 1.0")
     base = read_positive({"rope_theta": config["rope_theta"], **parameters}, "rope_theta")
-    turned = 1.0 if default_turned is None else _read_turned(config, parameters, default_turned)
+    rotary_fraction = 1.0 if default_fraction is None else _read_fraction(config, parameters, default_fraction)
     if kind == RopeKind.DEFAULT:
-        return Rope(base=base, turned=turned)
+        return Rope(base=base, rotary_fraction=rotary_fraction)
     if missing := [key for key in _ROPE_NEEDS[RopeKind(kind)] if key not in parameters]:
         raise InputError(f"config.json's rope parameters must have {missing[0]}, which {kind} needs")
     if kind in (RopeKind.LLAMA3, RopeKind.YARN):
@@ -57,7 +58,7 @@ def read_rope(config: Mapping[str, Any], default_turned: float | None = None, ha
         length = beside or parameters.get("original_max_position_embeddings", config.get("max_position_embeddings"))
         parameters["original_max_position_embeddings"] = read_count(config, "original_max_position_embeddings", length)
     fields = {field: _rope_value(parameters, key) for key, field in _ROPE_KEYS.items() if key in parameters}
-    return Rope(base=base, kind=RopeKind(kind), turned=turned, **fields)
+    return Rope(base=base, kind=RopeKind(kind), rotary_fraction=rotary_fraction, **fields)
 
 
 def read_two_ropes(config: Mapping[str, Any], local_key: str) -> tuple[Rope, Rope]:
@@ -84,7 +85,7 @@ def read_two_ropes(config: Mapping[str, Any], local_key: str) -> tuple[Rope, Rop
 
 
 def _read_rope_of_latents(config: Mapping[str, Any], parameters: dict[str, Any], kind: str) -> Rope:
-    """Read the rope of the part of a head that turns."""
+    """Read the rope of the part of a head that rotates."""
     base = read_positive({"rope_theta": config["rope_theta"], **parameters}, "rope_theta")
     if parameters.pop("partial_rotary_factor", 1) != 1:
         raise InputError("partial_rotary_factor in config.json's rope parameters is not supported: it must be 1.0")
@@ -110,16 +111,16 @@ def _read_rope_of_latents(config: Mapping[str, Any], parameters: dict[str, Any],
     return Rope(base=base, kind=RopeKind.YARN, original_max_positions=length, **fields)
 
 
-def _read_turned(config: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
-    """Return the part of a head that turns; transformers prefers the key among the rope parameters."""
+def _read_fraction(config: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
+    """Return the part of a head that rotates; transformers prefers the key among the rope parameters."""
     key = "partial_rotary_factor"
-    turned = read_positive({key: default, **{k: v for k, v in config.items() if k == key}, **parameters}, key)
+    rotary_fraction = read_positive({key: default, **{k: v for k, v in config.items() if k == key}, **parameters}, key)
     width = config["head_dim"]
-    if turned > 1 or int(width * turned) % 2 or not int(width * turned):
+    if rotary_fraction > 1 or int(width * rotary_fraction) % 2 or not int(width * rotary_fraction):
         raise InputError(
-            f"{key} = {turned:g} in config.json must turn an even number of the {width} dimensions of a head"
+            f"{key} = {rotary_fraction:g} in config.json must rotate an even number of the {width} dimensions of a head"
         )
-    return turned
+    return rotary_fraction
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class PackParams(PackedSeqParams):
     temperature: float = 1.0
     with_entropies: bool = False
     rotation_R2F: torch.Tensor | None = None
-    """The cosines and sines of rope for this rank's rows; None if Megatron's operations turn queries and keys."""
+    """The cosines and sines of rope for this rank's rows; None if Megatron's operations rotate queries and keys."""
     routing: Routing | None = None
     """The given experts of the rows of this rank's routers; None if the routers choose."""
 
@@ -73,7 +73,7 @@ class SharedPromptAttention(MegatronModule):
         # Megatron counts layers from one.
         layer = layer_number - 1
         if architecture.latents is not None:
-            # Only the turned part has the factor of rope, and has got it already.
+            # Only the rotated part has the factor of rope, and has got it already.
             self.scale = rope.score_factor(architecture.rope) / math.sqrt(architecture.kv_channels)
         else:
             # The factor applies to both queries and keys, so it is squared in their products.

@@ -85,7 +85,7 @@ class PackedGPTModel(GPTModel):
             )
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
-        """Make the table by which all layers turn queries and keys, with the factor of Megatron's operations."""
+        """Make the table by which all layers rotate queries and keys, with the factor of Megatron's operations."""
         if self.architecture.latents is not None:
             factor = rope.attention_factor(self.architecture.rope)
         else:

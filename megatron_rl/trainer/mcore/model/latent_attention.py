@@ -1,11 +1,11 @@
 """Multi-latent attention on packs: keys and values are products of one narrow row of a token.
 
-Megatron's own turns queries and keys by the rows that they have in sequences, and not by their positions in a pack.
-With tensor parallelism it also loses the other ranks' part of the gradient of the key part that turns: all heads share
-that part.
+Megatron's own rotates queries and keys by the rows that they have in sequences, and not by their positions in a pack.
+With tensor parallelism it also loses the other ranks' part of the gradient of the key part that rotates: all heads
+share that part.
 
 Letters: R rows of this rank, H heads of this tensor-parallel rank, E hidden size, L columns of a narrow row, F pairs
-that turn.
+that rotate.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_rl.trainer.mcore.model.attention import PackParams
 
 
 class PackedLatentAttention(MLASelfAttention):
-    """Megatron's multi-latent attention, whose queries and keys turn by their positions in a pack."""
+    """Megatron's multi-latent attention, whose queries and keys rotate by their positions in a pack."""
 
     def get_query_key_value_tensors(
         self,
@@ -28,7 +28,7 @@ class PackedLatentAttention(MLASelfAttention):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return queries and keys [R, H, plain + turned columns], values [R, H, value columns], and twice None."""
+        """Return queries and keys [R, H, plain + rotated columns], values [R, H, value columns], and twice None."""
         assert isinstance(packed_seq_params, PackParams) and packed_seq_params.rotation_R2F is not None
         rotation_R2F = packed_seq_params.rotation_R2F
         config: Any = self.config
@@ -40,17 +40,17 @@ class PackedLatentAttention(MLASelfAttention):
             project = self.linear_q_proj
         q_RHD = self._split_heads(project(queries)[0])
         narrow_R1L = self._narrow(self.linear_kv_down_proj, hidden_states)
-        shared_R1L, turned_R1P = narrow_R1L.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        shared_R1L, rotated_R1P = narrow_R1L.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         kv_RHD = self._split_heads(self.linear_kv_up_proj(self.kv_layernorm(self._divide_rows(shared_R1L)))[0])
 
-        q_plain_RHD, q_turned_RHP = q_RHD.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        q_plain_RHD, q_rotated_RHP = q_RHD.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         k_plain_RHD, v_RHV = kv_RHD.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         # The heads of every rank take part in its gradient.
-        turned_R1P = tensor_parallel.copy_to_tensor_model_parallel_region(turned_R1P, group=self.pg_collection.tp)
-        k_turned_RHP = _turn(turned_R1P, rotation_R2F).expand(-1, k_plain_RHD.shape[1], -1)
+        rotated_R1P = tensor_parallel.copy_to_tensor_model_parallel_region(rotated_R1P, group=self.pg_collection.tp)
+        k_rotated_RHP = _turn(rotated_R1P, rotation_R2F).expand(-1, k_plain_RHD.shape[1], -1)
         return (
-            torch.cat((q_plain_RHD, _turn(q_turned_RHP, rotation_R2F)), dim=-1),
-            torch.cat((k_plain_RHD, k_turned_RHP), dim=-1),
+            torch.cat((q_plain_RHD, _turn(q_rotated_RHP, rotation_R2F)), dim=-1),
+            torch.cat((k_plain_RHD, k_rotated_RHP), dim=-1),
             v_RHV,
             None,
             None,

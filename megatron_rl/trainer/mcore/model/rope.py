@@ -8,12 +8,12 @@ from megatron_rl.types import Rope, RopeKind
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Compute a frequency for each pair of dimensions that turns, in fp32, and on the host: all devices get the same.
+    """Compute a frequency for each pair of dimensions that rotates, in fp32, and on the host: all devices get the same.
 
-    The result is as short as the part of a head that turns, and Megatron leaves the other dimensions as they are.
+    The result is as short as the part of a head that rotates, and Megatron leaves the other dimensions as they are.
     """
     with torch.device("cpu"):
-        return _inverse_frequencies(rope, int(head_dim * rope.turned))
+        return _inverse_frequencies(rope, int(head_dim * rope.rotary_fraction))
 
 
 def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 def score_factor(rope: Rope) -> float:
-    """Return the factor that yarn gives to whole scores of multi-latent attention, besides that of the turned part."""
+    """Return the factor that yarn gives to whole scores of multi-latent attention, besides that of the rotated part."""
     if rope.kind is not RopeKind.YARN or not rope.mscale_all_dim:
         return 1.0
     return _yarn_scale(rope.factor, rope.mscale_all_dim) ** 2
@@ -51,13 +51,13 @@ def _yarn_scale(factor: float, share: float) -> float:
 
 
 def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """Compute the angle of each dimension that turns at each position, in Megatron's shape: [T, 1, 1, D]."""
+    """Compute the angle of each dimension that rotates at each position, in Megatron's shape: [T, 1, 1, D]."""
     angles_TF = pair_angles(frequencies_F, positions_T)
     return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
 
 
 def pair_angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """Compute the angle of each pair of dimensions that turns at each position."""
+    """Compute the angle of each pair of dimensions that rotates at each position."""
     return torch.outer(positions_T.float(), frequencies_F)
 
 

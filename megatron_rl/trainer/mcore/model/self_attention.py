@@ -1,9 +1,9 @@
-"""Megatron's self-attention whose heads are split, normalized and turned in one kernel, or turned by one of two ropes.
+"""Megatron's self-attention whose heads are split, normalized and rotated in one kernel, or by one of two ropes.
 
 A layer takes Megatron's own way if it has what the kernel lacks. The log names the reason once.
 
 Letters: R rows of this rank, C columns of the product, E hidden size, H query heads, G key-value heads, D dimensions of
-a head, F pairs that turn.
+a head, F pairs that rotate.
 """
 
 import functools
@@ -46,7 +46,7 @@ class FusedSelfAttention(SelfAttention):
     _rotation_R2F: torch.Tensor | None = None
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """Compute attention. The kernel turns queries and keys, so Megatron gets no angles."""
+        """Compute attention. The kernel rotates queries and keys, so Megatron gets no angles."""
         rotation_R2F = packed_seq_params.rotation_R2F if isinstance(packed_seq_params, PackParams) else None
         if rotation_R2F is None or self._takes_megatrons_way:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

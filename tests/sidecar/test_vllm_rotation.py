@@ -1,9 +1,9 @@
-"""The turn of queries and keys in a model of vLLM's, tried against vLLM's definition in torch."""
+"""The rotation of queries and keys in a model of vLLM's, tried against vLLM's definition in torch."""
 
 import pytest
 import torch
 
-from megatron_rl.sidecar.vllm.turning import find_wrong_turns
+from megatron_rl.sidecar.vllm.rotation import find_wrong_rotations
 
 WIDTH, PLAIN, NARROW = 8, 4, 6
 FAULTS = ("position of another token", "query left as it was", "key left as it was", "each head for a token")
@@ -26,13 +26,13 @@ class Rotary(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.fault == "position of another token":
             positions = positions.flip(0)
-        turned_queries, turned_keys = self.forward_native(positions, queries, keys)
+        rotated_queries, rotated_keys = self.forward_native(positions, queries, keys)
         if self.fault == "each head for a token":
             of_heads = torch.arange(1, 1 + queries.shape[0] * queries.shape[1])
-            turned_queries = self._turn(of_heads, queries.flatten(0, 1).unsqueeze(1)).view(queries.shape)
+            rotated_queries = self._turn(of_heads, queries.flatten(0, 1).unsqueeze(1)).view(queries.shape)
         return (
-            queries if self.fault == "query left as it was" else turned_queries,
-            keys if self.fault == "key left as it was" else turned_keys,
+            queries if self.fault == "query left as it was" else rotated_queries,
+            keys if self.fault == "key left as it was" else rotated_keys,
         )
 
     def _turn(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -53,11 +53,11 @@ def make_model(*faults: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_turn_is_found(fault: str) -> None:
-    assert find_wrong_turns(make_model("", fault)) == ["layer_1"]
+def test_a_wrong_rotation_is_found(fault: str) -> None:
+    assert find_wrong_rotations(make_model("", fault)) == ["layer_1"]
 
 
-def test_a_right_turn_is_not_found_wrong() -> None:
-    assert find_wrong_turns(make_model("", "")) == []
-    assert find_wrong_turns(make_model("").bfloat16()) == []
-    assert find_wrong_turns(torch.nn.Linear(2, 2)) == []
+def test_a_right_rotation_is_not_found_wrong() -> None:
+    assert find_wrong_rotations(make_model("", "")) == []
+    assert find_wrong_rotations(make_model("").bfloat16()) == []
+    assert find_wrong_rotations(torch.nn.Linear(2, 2)) == []
