@@ -197,9 +197,11 @@ def _needed_work(
     scale: float,
     window: int | None,
     backend_name: str,
+    sinks_H: torch.Tensor | None,
 ) -> tuple[Entry, Entry]:
     """Return the work of pairs that see each other: two products forward, five backward."""
     assert window is None
+    assert sinks_H is None
     _, num_heads, head_dim = q_THD.shape
     strands = find_strands(layout)
     num_pairs = sum(
