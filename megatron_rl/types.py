@@ -148,7 +148,7 @@ class Architecture:
     activation_clamp: float | None = None
     """The largest value of an MLP's gate, and the largest absolute value of its other part; None for any."""
     has_sinks: bool = False
-    """Whether attention has a sink for each head."""
+    """True: each head of attention has a sink."""
     has_output_norms: bool = False
     """Whether the outputs of attention and of the MLP are normalized before they are added to the residual."""
     scales_embedding: bool = False

@@ -175,10 +175,10 @@ class _Operator:
     written: tuple[tuple[int, str], ...]
     """Places and names of the operands that the schema marks as written."""
     is_collective: bool
-    """Whether it is a collective, which writes all."""
+    """True: a collective, which writes all its operands."""
     is_view: bool
     takes_numbers: bool
-    """Whether numbers of the host may be operands."""
+    """True: operands may be numbers of the host."""
     is_random: bool
 
 

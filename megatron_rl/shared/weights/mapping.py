@@ -86,7 +86,7 @@ class Mapping:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether files store the experts of a layer in one tensor (see `stacks`)."""
+        """Check if files store all experts of a layer in one tensor (`stacks.py`)."""
         return self._family.stacks_experts
 
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:
@@ -104,7 +104,7 @@ class Mapping:
 
     @property
     def has_prediction_layers(self) -> bool:
-        """Whether a folder may hold layers that the model leaves out."""
+        """Check if a folder may hold layers that the model leaves out."""
         return self._family.has_prediction_layers
 
     def is_left_out(self, tensor: str) -> bool:

@@ -91,9 +91,9 @@ class ServerConfig:
     scoring: Literal["ours", "vllm"] = "ours"
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     replays_routing: bool = False
-    """Whether an engine returns the experts that it chose for each token."""
+    """True: an engine returns the experts of each token."""
     attends_plainly: bool = False
-    """Whether vLLM computes this model's attention in plain ways, since its faster ones for CPUs do not serve here."""
+    """True: vLLM computes attention in plain ways, since its faster ones for CPUs are wrong or refuse updates here."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
