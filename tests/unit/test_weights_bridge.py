@@ -11,10 +11,12 @@ from megatron_rl.analysis.plan.command_lines import Files
 from megatron_rl.commands.rescore import _read_fingerprint
 from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.config.hardware import read_free_memory
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.weights.families import describe_guest, read_architecture
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar.vllm.server import configure_server
 from tests import hf_models
 from tests.command_lines import CPU, RUN, parse, parse_run
 from tests.processes import ROOT
@@ -119,3 +121,9 @@ def test_free_memory_is_that_of_the_host_or_of_its_control_group(tmp_path: Path)
     assert read_free_memory(meminfo, group) == 40 * 1024
     (group / "memory.max").write_text("10000\n")
     assert read_free_memory(meminfo, group) == 10000 - 9000 + 500
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_engine_on_a_cpu_is_configured_for_a_model_that_only_the_file_knows(folder: Path, dtype: str | None) -> None:
+    config = configure_server(RolloutConfig(dtype=dtype), folder, 64, "cpu", 1, weights_bridge=GUEST)
+    assert (config.dtype, config.attends_plainly) == (dtype or "float32", False)

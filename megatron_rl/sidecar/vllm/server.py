@@ -130,7 +130,7 @@ def configure_server(
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
-        attends_plainly=device == "cpu" and read_architecture(model).latents is not None,
+        attends_plainly=device == "cpu" and read_architecture(model, weights_bridge).latents is not None,
         transport=rollout.transport,
         flags=flags,
     )
