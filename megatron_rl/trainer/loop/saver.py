@@ -13,7 +13,7 @@ from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import BASE, Policy, Reference
 
 
 class Data(Protocol):
@@ -139,8 +139,19 @@ class Saver:
     def _save_hf(self, folder: Path) -> None:
         self._policy.synchronize()
         settings = self._settings
-        self._policy.weights.save_hf(folder, settings.model.hf_model, settings.publish.dtype, self._stops)
+        dtype, base = settings.publish.dtype, self._policy.base
+        if base is not None:
+            # Before the weights, whose folder tells a resumed run that this one exists too.
+            adapters = self._adapters_folder(folder)
+            self._session.run_or_raise_everywhere(lambda: withdraw(adapters) if self._session.rank == 0 else None)
+            base.save_adapters(self._session, adapters, dtype)
+        self._policy.weights.save_hf(folder, settings.model.hf_model, dtype, self._stops)
         self.last_hf = folder
+
+    @staticmethod
+    def _adapters_folder(folder: Path) -> Path:
+        """Return the folder of PEFT's beside that of the merged weights."""
+        return folder.with_name(f"{folder.name}_adapter")
 
     def _extra(self, state: RunState) -> dict[str, Any]:
         return {
@@ -149,6 +160,7 @@ class Saver:
             "prompts": self._prompts.state() if self._prompts is not None else {},
             "stops": self._stops,
             "reference": self._start,
+            **({} if self._policy.base is None else {BASE: self._policy.base.fingerprint}),
             "audit_head": state.audit_head,
             "plug_ins": describe_own_files(self._settings),
             "baseline": state.baseline,
@@ -166,6 +178,8 @@ class Saver:
                 f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
+        if self._policy.base is not None:
+            self._policy.base.check(extra, source)
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))
 
