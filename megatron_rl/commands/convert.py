@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _convert(settings: Settings) -> str:
     # Imported after the platform is installed, which `parse` has done.
+    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
     from megatron_rl.trainer.mcore.checkpoint.serialization import load_model, save_model
     from megatron_rl.trainer.mcore.model.gpt import build_model
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
@@ -67,7 +68,7 @@ def _convert(settings: Settings) -> str:
         if base is not None:
             weights = weights.merged_with(base.adapters)
             if checkpoint.load is not None:
-                base.check(*_read_own(checkpoint.load, checkpoint.ckpt_step))
+                base.check(*_read_common(checkpoint.load, checkpoint.ckpt_step))
         if checkpoint.load is not None:
             iteration = load_model(chunks, checkpoint.load, session, checkpoint.ckpt_step)
             weights.zero_padding()
@@ -77,17 +78,15 @@ def _convert(settings: Settings) -> str:
             save_model(chunks, checkpoint.save, iteration, session)
         if checkpoint.save_hf is not None:
             # The tokens that end a response besides those of the model's files; the checkpoint's run found them.
-            own = {} if checkpoint.load is None else _read_own(checkpoint.load, checkpoint.ckpt_step)[0]
-            ends: list[int] = own.get("stops", [])
+            common = {} if checkpoint.load is None else _read_common(checkpoint.load, checkpoint.ckpt_step)[0]
+            ends: list[int] = common.get(EXTRA, {}).get("stops", [])
             return weights.save_hf(checkpoint.save_hf, source=hf_model, ends=ends)
         return weights.fingerprint()
 
 
-def _read_own(load: Path, step: int | None) -> tuple[dict[str, Any], Path]:
-    """Return the trainer's own state in the checkpoint, and the checkpoint's folder."""
+def _read_common(load: Path, step: int | None) -> tuple[dict[str, Any], Path]:
+    """Return everything in the checkpoint but its tensors, and the checkpoint's folder."""
     from megatron_rl.trainer.mcore.checkpoint import folders, serialization
-    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
 
     _, source = folders.find(load, step)
-    own: dict[str, Any] = serialization.read_common(source).get(EXTRA, {})
-    return own, source
+    return serialization.read_common(source), source

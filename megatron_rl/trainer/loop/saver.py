@@ -13,7 +13,7 @@ from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import BASE, Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 
 
 class Data(Protocol):
@@ -160,7 +160,6 @@ class Saver:
             "prompts": self._prompts.state() if self._prompts is not None else {},
             "stops": self._stops,
             "reference": self._start,
-            **({} if self._policy.base is None else {BASE: self._policy.base.fingerprint}),
             "audit_head": state.audit_head,
             "plug_ins": describe_own_files(self._settings),
             "baseline": state.baseline,
@@ -178,8 +177,6 @@ class Saver:
                 f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
-        if self._policy.base is not None:
-            self._policy.base.check(extra, source)
         if self._prompts is not None:
             self._prompts.restore(extra.get("prompts"))
 

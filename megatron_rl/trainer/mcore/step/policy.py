@@ -26,8 +26,8 @@ from megatron_rl.trainer.mcore.step.optimizer import (
     force_param_sync,
 )
 
-BASE = "base"
-"""The key of the base's fingerprint in the trainer's own state."""
+BASE = "megatron_rl_base"
+"""The key of the base's fingerprint in a checkpoint of adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Base:
     folder: Path
     fingerprint: str
 
-    def check(self, extra: Mapping[str, Any], source: Path) -> None:
-        """Raise unless a checkpoint with this trainer's state holds adapters of this base."""
-        if (saved := extra.get(BASE, "none")) != self.fingerprint:
+    def check(self, common: Mapping[str, Any], source: Path) -> None:
+        """Raise unless a checkpoint, of which this is everything but tensors, holds adapters of this base."""
+        if (saved := common.get(BASE, "none")) != self.fingerprint:
             raise InputError(
                 f"{source} holds adapters of the base {saved[:12]}, and --hf-model is {self.fingerprint[:12]}: write "
                 f"the folder that they were trained on"
