@@ -11,6 +11,7 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.config.command_line import model_checks
 from megatron_rl.config.command_line.algorithm_checks import check_algorithm
+from megatron_rl.config.command_line.lora_checks import check_lora
 from megatron_rl.config.command_line.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.command_line.stage import check_stage
 from megatron_rl.config.settings import DraftSettings, Settings
@@ -30,6 +31,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_length(settings, model)
         yield from _check_world(settings, model)
     yield from check_stage(settings)
+    yield from check_lora(settings)
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
     if settings.run.stage == "grpo":

@@ -38,15 +38,22 @@ class FilePlan:
     """The file and the first byte of each tensor; the same on every process."""
 
     def __init__(
-        self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None, stacks_experts: bool = False
+        self,
+        specs: Sequence[TensorSpec],
+        metadata: dict[str, str] | None = None,
+        stacks_experts: bool = False,
+        file: str | None = None,
     ):
-        """Lay out tensors with these specs; with `stacks_experts`, as files of such families store them."""
+        """Lay out tensors with these specs; with `stacks_experts`, as files of such families store them.
+
+        All of them go into `file`, if it is given.
+        """
         self.specs = {spec.name: spec for spec in specs}
         stored = stack_specs(specs) if stacks_experts else specs
         self.stored = {spec.name: spec for spec in stored}
         self.stacks_experts = stacks_experts
-        groups = _group(stored)
-        names = ["model.safetensors"]
+        groups = _group(stored) if file is None else [list(stored)]
+        names = [file or "model.safetensors"]
         if len(groups) > 1:
             names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         self.headers: dict[str, bytes] = {}

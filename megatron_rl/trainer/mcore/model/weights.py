@@ -1,6 +1,7 @@
 """A Megatron model's weights in Hugging Face's form: loaded, saved, streamed and fingerprinted."""
 
 import contextlib
+import copy
 import json
 import logging
 import shutil
@@ -32,6 +33,7 @@ from megatron_rl.shared.weights.shards import (
     map_shards,
 )
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
+from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard
 from megatron_rl.trainer.mcore.session import Session
 
 _log = logging.getLogger(__name__)
@@ -55,9 +57,24 @@ class ModelWeights:
         self._device_weights: dict[str | None, DeviceWeights] = {}
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
+        self.adapters: Adapters | None = None
+        """The adapters that are merged into what is exported."""
         self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
+
+    def merged_with(self, adapters: Adapters) -> "ModelWeights":
+        """Return these weights as they are with the adapters merged into them. The parameters stay as they are."""
+        merged = copy.copy(self)
+        merged._device_weights, merged._stream = {}, None
+        merged.adapters, of_weights = adapters, adapters.by_parameter
+        merged.shards = [
+            MergedShard(shard.parameter_name, shard.parameter, shard.map, of_weights[shard.parameter_name])
+            if shard.parameter_name in of_weights
+            else shard
+            for shard in self.shards
+        ]
+        return merged
 
     @property
     def is_written_here(self) -> bool:
@@ -177,12 +194,17 @@ class ModelWeights:
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
         digests = Digests(self.mapping.manifest(dtype))
-        if self._session.platform.device_type == "cpu":
+        if self._is_exported_from_host:
             for shard in self.shards:
                 digests.add_shard(shard)
         else:
             self._on_device(dtype).add_digests(digests)
         return digests.combine(self._session.control_group)
+
+    @property
+    def _is_exported_from_host(self) -> bool:
+        """Check if exports take one parameter after the other: kernels read parameters, and no merged weights."""
+        return self._session.platform.device_type == "cpu" or self.adapters is not None
 
     def _on_device(self, dtype: str | None) -> DeviceWeights:
         """Return what a device other than the host does for exports in this dtype."""
@@ -238,7 +260,7 @@ class ModelWeights:
         self, folder: Path, plan: files.FilePlan, dtype: str | None, counter: Counter | None
     ) -> None:
         """Write the tensors that this rank owns; the counter tells readers which have arrived."""
-        if self._session.platform.device_type == "cpu":
+        if self._is_exported_from_host:
             self._write(folder, plan, [] if counter is None else [counter.put], in_order=counter is not None)
         elif self.is_written_here:
             with _writing_to(folder):
