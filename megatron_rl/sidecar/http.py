@@ -1,7 +1,6 @@
 """The routes of the rollout service: binary bodies, and a token for every route but health."""
 
 import asyncio
-import hmac
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,12 +13,12 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.wire import ErrorAnswer, ErrorCode
 from megatron_rl.sidecar.evaluation import EvaluationFailed
+from megatron_rl.sidecar.guard import OPEN, Guard
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
@@ -27,7 +26,6 @@ from megatron_rl.sidecar.supervisor import WrongWorkerCount
 MAX_BODY_BYTES = 1 << 30
 MAX_PATIENCE_SECONDS = 60.0
 MAX_NEW_ENGINES = 64
-_OPEN = "/health"
 _PATIENCE = {"parameters": [{"name": "patience", "in": "query", "schema": {"type": "number", "default": 30}}]}
 _STATUS: tuple[tuple[tuple[type[Exception], ...], int, ErrorCode], ...] = (
     ((IterationFailed,), 410, ErrorCode.ITERATION_FAILED),
@@ -46,28 +44,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 def build_application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
     """Build the ASGI application."""
     app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
-    app.add_middleware(_Guard, token=token)
+    app.add_middleware(Guard, token=token)
     app.add_exception_handler(MegatronRLError, _report)
     _trainer_routes(app, service)
     _evaluation_routes(app, service)
     _operator_routes(app, service, shutdown)
     return app
-
-
-class _Guard:
-    """Checks the token of every request before its body is read. A plain ASGI layer, because every slot passes it."""
-
-    def __init__(self, app: ASGIApp, token: str):
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != _OPEN:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                await JSONResponse({"error": "the token is missing or wrong"}, status_code=401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _report(_: Request, error: Exception) -> Response:
@@ -186,7 +168,7 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
 
 
 def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:
-    @app.get(_OPEN)
+    @app.get(OPEN)
     async def health() -> dict[str, str]:
         """Answer that the service runs, and nothing else; needs no token."""
         return {"status": "ok"}
