@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 from megatron_rl.shared.protocol.wire import ErrorAnswer, ErrorCode
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.guard import OPEN, Guard
@@ -48,6 +49,7 @@ def build_application(service: RolloutService, token: str, shutdown: Callable[[]
     app.add_exception_handler(MegatronRLError, _report)
     _trainer_routes(app, service)
     _evaluation_routes(app, service)
+    _host_routes(app, service)
     _operator_routes(app, service, shutdown)
     return app
 
@@ -165,6 +167,27 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
         service.renew_lease(_read_lease(request))
         data = await service.evaluated(version, _bounded(patience))
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
+
+
+def _host_routes(app: FastAPI, service: RolloutService) -> None:
+    @app.get("/v1/hosts")
+    async def hosts(request: Request) -> Response:
+        """Answer with the DeliveryHosts to which a trainer brings weights; none if all engines share its folder."""
+        service.renew_lease(_read_lease(request))
+        listed = DeliveryHosts(epoch=0, token="", hosts=[])
+        if service.hosts is not None:
+            listed = service.hosts.list_for_delivery()
+        return Response(wire.encode(listed), media_type=wire.MEDIA_TYPE)
+
+    @app.post("/v1/hosts/{name}/lost")
+    async def leave_out(request: Request, name: str) -> dict[str, str]:
+        """Note that a version was not delivered to a host; its engines wait for the next. Body: LeftOut."""
+        service.renew_lease(_read_lease(request))
+        told = await _body(request, LeftOut)
+        if service.hosts is None:
+            raise InputError(f"unknown host {name!r}: this sidecar has no other hosts")
+        service.hosts.leave_out(name, told.version, told.reason)
+        return {"host": name}
 
 
 def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:
