@@ -250,9 +250,15 @@ def _bounded(patience: float) -> float:
 
 
 async def serve(
-    app: Any, *, until: asyncio.Event, uds: Path | None = None, listener: socket.socket | None = None
+    app: Any,
+    *,
+    until: asyncio.Event,
+    uds: Path | None = None,
+    listener: socket.socket | None = None,
+    tls: tuple[Path, Path] | None = None,
 ) -> None:
-    """Serve until the event is set, then finish the requests in progress."""
+    """Serve until the event is set, then finish the requests in progress; `tls` is a certificate and its key."""
+    cert, key = tls or (None, None)
     config = uvicorn.Config(
         app,
         uds=str(uds) if uds is not None else None,
@@ -260,6 +266,8 @@ async def serve(
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=2,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
     )
     server = uvicorn.Server(config)
     # Signals belong to the sidecar, which has engines to end.

@@ -165,10 +165,10 @@ def _build_hosts(settings: SidecarSettings) -> Hosts | None:
     if rollout.hosts is None:
         return None
     named = read_hosts(rollout.hosts, rollout.tensor_parallel_size)
-    if not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
+    if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
         _log.warning(
             "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
-            "only your hosts share"
+            "only your hosts share, or give the agents certificates (tls_ca)"
         )
     return Hosts(named, settings.run)
 

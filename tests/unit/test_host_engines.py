@@ -222,5 +222,9 @@ def test_all_mistakes_in_an_agents_flags_are_named_at_once(tmp_path):
     with pytest.raises(UsageError, match="16 characters or more"):
         parse(["--listen", "127.0.0.1:0", "--token-file", str(token), "--folder", str(tmp_path)])
     token.write_text("0123456789abcdef\n")
+    with pytest.raises(UsageError, match="belong together"):
+        parse(["--tls-cert", str(token)])
+    with pytest.raises(UsageError, match="cannot be used"):
+        parse(["--tls-cert", str(token), "--tls-key", str(token)])
     settings = parse(["--listen", "[::1]:7100", "--token-file", str(token), "--folder", str(tmp_path)])
     assert (settings.listen, settings.token) == (("::1", 7100), "0123456789abcdef")

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,12 @@ class Agent:
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, tls: tuple[Path, Path] | None = None) -> None:
         listener = open_listener("127.0.0.1", self.port)
         self.port = listener.getsockname()[1]
         self._ended = asyncio.Event()
         app = build_agent_application(self.world.engines, TOKEN)
-        self._task = asyncio.create_task(serve(app, listener=listener, until=self._ended))
+        self._task = asyncio.create_task(serve(app, listener=listener, until=self._ended, tls=tls))
 
     async def stop(self) -> None:
         assert self._task is not None
@@ -49,10 +51,13 @@ class Agent:
 
 
 @contextlib.asynccontextmanager
-async def connected(folder: Path) -> AsyncIterator[tuple[Agent, Hosts, RemoteHost]]:
+async def connected(
+    folder: Path, tls: tuple[Path, Path] | None = None
+) -> AsyncIterator[tuple[Agent, Hosts, RemoteHost]]:
     agent = Agent(folder)
-    await agent.start()
-    hosts = Hosts(StaticHosts((HostPlace(f"127.0.0.1:{agent.port}"),), TOKEN), "run", QUICK)
+    await agent.start(tls)
+    tls_ca = None if tls is None else tls[0]
+    hosts = Hosts(StaticHosts((HostPlace(f"127.0.0.1:{agent.port}"),), TOKEN, tls_ca), "run", QUICK)
     hosts.open()
     try:
         await until(lambda: hosts.all[0].lease)
@@ -241,5 +246,40 @@ def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
             async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
                 with pytest.raises(httpx.ReadError, match="the lease of this host is over"):
                     await client.get("/health")
+
+    asyncio.run(check())
+
+
+def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a certificate for the loopback address, which is its own authority, and its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*words, "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_an_agent_with_a_certificate_is_spoken_to_by_tls_and_another_certificate_is_refused(tmp_path):
+    async def check() -> None:
+        tls = make_certificate(tmp_path, "agent")
+        async with connected(tmp_path, tls) as (agent, _, host):
+            await start(agent, host)
+            await host.beat()
+            engine, ended = Engine(), asyncio.Event()
+            address = Path(agent.world.launcher.handles[0].address)
+            serving = asyncio.create_task(serve(engine, uds=address, until=ended))
+            await until(address.exists)
+            async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
+                assert (await client.post("/a", headers={"content-type": "a/b"})).status_code == 418
+            ended.set()
+            await serving
+            for wrong in (make_certificate(tmp_path, "another")[0], None):
+                others = Hosts(StaticHosts((host.place,), TOKEN, wrong), "run", QUICK)
+                others.open()
+                await until(others.all[0].find_fault)
+                assert "has not answered" in (others.all[0].find_fault() or "")
+                assert wrong is None or "CERTIFICATE_VERIFY_FAILED" in (others.all[0].find_fault() or "")
+                await others.close()
 
     asyncio.run(check())

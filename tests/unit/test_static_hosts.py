@@ -79,6 +79,8 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
         ("[[host]]\naddress = 'a:1'", "token_file is missing"),
         ("token_file = 'none'\n[[host]]\naddress = 'a:1'", "No such file"),
         ("[[host", "cannot be read"),
+        ("token_file = 'token'\ntls_ca = 'none'\n[[host]]\naddress = 'a:1'", "tls_ca .* cannot be used"),
+        ("token_file = 'token'\ntls_ca = 3\n[[host]]\naddress = 'a:1'", "tls_ca must be"),
     ],
 )
 def test_a_file_without_hosts_or_token_is_refused(tmp_path, text, words):

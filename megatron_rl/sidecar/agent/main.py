@@ -7,8 +7,9 @@ import dataclasses
 import logging
 import shutil
 import signal
+import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.flag import FlagParser
@@ -35,6 +36,8 @@ class AgentSettings:
     token: str
     folder: Path
     """The folder of its engines' logs."""
+    tls: tuple[Path, Path] | None = None
+    """The files of its certificate and of the certificate's key."""
 
 
 def run_from_words(words: Sequence[str]) -> int:
@@ -54,15 +57,19 @@ def parse(words: Sequence[str]) -> AgentSettings:
     parser = FlagParser(prog="python -m megatron_rl.sidecar.agent", description="Runs engines for a service elsewhere.")
     parser.add_argument("--listen", help="the address of this host that the service reaches, HOST:PORT or [HOST]:PORT")
     parser.add_argument("--token-file", type=Path, help="the file with the token, which only its owner may read")
+    parser.add_argument("--tls-cert", type=Path, help="the file with the certificate that services check")
+    parser.add_argument("--tls-key", type=Path, help="the file with the key of --tls-cert")
     parser.add_argument("--folder", type=Path, help="the folder for the engines' logs")
     given = parser.parse_args(list(words))
     place, token, problems = _read_place(given), _read_token(given), []
     problems += [found for found in (place, token) if isinstance(found, str)]
     if "folder" not in given:
         problems.append("--folder is missing: name a folder for the engines' logs")
+    tls = (given.tls_cert, given.tls_key) if "tls_cert" in given and "tls_key" in given else None
+    problems += _check_tls(given)
     if isinstance(place, str) or isinstance(token, str) or problems:
         raise UsageError(*problems)
-    return AgentSettings(place, token[0], given.folder)
+    return AgentSettings(place, token[0], given.folder, tls)
 
 
 async def run(settings: AgentSettings, launcher: LocalLauncher, make_receiver: MakeReceiver | None = None) -> None:
@@ -78,12 +85,13 @@ async def run(settings: AgentSettings, launcher: LocalLauncher, make_receiver: M
     watching.add_done_callback(lambda _: ended.set())
     try:
         _log.info("this host's agent serves at %s; engines log to %s", find_url(listener), settings.folder)
-        if not is_loopback(settings.listen[0]):
+        if settings.tls is None and not is_loopback(settings.listen[0]):
             _log.warning(
                 "nothing is encrypted between this host and the service, the token included: use a network that only "
-                "your hosts share"
+                "your hosts share, or give the agent a certificate (--tls-cert, --tls-key)"
             )
-        await serve(build_agent_application(engines, settings.token), listener=listener, until=ended)
+        app = build_agent_application(engines, settings.token)
+        await serve(app, listener=listener, until=ended, tls=settings.tls)
     finally:
         watching.cancel()
         await engines.leave()
@@ -98,6 +106,17 @@ def _read_place(given: argparse.Namespace) -> tuple[str, int] | str:
         return "--listen is missing: write this host's address and a port, such as 10.0.0.2:7100"
     place = parse_place(given.listen)
     return place or f"--listen {given.listen} must be HOST:PORT: write 10.0.0.2:7100, or one of IPv6 in brackets"
+
+
+def _check_tls(given: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with the certificate or its key."""
+    if ("tls_cert" in given) != ("tls_key" in given):
+        yield "--tls-cert and --tls-key belong together: write both"
+    elif "tls_cert" in given:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(given.tls_cert, given.tls_key)
+        except OSError as error:
+            yield f"--tls-cert {given.tls_cert} and --tls-key {given.tls_key} cannot be used: {error}: write PEM files"
 
 
 def _read_token(given: argparse.Namespace) -> tuple[str] | str:

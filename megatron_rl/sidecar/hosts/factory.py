@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
+import ssl
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class Hosts:
         """Make the hosts of a run; the secret of the weights' delivery is another one for each service."""
         self._secret = secrets.token_hex(32)
         self._epoch = 0
-        self.all = [RemoteHost(place, run, named.token, self._secret, patience) for place in named.hosts]
+        tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
+        self.all = [RemoteHost(place, run, named.token, self._secret, patience, tls) for place in named.hosts]
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

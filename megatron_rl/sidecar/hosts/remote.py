@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,8 +97,19 @@ _KINDS: dict[int, type[HostLost | HostRefused]] = {409: HostLost, 423: HostBusy}
 class RemoteHost:
     """A host with an agent. Satisfies `sidecar.engines.hosts.EngineHost`; belongs to the event loop of `run`."""
 
-    def __init__(self, place: HostPlace, run: str, token: str, secret: str, patience: Patience = PATIENCE) -> None:
-        """Make a host; `token` is the agents', and `secret` that of the weights' delivery."""
+    def __init__(
+        self,
+        place: HostPlace,
+        run: str,
+        token: str,
+        secret: str,
+        patience: Patience = PATIENCE,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Make a host; `token` is the agents', and `secret` that of the weights' delivery.
+
+        `tls` checks the agent's certificate; without it nothing is encrypted.
+        """
         self.place = place
         self.name = place.address
         parsed = parse_place(place.address)
@@ -113,7 +125,7 @@ class RemoteHost:
         self._patience = patience
         self._lease = ""
         self._user = 0
-        self._fault = ""
+        self._fault = self._error = ""
         self._refused: HostRefused | None = None
         self._begun = self._answered = time.monotonic()
         self._back = asyncio.Event()
@@ -121,9 +133,11 @@ class RemoteHost:
         self._version: int | None = None
         self._arrived: Arrived | None = None
         self._beating = asyncio.Lock()
-        self._transport = httpx.AsyncHTTPTransport(limits=LIMITS)
+        self.url = f"{'https' if tls else 'http'}://{place.address}"
+        self._transport = httpx.AsyncHTTPTransport(limits=LIMITS, verify=tls or True)
         self._http = httpx.AsyncClient(
-            base_url=f"http://{place.address}",
+            base_url=self.url,
+            verify=tls or True,
             headers={"Authorization": f"Bearer {token}"},
             timeout=patience.answer,
             # A proxy of the environment would be handed the token.
@@ -145,7 +159,10 @@ class RemoteHost:
         if refused is not None and (is_late or not refused.may_pass):
             return f"its host {self.name} refuses this run: {refused}"
         if is_late and not self._fault:
-            return f"its host {self.name} has not answered for {silent:.0f} s: start its agent, or open the way to it"
+            return (
+                f"its host {self.name} has not answered for {silent:.0f} s ({self._error}): start its agent, or open "
+                "the way to it"
+            )
         return self._fault or None
 
     def describe(self) -> dict[str, Any]:
@@ -172,7 +189,7 @@ class RemoteHost:
             except HostLost as loss:
                 self._lose(str(loss))
             except httpx.HTTPError as error:
-                _log.info("host %s does not answer: %r", self.name, error)
+                self._error = repr(error)
             await asyncio.sleep(pause)
             if self.find_fault():
                 pause = min(2 * pause, self._patience.longest_pause)

@@ -76,7 +76,7 @@ class Forwarded(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         path = f"/v1/engines/{self._name}".encode() + request.url.raw_path
-        request.url = httpx.URL(f"http://{self._host.name}").copy_with(raw_path=path)
+        request.url = httpx.URL(self._host.url).copy_with(raw_path=path)
         request.headers["host"] = self._host.name
         request.headers["authorization"] = self._authorization
         request.headers[LEASE_HEADER] = self._host.lease

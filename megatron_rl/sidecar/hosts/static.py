@@ -4,6 +4,7 @@ FILE is TOML. All mistakes in it are reported at once.
 """
 
 import dataclasses
+import ssl
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_rl.sidecar.listening import parse_place
 FLAG = "--rollout-hosts"
 _KIND = "static:"
 _TOKEN_FILE = "token_file"
+_TLS_CA = "tls_ca"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,8 @@ class StaticHosts:
 
     hosts: tuple[HostPlace, ...]
     token: str
+    tls_ca: Path | None = None
+    """The certificates that those of the agents must be signed by; None for agents without TLS."""
 
 
 def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
@@ -69,9 +73,15 @@ def read_hosts(text: str, tensor_parallel_size: int) -> StaticHosts:
             token = read_token(path.parent / content[_TOKEN_FILE])
         except (OSError, MegatronRLError) as error:
             problems.append(f"{FLAG} {path}: {_TOKEN_FILE}: {error}")
+    tls_ca = path.parent / content[_TLS_CA] if isinstance(content.get(_TLS_CA), str) else None
+    if tls_ca is not None:
+        try:
+            ssl.create_default_context(cafile=tls_ca)
+        except OSError as error:
+            problems.append(f"{FLAG} {path}: {_TLS_CA} {tls_ca} cannot be used: {error}: name a PEM file")
     if problems:
         raise UsageError(*problems)
-    return StaticHosts(tuple(_make_place(entry) for entry in content["host"]), token)
+    return StaticHosts(tuple(_make_place(entry) for entry in content["host"]), token, tls_ca)
 
 
 def _make_place(entry: dict[str, Any]) -> HostPlace:
@@ -80,8 +90,11 @@ def _make_place(entry: dict[str, Any]) -> HostPlace:
 
 
 def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
-    for key in sorted(content.keys() - {_TOKEN_FILE, "host"}):
-        yield f"unknown key {key!r}{suggest_nearest(key, (_TOKEN_FILE, 'host'))}"
+    known = (_TOKEN_FILE, _TLS_CA, "host")
+    for key in sorted(content.keys() - set(known)):
+        yield f"unknown key {key!r}{suggest_nearest(key, known)}"
+    if not isinstance(content.get(_TLS_CA, ""), str):
+        yield f"{_TLS_CA} must be the path of a PEM file"
     if not isinstance(content.get(_TOKEN_FILE), str):
         yield f'{_TOKEN_FILE} is missing: write {_TOKEN_FILE} = "FILE", the file of the token that the agents have'
     hosts = content.get("host")
