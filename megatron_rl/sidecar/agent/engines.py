@@ -38,7 +38,7 @@ from megatron_rl.sidecar.agent.messages import (
     Started,
     Welcome,
 )
-from megatron_rl.sidecar.engines.hosts import LIMITS
+from megatron_rl.sidecar.engines.hosts import reach_socket
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher
 from megatron_rl.sidecar.vllm.server import make_process_spec
 
@@ -182,8 +182,7 @@ class HostEngines:
         config = dataclasses.replace(config, python=config.python or sys.executable)
         spec = make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log")
         handle = self._launcher.start(spec)
-        transport = httpx.AsyncHTTPTransport(uds=handle.address, limits=LIMITS)
-        client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)
+        client = httpx.AsyncClient(transport=reach_socket(handle.address), base_url="http://engine", timeout=None)
         self._engines[name] = _Running(handle, client)
         _log.info("engine %s of the run %r is started; its log is %s", name, lease.run, spec.log)
         return Started(log=str(spec.log))
