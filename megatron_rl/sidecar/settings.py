@@ -329,8 +329,8 @@ def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
     if hosts is None:
         if rollout.num_engines == 0:
             yield (
-                f"--rollout-num-engines 0 leaves no engine: write 1 or more, or name other hosts that have some "
-                f"({static.FLAG})"
+                f"--rollout-num-engines 0 must be at least 1 without {static.FLAG}: write 1 or more, or name hosts "
+                "with engines"
             )
         return
     yield from static.find_problems(hosts, rollout.tensor_parallel_size)

@@ -90,11 +90,11 @@ def test_a_file_without_hosts_or_token_is_refused(tmp_path, text, words):
 
 def test_a_sidecar_without_any_engine_and_hosts_without_vllm_are_refused(tmp_path):
     words = ["--rollout-folder", str(tmp_path), "--rollout-engine", "scripted", "--rollout-num-engines", "0"]
-    with pytest.raises(UsageError, match="leaves no engine"):
+    with pytest.raises(UsageError, match="must be at least 1 without"):
         parse(words)
     value = write(tmp_path, "token_file = 'token'\n[[host]]\naddress = 'a:1'")
     with pytest.raises(UsageError, match="is for --rollout-engine vllm") as raised:
         parse([*words, "--rollout-hosts", value])
-    assert "leaves no engine" not in str(raised.value)
+    assert "must be at least 1 without" not in str(raised.value)
     with pytest.raises(UsageError, match="must be static:FILE"):
         parse([*words, "--rollout-hosts", "somewhere"])
