@@ -340,7 +340,7 @@ class RemoteHost:
         try:
             started = await self._ask("PUT", f"/v1/engines/{handle.name}", Started, start, self._patience.ending)
         except (HostLost, HostRefused, httpx.HTTPError) as error:
-            handle.fail(f"its host {self.name} did not start it: {error or repr(error)}")
+            handle.fail(f"its host {self.name} did not start it: {str(error) or repr(error)}")
         else:
             handle.log, handle.is_started = Path(f"{self.address}:{started.log}"), True
 
