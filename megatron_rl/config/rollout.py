@@ -291,6 +291,24 @@ class PublishConfig:
     deadline_minutes: float = own_flag(
         10.0, "Minutes that a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"
     )
+    lost_host: Literal["leave", "wait"] = own_flag(
+        "leave",
+        "The treatment of a host of engines that does not receive a version in time: `leave` it out until the next "
+        "publish, or `wait` until the publish fails.",
+        "--publish-lost-host",
+    )
+    host_minutes: float = own_flag(
+        2.0,
+        "Minutes that a host may take to receive a version before it is left out.",
+        "--publish-host-minutes",
+        bound="a finite duration above 0",
+    )
+    num_streams: int = own_flag(
+        4,
+        "Connections over which a rank sends weights to a host of engines.",
+        "--publish-streams",
+        bound="at least 1",
+    )
     probe_bound: float | None = own_flag(
         None,
         "The largest mean difference between engine's and trainer's log-probs on a version's probe; beyond it the "

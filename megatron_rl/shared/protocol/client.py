@@ -82,6 +82,11 @@ class RolloutClient:
         assert self._lease is not None
         return self._lease
 
+    @property
+    def lease(self) -> int:
+        """The number of the lease, which grows from trainer to trainer; 0 without one."""
+        return self._lease or 0
+
     def use_lease(self, number: int) -> None:
         """Send the lease of this number with every request."""
         self._lease = number
