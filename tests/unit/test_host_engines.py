@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.main import parse
-from megatron_rl.sidecar.agent.messages import PROTOCOL, Beat, EngineStart, Hello
+from megatron_rl.sidecar.agent.messages import PROTOCOL, Beat, EngineStart, LeaseRequest
 from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
 
 
@@ -89,8 +89,8 @@ class World:
         shutil.rmtree(self.sockets)
 
 
-def hello(run: str = "run", **changes: Any) -> Hello:
-    return Hello(run=run, **{"seconds": 30.0, "token": "secret", **changes})
+def hello(run: str = "run", **changes: Any) -> LeaseRequest:
+    return LeaseRequest(run=run, **{"seconds": 30.0, "token": "secret", **changes})
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.application import build_agent_application
-from megatron_rl.sidecar.agent.messages import Hello
+from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts.factory import Hosts
 from megatron_rl.sidecar.hosts.remote import Patience, RemoteHost
@@ -242,7 +242,7 @@ def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
             await start(agent, host)
             for task in hosts._tasks:
                 task.cancel()
-            await agent.world.engines.take_lease(Hello(run="run", seconds=30.0, token=host._hello.token))
+            await agent.world.engines.take_lease(LeaseRequest(run="run", seconds=30.0, token=host._request.token))
             async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
                 with pytest.raises(httpx.ReadError, match="the lease of this host is over"):
                     await client.get("/health")

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.forwarding import forward, refuse
-from megatron_rl.sidecar.agent.messages import LEASE_HEADER, AgentRefusal, Beat, EngineStart, Hello
+from megatron_rl.sidecar.agent.messages import LEASE_HEADER, AgentRefusal, Beat, EngineStart, LeaseRequest
 from megatron_rl.sidecar.guard import OPEN, Guard
 
 MAX_BODY_BYTES = 1 << 28
@@ -48,7 +48,7 @@ def build_agent_application(engines: HostEngines, token: str) -> ASGIApp:
 
 def _lease_routes(engines: HostEngines) -> list[Route]:
     async def take(request: Request) -> Response:
-        return _answer(await engines.take_lease(await _read(request, Hello)))
+        return _answer(await engines.take_lease(await _read(request, LeaseRequest)))
 
     async def leave(request: Request) -> Response:
         _check_lease(engines, request)

@@ -32,7 +32,7 @@ from megatron_rl.sidecar.agent.messages import (
     Arrived,
     Beat,
     EngineStart,
-    Hello,
+    LeaseRequest,
     Life,
     Pulse,
     Started,
@@ -122,26 +122,26 @@ class HostEngines:
         self._lease: _Lease | None = None
         self._engines: dict[str, _Running] = {}
 
-    async def take_lease(self, hello: Hello) -> Welcome:
+    async def take_lease(self, request: LeaseRequest) -> Welcome:
         """Give the lease to a service, and end the engines of the last one."""
-        if hello.protocol != PROTOCOL:
+        if request.protocol != PROTOCOL:
             raise InputError(
-                f"the service speaks version {hello.protocol} of the agents' protocol, and this agent {PROTOCOL}: "
+                f"the service speaks version {request.protocol} of the agents' protocol, and this agent {PROTOCOL}: "
                 "install the same megatron_rl on both hosts, and start the agent again"
             )
-        if not 0 < hello.seconds <= _LONGEST_LEASE:
-            raise InputError(f"a lease of {hello.seconds:g} s must be above 0 and at most {_LONGEST_LEASE:g} s")
+        if not 0 < request.seconds <= _LONGEST_LEASE:
+            raise InputError(f"a lease of {request.seconds:g} s must be above 0 and at most {_LONGEST_LEASE:g} s")
         held = self._lease
-        if held is not None and held.token != hello.token:
+        if held is not None and held.token != request.token:
             is_alive = self._clock() - held.renewed < _ALIVE_SECONDS
-            if held.run != hello.run or is_alive:
+            if held.run != request.run or is_alive:
                 raise HostTaken(
                     f"this host's engines work for the run {held.run!r}: name another host, end that run, or wait "
                     f"{held.seconds:g} s after its sidecar has ended"
                 )
-        mine = _Lease(secrets.token_hex(16), hello.run, hello.seconds, hello.token, self._clock())
+        mine = _Lease(secrets.token_hex(16), request.run, request.seconds, request.token, self._clock())
         self._lease = mine
-        _log.info("the service of the run %r holds this host for %g s at a time", hello.run, hello.seconds)
+        _log.info("the service of the run %r holds this host for %g s at a time", request.run, request.seconds)
         await self._end_all()
         # The end of engines takes long, and is not the service's silence.
         mine.renewed = self._clock()

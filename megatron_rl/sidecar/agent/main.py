@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
+import os
 import shutil
 import signal
 import ssl
@@ -16,6 +18,7 @@ from megatron_rl.config.flag import FlagParser
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.shared.protocol.client import read_token
 from megatron_rl.shared.records.append_file import make_private_folder
+from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines, MakeReceiver
 from megatron_rl.sidecar.http import serve
@@ -26,6 +29,7 @@ from megatron_rl.sidecar.vllm.server import run_folder
 _log = logging.getLogger("megatron_rl.sidecar.agent")
 
 _LEAST_TOKEN = 16
+_MEMORY = Path("/dev/shm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,8 @@ def run_from_words(words: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        asyncio.run(run(parse(words), LocalLauncher()))
+        settings = parse(words)
+        asyncio.run(run(settings, LocalLauncher(), functools.partial(make_receiver, settings)))
     except MegatronRLError as error:
         print(f"megatron_rl.sidecar.agent: {error}", file=sys.stderr)
         return error.exit_code
@@ -70,6 +75,16 @@ def parse(words: Sequence[str]) -> AgentSettings:
     if isinstance(place, str) or isinstance(token, str) or problems:
         raise UsageError(*problems)
     return AgentSettings(place, token[0], given.folder, tls)
+
+
+def make_receiver(settings: AgentSettings, token: str) -> Receiver:
+    """Make a receiver of weights, in a folder of its own in this host's memory."""
+    host, port = settings.listen
+    folder = _MEMORY / f"megatron_rl-agent-{os.getuid()}-{port or os.getpid()}"
+    # An agent that was killed at the same port may have left it.
+    shutil.rmtree(folder, ignore_errors=True)
+    make_private_folder(folder)
+    return Receiver(folder, token, host)
 
 
 async def run(settings: AgentSettings, launcher: LocalLauncher, make_receiver: MakeReceiver | None = None) -> None:

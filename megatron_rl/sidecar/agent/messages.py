@@ -18,7 +18,7 @@ FAULT_HEADER = "x-agent-fault"
 UNAUTHORIZED = 401
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A service's request for the lease."""
 
     run: str
@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent's answer to a hello."""
+    """The agent's answer to a request for the lease."""
 
     lease: str
     user: int

@@ -32,7 +32,7 @@ from megatron_rl.sidecar.agent.messages import (
     Arrived,
     Beat,
     EngineStart,
-    Hello,
+    LeaseRequest,
     Pulse,
     Started,
     Welcome,
@@ -121,7 +121,7 @@ class RemoteHost:
         """The callback for a host that has joined or was lost."""
         self.left_out = (-1, "")
         """The last version that the trainer did not deliver to it, and the reason."""
-        self._hello = Hello(run=run, seconds=patience.lease, token=secret)
+        self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
         self._patience = patience
         self._lease = ""
         self._user = 0
@@ -303,7 +303,7 @@ class RemoteHost:
         return self._arrived if self._version == weights.version else None
 
     async def _take_lease(self) -> None:
-        welcome = await self._ask("POST", "/v1/lease", Welcome, self._hello, timeout=self._patience.ending)
+        welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._patience.ending)
         self._lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
         self._answered = time.monotonic()
         self._fault, self._refused = "", None
