@@ -228,3 +228,4 @@ def test_all_mistakes_in_an_agents_flags_are_named_at_once(tmp_path):
         parse(["--tls-cert", str(token), "--tls-key", str(token)])
     settings = parse(["--listen", "[::1]:7100", "--token-file", str(token), "--folder", str(tmp_path)])
     assert (settings.listen, settings.token) == (("::1", 7100), "0123456789abcdef")
+    assert not settings.shares_folder

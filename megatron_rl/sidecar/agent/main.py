@@ -40,6 +40,8 @@ class AgentSettings:
     token: str
     folder: Path
     """The folder of its engines' logs."""
+    shares_folder: bool = False
+    """True: engines load weights from the folder that the trainer publishes to, which this host shares."""
     tls: tuple[Path, Path] | None = None
     """The files of its certificate and of the certificate's key."""
 
@@ -50,7 +52,8 @@ def run_from_words(words: Sequence[str]) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = parse(words)
-        asyncio.run(run(settings, LocalLauncher(), functools.partial(make_receiver, settings)))
+        receives = None if settings.shares_folder else functools.partial(make_receiver, settings)
+        asyncio.run(run(settings, LocalLauncher(), receives))
     except MegatronRLError as error:
         print(f"megatron_rl.sidecar.agent: {error}", file=sys.stderr)
         return error.exit_code
@@ -64,6 +67,11 @@ def parse(words: Sequence[str]) -> AgentSettings:
     parser.add_argument("--token-file", type=Path, help="the file with the token, which only its owner may read")
     parser.add_argument("--tls-cert", type=Path, help="the file with the certificate that services check")
     parser.add_argument("--tls-key", type=Path, help="the file with the key of --tls-cert")
+    parser.add_argument(
+        "--shares-publish-folder",
+        action="store_true",
+        help="take no weights over TCP: this host shares the trainer's --publish-folder",
+    )
     parser.add_argument("--folder", type=Path, help="the folder for the engines' logs")
     given = parser.parse_args(list(words))
     place, token, problems = _read_place(given), _read_token(given), []
@@ -74,17 +82,24 @@ def parse(words: Sequence[str]) -> AgentSettings:
     problems += _check_tls(given)
     if isinstance(place, str) or isinstance(token, str) or problems:
         raise UsageError(*problems)
-    return AgentSettings(place, token[0], given.folder, tls)
+    return AgentSettings(place, token[0], given.folder, "shares_publish_folder" in given, tls)
 
 
 def make_receiver(settings: AgentSettings, token: str) -> Receiver:
-    """Make a receiver of weights, in a folder of its own in this host's memory."""
+    """Make a receiver of weights, in a folder of its own in this host's memory, at the port after the agent's."""
     host, port = settings.listen
     folder = _MEMORY / f"megatron_rl-agent-{os.getuid()}-{port or os.getpid()}"
     # An agent that was killed at the same port may have left it.
     shutil.rmtree(folder, ignore_errors=True)
     make_private_folder(folder)
-    return Receiver(folder, token, host)
+    place = port + 1 if port else 0
+    try:
+        return Receiver(folder, token, host, place)
+    except OSError as error:
+        raise UsageError(
+            f"the port {place}, at which this host takes weights, cannot be opened: {error}: start the agent with "
+            "another port in --listen"
+        ) from None
 
 
 async def run(settings: AgentSettings, launcher: LocalLauncher, make_receiver: MakeReceiver | None = None) -> None:
