@@ -5,8 +5,10 @@ TCP does between two processes. The delivery digests all bytes on both sides, on
 """
 
 import argparse
+import contextlib
 import functools
 import mmap
+import os
 import shutil
 import socket
 import subprocess
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import report
@@ -54,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for _ in range(rounds + 2):
                 note("cp", functools.partial(_copy, source, Path(memory, "copy")))
                 for streams in all_streams:
-                    raw = functools.partial(_send_raw, source, Path(memory, "raw"), streams)
-                    note(f"sockets, {streams} streams", raw)
+                    with _open_raw(source, Path(memory, "raw"), streams) as send:
+                        note(f"sockets, {streams} streams", send)
                     version += 1
                     ours = functools.partial(_deliver, source, contents, port, version, streams)
                     note(f"delivery, {streams} streams", ours)
@@ -123,8 +125,8 @@ def _copy(source: Path, target: Path) -> None:
 
 def take_raw(size: int, streams: int, path: str) -> None:
     """Write what comes over bare sockets into a mapped file, each stream its part."""
-    with open(path, "ab") as file:
-        file.truncate(size)
+    Path(path).touch()
+    os.truncate(path, size)
     with open(path, "r+b") as file:
         memory = memoryview(mmap.mmap(file.fileno(), size))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -149,8 +151,9 @@ def _run_all(actions: Sequence[Callable[[], None]]) -> None:
         thread.join()
 
 
-def _send_raw(source: Path, target: Path, streams: int) -> None:
-    """Send a file over bare sockets to a process that writes it into a mapped file."""
+@contextlib.contextmanager
+def _open_raw(source: Path, target: Path, streams: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that sends a file over bare sockets to a process that writes it into a mapped file."""
     target.mkdir(exist_ok=True)
     path = source / "model.safetensors"
     size = path.stat().st_size - len(HEADER)
@@ -169,7 +172,7 @@ def _send_raw(source: Path, target: Path, streams: int) -> None:
                     connection.sendall(memory[start : min(start + (1 << 20), (number + 1) * part)])
                 connection.recv(1)
 
-        _run_all([functools.partial(send, number) for number in range(streams)])
+        yield lambda: _run_all([functools.partial(send, number) for number in range(streams)])
 
 
 if __name__ == "__main__":

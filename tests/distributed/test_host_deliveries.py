@@ -89,6 +89,7 @@ def publishing(case: str, model: Path, folder: Path, settings: HostSettings, is_
         publisher = SharedMemoryPublisher(weights, session, hosts, "run", own / "run", hosts=deliveries)
         yield hosts, weights, publisher
         publisher.close()
+        session.barrier()
         assert list(own.iterdir()) == []
         for receiver in hosts.receivers if hosts is not None else ():
             receiver.close()
