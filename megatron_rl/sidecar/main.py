@@ -174,7 +174,7 @@ def _build_hosts(settings: SidecarSettings) -> Hosts | None:
 
 
 def _build_factory(
-    settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes, hosts: Hosts | None
+    settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes, hosts: Hosts | None = None
 ) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":

@@ -141,6 +141,9 @@ def test_a_host_is_for_one_run_and_a_service_that_comes_again_finds_no_old_engin
         with pytest.raises(HostTaken):
             await world.engines.take_lease(hello(token="other"))
         world.now += 10
+        # Another run waits until the lease is over.
+        with pytest.raises(HostTaken):
+            await world.engines.take_lease(hello("another", token="other"))
         third = await world.engines.take_lease(hello(token="other"))
         assert world.receivers[0].is_closed
         # Its memory is free.
