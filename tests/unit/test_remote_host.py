@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from megatron_rl.shared.protocol.wire import Weights
@@ -17,7 +18,7 @@ from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts.factory import Hosts
-from megatron_rl.sidecar.hosts.remote import Patience, RemoteHost
+from megatron_rl.sidecar.hosts.remote import HostLost, Patience, RemoteHost
 from megatron_rl.sidecar.hosts.remote_engine import RemoteHandle
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.http import serve
@@ -246,6 +247,11 @@ def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
             async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
                 with pytest.raises(httpx.ReadError, match="the lease of this host is over"):
                     await client.get("/health")
+            body = msgspec.json.encode(agent.world.start)
+            for method, route in (("PUT", "/v1/engines/engine-1"), ("DELETE", "/v1/lease"), ("POST", "/v1/beat")):
+                with pytest.raises(HostLost):
+                    await host._send(method, route, body)
+            assert len(agent.world.launcher.handles) == 1
 
     asyncio.run(check())
 
