@@ -162,6 +162,7 @@ def test_weights_lie_where_the_host_was_given_them(tmp_path):
             (listed,) = hosts.list_for_delivery().hosts
             assert (listed.address, listed.port) == ("127.0.0.1", agent.world.receivers[0].port)
             assert agent.world.receivers[0].token == hosts.list_for_delivery().token
+            assert not await host.is_given(version(3))
             assert not await host.is_given(version(4))
             with pytest.raises(NotGiven, match="was not given version 4"):
                 await host.find_weights(version(4))

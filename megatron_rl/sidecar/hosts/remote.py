@@ -299,15 +299,14 @@ class RemoteHost:
         """Ask the host for a version of the weights."""
         if self._version != weights.version:
             self._version, self._arrived = weights.version, None
-        await self.answers()
-        return self._arrived if self._version == weights.version else None
+        is_known = await self.answers() and self._version == weights.version
+        return self._arrived if is_known else None
 
     async def _take_lease(self) -> None:
         welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._patience.ending)
         self._lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
         self._answered = time.monotonic()
         self._fault, self._refused = "", None
-        self._version = self._arrived = None
         self._back.set()
         self.on_changed()
         _log.info("host %s is up", self.name)
