@@ -47,6 +47,8 @@ class Launcher:
         self.handles: list[Handle] = []
 
     def start(self, spec: Any) -> Handle:
+        if spec.command[0] == "/no/python":
+            raise FileNotFoundError(2, "No such file or directory")
         assert all(handle.is_killed for handle in self.handles if handle.address == spec.address)
         self.specs.append(spec)
         self.handles.append(Handle(spec.address))
@@ -181,6 +183,9 @@ def test_an_engine_is_started_with_the_hosts_own_environment_and_once_under_a_na
         missing = EngineStart(config=ServerConfig(str(tmp_path / "none"), 64), num_workers=1)
         with pytest.raises(InputError, match="does not exist on this host"):
             await world.engines.start("engine-1", missing)
+        without = EngineStart(config=ServerConfig(str(tmp_path), 64, python="/no/python"), num_workers=1)
+        with pytest.raises(InputError, match="/no/python cannot be started: .* No such file"):
+            await world.engines.start("engine-1", without)
 
     asyncio.run(check())
 

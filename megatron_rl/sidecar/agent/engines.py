@@ -181,7 +181,13 @@ class HostEngines:
             config = dataclasses.replace(config, num_threads=threads)
         config = dataclasses.replace(config, python=config.python or sys.executable)
         spec = make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log")
-        handle = self._launcher.start(spec)
+        try:
+            handle = self._launcher.start(spec)
+        except OSError as error:
+            raise InputError(
+                f"{config.python} cannot be started: {error}: name the Python that has vLLM on this host with "
+                'python = "..." in the file of --rollout-hosts'
+            ) from None
         client = httpx.AsyncClient(transport=reach_socket(handle.address), base_url="http://engine", timeout=None)
         self._engines[name] = _Running(handle, client)
         _log.info("engine %s of the run %r is started; its log is %s", name, lease.run, spec.log)
