@@ -14,6 +14,7 @@ from megatron_rl.config.command_line.algorithm_checks import check_algorithm
 from megatron_rl.config.command_line.lora_checks import check_lora
 from megatron_rl.config.command_line.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.command_line.stage import check_stage
+from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture, Experts
@@ -40,6 +41,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_endpoint(settings)
         yield from _check_proof(settings)
         yield from _check_way(settings)
+        yield from _check_deliveries(settings)
         yield from _check_replay(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
@@ -232,6 +234,19 @@ def _check_proof(settings: DraftSettings) -> Iterator[str]:
         "cannot be compared bit for bit: write one precision (--rollout-dtype, --publish-dtype), or accept the weaker "
         "proof with --publish-proof probe"
     )
+
+
+def _check_deliveries(settings: DraftSettings) -> Iterator[str]:
+    """Check that flags of deliveries to other hosts have an effect: streams reach engines anywhere by themselves."""
+    publish, transport = settings.publish, settings.rollout.transport
+    given = {
+        "--publish-lost-host": publish.lost_host != PublishConfig.lost_host,
+        "--publish-host-minutes": publish.host_minutes != PublishConfig.host_minutes,
+        "--publish-streams": publish.num_streams != PublishConfig.num_streams,
+    }
+    if transport != "shm":
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            yield f"{flag} is for --rollout-transport shm, not {transport}: drop one of them"
 
 
 def _check_way(settings: DraftSettings) -> Iterator[str]:
