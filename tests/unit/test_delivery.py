@@ -58,7 +58,7 @@ class Relay:
     def __init__(self, port: int, change: Callable[[bytearray, int], bytearray | None] = lambda data, _: data):
         """Pass on `change` of the bytes and of the number of bytes before them; None cuts the connection."""
         self.num_bytes = self.num_connections = 0
-        self._port, self._change = port, change
+        self._port, self._change, self._lock = port, change, threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, daemon=True).start()
@@ -75,7 +75,8 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
                 if is_counted:
-                    before, self.num_bytes = self.num_bytes, self.num_bytes + len(data)
+                    with self._lock:
+                        before, self.num_bytes = self.num_bytes, self.num_bytes + len(data)
                     changed = self._change(data, before)
                     if changed is None:
                         break
@@ -135,18 +136,26 @@ def ranks(memory: Path) -> Ranks:
 
 def test_a_broken_connection_resumes_after_the_portions_that_arrived(memory: Path, ranks: Ranks) -> None:
     def break_twice(data: bytearray, before: int) -> bytearray | None:
-        num_breaks = sum(before < place <= before + len(data) for place in (ranks.num_bytes // 3, ranks.num_bytes // 2))
-        return None if num_breaks else data
+        places = [place for place in places_of_breaks if before < place <= before + len(data)]
+        broken.extend(places)
+        return None if places else data
 
+    places_of_breaks, broken = (ranks.num_bytes // 4, ranks.num_bytes // 2), list[int]()
     with receiving(memory, 1) as [receiver]:
         relay = Relay(receiver.port, break_twice)
         deliver(ranks, 1, list_targets([receiver]), [Target("host-0", "127.0.0.1", relay.port)])
         read_as_engine(ranks, receiver.folder / "version-1")
-        # Two streams of two ranks each, which have two portions under way.
-        assert relay.num_connections > 4
+        assert sorted(broken) == [*places_of_breaks]
+        # A stream has at most two portions under way.
         largest = max(portion.num_bytes for portion in ranks.contents.portions)
         records = 100 * len(ranks.contents.portions) + 1000 * relay.num_connections
-        assert relay.num_bytes <= ranks.num_bytes + records + 2 * 2 * largest + 4 * (1 << 16)
+        assert relay.num_bytes <= ranks.num_bytes + records + 2 * 2 * largest
+        # Ranks that begin again learn that nothing is missing.
+        before = relay.num_bytes
+        for supply, sender in ranks.send([Target("host-0", "127.0.0.1", relay.port)], 1):
+            supply.add(supply.numbers)
+            assert sender.wait(SOON)
+        assert relay.num_bytes < before + 10_000 < before + ranks.num_bytes // 4
 
 
 def test_portions_that_arrive_corrupted_are_sent_again_and_never_counted(memory: Path, ranks: Ranks) -> None:
