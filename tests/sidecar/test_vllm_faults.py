@@ -280,6 +280,7 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
         pytest.param("glm4_moe", {"moe_intermediate_size": 64}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, marks=pytest.mark.slow),
         pytest.param("seed_oss", {}, marks=pytest.mark.slow),
+        pytest.param("ernie4_5", {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"intermediate_size": 64}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, marks=pytest.mark.slow),
         # vLLM keeps what follows from weights here: the products by which it multiplies queries and outputs. The first

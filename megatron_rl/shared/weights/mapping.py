@@ -209,7 +209,8 @@ class Mapping:
         elif parameter.endswith("gate_weight"):
             shapes = [(1, a.hidden_size)]
         elif parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-            shapes = [(a.kv_channels,)]
+            joined = query if parameter.endswith("q_layernorm.weight") else key
+            shapes = [(joined if a.norms_join_heads else a.kv_channels,)]
         else:
             shapes = [(a.hidden_size,)]
         return [shape[:1] for shape in shapes] if parameter.endswith(".bias") else shapes

@@ -115,7 +115,7 @@ class PackedGPTModel(GPTModel):
 
     def _compute_angles(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Compute the angles of rope; with a local rope, those of both, the local ones last."""
-        angles_R11D = rope.angles(self._rope_frequencies_F, positions_R)
+        angles_R11D = rope.angles(self._rope_frequencies_F, positions_R, self.architecture.rope.interleaved)
         if self._local_frequencies_F is None:
             return angles_R11D
         return torch.stack((angles_R11D, rope.angles(self._local_frequencies_F, positions_R)))

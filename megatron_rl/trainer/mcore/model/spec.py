@@ -12,7 +12,7 @@ from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import find_norm
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
 from megatron_rl.trainer.mcore.model.latent_attention import PackedLatentAttention
-from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
+from megatron_rl.trainer.mcore.model.norms import JoinedHeadsNorm, NormalizeAndAdd
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention, TwoRopesSelfAttention
 from megatron_rl.types import Architecture
 
@@ -52,6 +52,10 @@ def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend
         layer.submodules.self_attention.params["architecture"] = architecture
     elif qkv_backend == "triton":
         layer.submodules.self_attention.module = FusedSelfAttention
+    if architecture.norms_join_heads:
+        attention, heads = layer.submodules.self_attention.submodules, architecture.num_attention_heads
+        attention.q_layernorm = ModuleSpec(module=JoinedHeadsNorm, params={"num_heads": heads})
+        attention.k_layernorm = ModuleSpec(module=JoinedHeadsNorm, params={"num_heads": architecture.num_query_groups})
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
     )
