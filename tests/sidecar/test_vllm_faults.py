@@ -303,9 +303,11 @@ def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, tmp_
         check_greedy_tokens(run, supervisor, models, f"{family} {changes or ''}")
 
 
-@pytest.mark.parametrize(("family", "changes"), [("deepseek_v2", LATENT_SIZES)])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("gpt_oss", {"intermediate_size": 128}), ("deepseek_v2", LATENT_SIZES)]
+)
 def test_engines_of_two_workers_follow_each_publish(run, tmp_path, family, changes):
-    """Divide the heads of multi-latent attention."""
+    """Divide sinks, experts with biases, and the heads of multi-latent attention."""
     models = vllm_models.draw(family, tmp_path, **changes)
     with supervised(run, models, tensor_parallel_size=2) as supervisor:
         check_greedy_tokens(run, supervisor, models, f"{family} of two workers")
