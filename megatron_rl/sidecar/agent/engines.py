@@ -161,11 +161,11 @@ class HostEngines:
 
     def check_lease(self, name: str) -> None:
         """Raise LeaseOver unless the lease of this name is held."""
-        if self._lease is None or not secrets.compare_digest(self._lease.name, name):
+        if self._lease is None or not secrets.compare_digest(self._lease.name.encode(), name.encode()):
             raise LeaseOver("the lease of this host is over: its engines were ended, or belong to another service")
 
     async def start(self, name: str, start: EngineStart) -> Started:
-        """EngineStart an engine and return at once; nothing waits until it answers."""
+        """Start an engine and return at once; nothing waits until it answers."""
         lease = self._lease
         await self.end(name)
         if lease is None or self._lease is not lease:

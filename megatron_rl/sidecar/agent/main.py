@@ -118,7 +118,10 @@ async def _serve(settings: AgentSettings, listener: socket.socket, engines: Host
     watching = asyncio.create_task(engines.watch())
     watching.add_done_callback(lambda _: ended.set())
     try:
-        _log.info("this host's agent serves at %s; engines log to %s", find_url(listener), settings.folder)
+        url = find_url(listener)
+        if settings.tls is not None:
+            url = url.replace("http:", "https:")
+        _log.info("this host's agent serves at %s; engines log to %s", url, settings.folder)
         if settings.tls is None and not is_loopback(settings.listen[0]):
             _log.warning(
                 "nothing is encrypted between this host and the service, the token included: use a network that only "
