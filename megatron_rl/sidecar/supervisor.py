@@ -329,12 +329,11 @@ class Supervisor:
         while True:
             up = [member for member in self._members.values() if member.engine.state in _UP]
             given = await asyncio.gather(*(member.engine.host.is_given(weights) for member in up))
-            members = [member for member, is_given in zip(up, given, strict=True) if is_given]
-            for member in up:
-                if member not in members and member.engine.state is EngineState.READY:
+            for member, is_given in zip(up, given, strict=True):
+                if not is_given and member.engine.state is not EngineState.WAITING:
                     # It holds an older version.
                     member.engine.state = EngineState.DIRTY
-            if members:
+            if members := [member for member, is_given in zip(up, given, strict=True) if is_given]:
                 return members
             if not any(map(_is_coming, self._members.values())):
                 if up:

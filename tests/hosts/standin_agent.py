@@ -18,4 +18,5 @@ if __name__ == "__main__":
     parent.tie()
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    asyncio.run(run(parse(sys.argv[1:]), StandInLauncher(json.loads(os.environ[SLOW]))))
+    # Its engines load weights from the folder that the test publishes to.
+    asyncio.run(run(parse([*sys.argv[1:], "--shares-publish-folder"]), StandInLauncher(json.loads(os.environ[SLOW]))))

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -38,9 +39,12 @@ def test_an_engine_on_another_host_works_as_a_local_one_and_dies_with_its_agent(
             await until(world.is_ready)
             await until_gone(processes)
             processes = agent.list_engine_processes()
+            sockets = Path(next(word for word in processes[0].cmdline() if word.endswith(".sock"))).parents[1]
+            assert sockets.is_dir()
             agent.kill()
             await until(lambda: "is lost: its agent has ended" in world.error())
             await until_gone(processes)
+            await until(lambda: not sockets.exists())
             sampling = asyncio.create_task(world.supervisor.generate(request()))
             agent.start()
             await until(world.is_ready)

@@ -83,7 +83,9 @@ class Agent:
     def list_engine_processes(self) -> list[psutil.Process]:
         """Return all processes of its engines."""
         assert self.process is not None
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        # Two others wait for the agent's end, to remove what it leaves.
+        return [process for process in children if process.name() not in ("sh", "cat")]
 
     def kill(self) -> None:
         assert self.process is not None

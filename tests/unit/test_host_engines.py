@@ -116,7 +116,7 @@ def test_a_lease_that_is_not_renewed_ends_with_its_engines_and_the_delivery_of_w
         world.now = 59.5
         async with asyncio.timeout(30):
             while not world.receivers[0].is_closed:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.001)
         assert world.launcher.handles[0].is_killed
         with pytest.raises(LeaseOver):
             world.engines.check_lease(welcome.lease)

@@ -169,6 +169,11 @@ def test_weights_lie_where_the_host_was_given_them(tmp_path):
             (tmp_path / "weights" / "version-4").mkdir()
             assert await host.is_given(version(4))
             assert (await host.find_weights(version(4))).folder == str(tmp_path / "weights" / "version-4")
+            # What a host had before it was lost does not count.
+            await agent.stop()
+            assert await host._find_arrived(version(4)) is None
+            await agent.start()
+            await host.until_back()
             # A version that is neither complete nor being written has come to its end.
             (tmp_path / "weights" / "version-3").mkdir()
             assert not await host.is_given(version(3))

@@ -118,6 +118,8 @@ class HostEngines:
         self._launcher = launcher
         self._make_receiver = make_receiver
         self._receiver: WeightsReceiver | None = None
+        # The files of one receiver are removed before another one begins.
+        self._changing_receiver = asyncio.Lock()
         self._clock = clock
         self._lease: _Lease | None = None
         self._engines: dict[str, _Running] = {}
@@ -145,27 +147,29 @@ class HostEngines:
         await self._end_all()
         # The end of engines takes long, and is not the service's silence.
         mine.renewed = self._clock()
-        if held is None or held.token != mine.token:
-            await self._close_receiver()
-        if self._receiver is None and self._make_receiver is not None:
-            self._receiver = self._make_receiver(mine.token)
-        port = None if self._receiver is None else self._receiver.port
+        async with self._changing_receiver:
+            if held is None or held.token != mine.token:
+                await self._close_receiver()
+            if self._receiver is None and self._make_receiver is not None:
+                self._receiver = self._make_receiver(mine.token)
+            port = None if self._receiver is None else self._receiver.port
         return Welcome(lease=mine.name, user=os.getuid(), port=port)
 
     async def leave(self) -> None:
         """End the lease, its engines and the delivery of weights to them."""
         self._lease = None
         await self._end_all()
-        if self._lease is None:
-            await self._close_receiver()
+        async with self._changing_receiver:
+            if self._lease is None:
+                await self._close_receiver()
 
     def check_lease(self, name: str) -> None:
         """Raise LeaseOver unless the lease of this name is held."""
-        if self._lease is None or not secrets.compare_digest(self._lease.name, name):
+        if self._lease is None or not secrets.compare_digest(self._lease.name.encode(), name.encode()):
             raise LeaseOver("the lease of this host is over: its engines were ended, or belong to another service")
 
     async def start(self, name: str, start: EngineStart) -> Started:
-        """EngineStart an engine and return at once; nothing waits until it answers."""
+        """Start an engine and return at once; nothing waits until it answers."""
         lease = self._lease
         await self.end(name)
         if lease is None or self._lease is not lease:

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
-import shutil
 import signal
+import socket
 import ssl
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from megatron_rl.shared.protocol.client import read_token
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
-from megatron_rl.sidecar.agent.engines import HostEngines, MakeReceiver
+from megatron_rl.sidecar.agent.engines import HostEngines
+from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, is_loopback, open_listener, parse_place
@@ -52,8 +53,7 @@ def run_from_words(words: Sequence[str]) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = parse(words)
-        receives = None if settings.shares_folder else functools.partial(make_receiver, settings)
-        asyncio.run(run(settings, LocalLauncher(), receives))
+        asyncio.run(run(settings, LocalLauncher()))
     except MegatronRLError as error:
         print(f"megatron_rl.sidecar.agent: {error}", file=sys.stderr)
         return error.exit_code
@@ -85,12 +85,9 @@ def parse(words: Sequence[str]) -> AgentSettings:
     return AgentSettings(place, token[0], given.folder, "shares_publish_folder" in given, tls)
 
 
-def make_receiver(settings: AgentSettings, token: str) -> Receiver:
-    """Make a receiver of weights, in a folder of its own in this host's memory, at the port after the agent's."""
+def _make_receiver(settings: AgentSettings, folder: Path, token: str) -> Receiver:
+    """Make a receiver of weights at the port after the agent's."""
     host, port = settings.listen
-    folder = _MEMORY / f"megatron_rl-agent-{os.getuid()}-{port or os.getpid()}"
-    # An agent that was killed at the same port may have left it.
-    shutil.rmtree(folder, ignore_errors=True)
     make_private_folder(folder)
     place = port + 1 if port else 0
     try:
@@ -102,19 +99,29 @@ def make_receiver(settings: AgentSettings, token: str) -> Receiver:
         ) from None
 
 
-async def run(settings: AgentSettings, launcher: LocalLauncher, make_receiver: MakeReceiver | None = None) -> None:
-    """Serve until a signal, and end all engines."""
+async def run(settings: AgentSettings, launcher: LocalLauncher) -> None:
+    """Serve until a signal, end all engines, and remove what they have left."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     make_private_folder(settings.folder)
     listener = open_listener(*settings.listen, flag="--listen")
-    sockets = run_folder()
-    engines = HostEngines(sockets, settings.folder, launcher, make_receiver)
+    sockets, memory = run_folder(), Path(tempfile.mkdtemp(prefix="megatron_rl-agent-", dir=_MEMORY))
+    receive = None
+    if not settings.shares_folder:
+        receive = functools.partial(_make_receiver, settings, memory / "weights")
+    with removed_afterwards(sockets, memory):
+        await _serve(settings, listener, HostEngines(sockets, settings.folder, launcher, receive), ended)
+
+
+async def _serve(settings: AgentSettings, listener: socket.socket, engines: HostEngines, ended: asyncio.Event) -> None:
     watching = asyncio.create_task(engines.watch())
     watching.add_done_callback(lambda _: ended.set())
     try:
-        _log.info("this host's agent serves at %s; engines log to %s", find_url(listener), settings.folder)
+        url = find_url(listener)
+        if settings.tls is not None:
+            url = url.replace("http:", "https:")
+        _log.info("this host's agent serves at %s; engines log to %s", url, settings.folder)
         if settings.tls is None and not is_loopback(settings.listen[0]):
             _log.warning(
                 "nothing is encrypted between this host and the service, the token included: use a network that only "
@@ -125,7 +132,6 @@ async def run(settings: AgentSettings, launcher: LocalLauncher, make_receiver: M
     finally:
         watching.cancel()
         await engines.leave()
-        shutil.rmtree(sockets, ignore_errors=True)
         with contextlib.suppress(asyncio.CancelledError):
             await watching
 
