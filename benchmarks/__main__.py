@@ -52,6 +52,12 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "service_vs_offline_tiny": "tokens a second through the service / of vLLM's own LLM.generate, 0.1 M parameters",
         "service_vs_offline_40m": "the same / the same, 40 M parameters",
     },
+    "control_plane": {
+        "ms_per_group_1024": "milliseconds of the service's processor for a group of 16 x 256 tokens, 1,024 engines",
+        "gib_1024": "GiB of the service with 4,096 such groups and these engines",
+        "idle_1024": "seconds of its processor time a second while nothing is asked, 1,024 engines",
+        "publish_seconds_1024": "seconds of a publish of no bytes to 1,024 engines",
+    },
     "dynamic_sampling": {
         "ahead_vs_none_wide": "time to sample an iteration, half of the groups without a signal / none sampled ahead",
         "ahead_vs_batches_wide": "the same / whole batches until there are enough",

@@ -22,7 +22,17 @@ class RolloutConfig:
         "delay_seed.",
         "--rollout-script",
     )
-    num_engines: int = own_flag(1, "The number of engines to start.", "--rollout-num-engines", bound="at least 1")
+    num_engines: int = own_flag(
+        1,
+        "The number of engines to start on the sidecar's own host; 0 if only those of `--rollout-hosts` sample.",
+        "--rollout-num-engines",
+        bound="at least 0",
+    )
+    hosts: str | None = own_flag(
+        None,
+        "Other hosts with engines, whose agents run already: `static:FILE`, a TOML file.",
+        "--rollout-hosts",
+    )
     tensor_parallel_size: int = own_flag(
         1, "Devices that an engine is divided over.", "--rollout-tensor-parallel-size", bound="at least 1"
     )

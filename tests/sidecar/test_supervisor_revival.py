@@ -1,14 +1,16 @@
 """Engines that die are started again, come back at the current version, or are given up; all without processes."""
 
 import asyncio
+import dataclasses
 import random
+import time
 
 import pytest
 
 from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import _UP, PublishFailed, Supervisor, SupervisorConfig
-from tests.sidecar.fake_engines import STEPS, FakeFactory, request, weights
+from tests.sidecar.fake_engines import STEPS, FakeEngine, FakeFactory, request, weights
 from tests.sidecar.supervised import CONFIG, states, supervised, until
 
 
@@ -218,3 +220,21 @@ def test_after_any_fault_an_engine_that_is_down_is_being_restarted_or_given_up(t
                 await until(lambda: {member.engine.state for member in left} == {EngineState.READY})
 
     asyncio.run(check())
+
+
+def test_many_engines_are_looked_at_in_turn_at_most_fifty_a_second(monkeypatch):
+    num_engines, looks = 40, []
+
+    async def look(engine: FakeEngine) -> None:
+        looks.append((engine.name, time.monotonic()))
+
+    monkeypatch.setattr(FakeEngine, "find_fault", look)
+
+    async def check():
+        async with supervised(FakeFactory(), num_engines, dataclasses.replace(CONFIG, watch_seconds=0.0)):
+            await until(lambda: len(looks) >= num_engines)
+
+    asyncio.run(check())
+    names, times = zip(*looks[:num_engines], strict=True)
+    assert len(set(names)) == num_engines
+    assert times[-1] - times[0] >= (num_engines - 1) * 0.02

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import msgspec
@@ -26,17 +26,24 @@ _log = logging.getLogger(__name__)
 
 # With `processes.NUM_LOOKS`, a stopped process is named after five seconds.
 _LOOK_SECONDS = 0.2
-_LOOKS_PER_KNOCK = 10
-"""The number of looks at the processes for each check that the server takes requests."""
+_SILENT_SECONDS = 2.0
+"""The seconds without an answer after which a server with open requests is asked whether it takes others."""
+_LEAST_SECONDS_BETWEEN_KNOCKS = 0.02
+"""The same for all servers together: a thousand that are busy at once must not be kept busy by such questions."""
 _KNOCK_SECONDS = 1.0
 # An answer that is already on its way explains the fault best, and so do the last lines of the log.
 _LAST_ANSWER_SECONDS = 1.0
 
 
 class Connection:
-    """Requests over a server's unix socket. Belongs to the event loop of its first request."""
+    """Requests to a server. Belongs to the event loop of its first request."""
 
-    def __init__(self, name: str, address: str, handle: Handle | None, health_seconds: float) -> None:
+    _num_watched: ClassVar[int] = 0
+    """The connections of this process whose servers are watched."""
+
+    def __init__(
+        self, name: str, transport: httpx.AsyncBaseTransport, handle: Handle | None, health_seconds: float
+    ) -> None:
         """Make a connection; without `handle` the server was started elsewhere, and its processes are unknown."""
         self.fault: str | None = None
         """The reason why no request is answered any more; None while no fault is known."""
@@ -44,16 +51,12 @@ class Connection:
         self._handle = handle
         self._health_seconds = health_seconds
         self._num_open = 0
+        self._answered = 0.0
+        """The time of the last answer."""
         self._was_healthy = False
         self._lost: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        # No connection is kept: the server may close an idle one at the moment of its next use.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=address, limits=limits),
-            base_url="http://engine",
-            timeout=None,
-        )
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)
 
     async def close(self) -> None:
         """Stop watching the processes, and end all requests."""
@@ -131,7 +134,9 @@ class Connection:
                 await asyncio.wait((sending,), timeout=_LAST_ANSWER_SECONDS)
             if not sending.done():
                 raise httpx.ReadError(self.fault or "it is lost")
-            return sending.result()
+            answer = sending.result()
+            self._answered = time.monotonic()
+            return answer
         finally:
             self._num_open -= 1
             if not sending.done():
@@ -140,14 +145,23 @@ class Connection:
 
     async def _watch(self) -> None:
         """Look for a fault that leaves requests without an answer, until one is found."""
-        num_looks = num_refused = 0
+        Connection._num_watched += 1
+        try:
+            await self._look()
+        finally:
+            Connection._num_watched -= 1
+
+    async def _look(self) -> None:
+        num_refused, knocked = 0, time.monotonic()
         while self.fault is None:
             await asyncio.sleep(_LOOK_SECONDS)
-            num_looks += 1
             fault = self.find_fault()
-            if fault is None and self._was_healthy and self._num_open and num_looks % _LOOKS_PER_KNOCK == 0:
+            silent_seconds = max(_SILENT_SECONDS, _LEAST_SECONDS_BETWEEN_KNOCKS * Connection._num_watched)
+            is_silent = time.monotonic() - max(self._answered, knocked) > silent_seconds
+            if fault is None and self._was_healthy and self._num_open and is_silent:
                 num_refused = num_refused + 1 if await self._is_refused() else 0
                 fault = "its server takes no requests any more" if num_refused == 2 else None
+                knocked = time.monotonic()
             if fault is not None:
                 _log.warning("engine %s: %s", self._name, fault)
                 self._lose(fault)
