@@ -256,6 +256,7 @@ def test_engines_stop_waiting_when_the_trainer_gives_a_host_up(memory: Path, ran
         with Arrival(receiver.folder / "version-1", ranks.specs) as arrival:
             assert not arrival.wait_for(ranks.specs[0].name)
         assert control.list_lost() == {"host-0": "host-0 is late"}
+        assert receiver.describe()["ended"] == "host-0 is late"
         # The next publish may be of the same version.
         deliver(ranks, 1, list_targets([receiver]))
         read_as_engine(ranks, receiver.folder / "version-1")
