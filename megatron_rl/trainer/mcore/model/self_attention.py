@@ -1,4 +1,5 @@
-"""Megatron's self-attention whose heads are split, normalized and rotated in one kernel, and others of ours.
+"""Megatron's self-attention with one kernel that splits, normalizes and rotates heads, with two ropes, or with norms of
+all heads together.
 
 A layer takes Megatron's own way if it has what the kernel lacks. The log names the reason once.
 
