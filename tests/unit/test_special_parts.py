@@ -21,6 +21,7 @@ OF_GPT_OSS = (
     "--window-size 31,0 --position-embedding-type yarn --rotary-scaling-factor 4 "
     "--yarn-original-max-position-embeddings 64 --no-yarn-correction-range-round-to-int --mscale 1.0"
 )
+UNSCALED = " without scales"
 OF_LATENTS = (
     "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
     "--v-head-dim 128 --mscale 1.0 --mscale-all-dim 1.0 --kv-channels 128 --rotary-scaling-factor 40"
@@ -32,14 +33,16 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_one_parser(monkeypatch)
 
 
-def released(path: Path, name: str) -> str:
-    """Write the config.json of a released model."""
-    (path / "config.json").write_text(json.dumps(read_models()[name]))
-    return str(path)
-
-
 def described(path: Path, model: Architecture | str) -> str:
-    return released(path, model) if isinstance(model, str) else folder(path, model)
+    """Write the config.json of an architecture, or of a released model, whose rope may be without its scales."""
+    if isinstance(model, Architecture):
+        return folder(path, model)
+    config = dict(read_models()[model.removesuffix(UNSCALED)])
+    if model.endswith(UNSCALED):
+        rope = config["rope_scaling"]
+        config["rope_scaling"] = {key: value for key, value in rope.items() if not key.startswith("mscale")}
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,8 @@ def described(path: Path, model: Architecture | str) -> str:
         (QWEN3, "--softmax-type vanilla --glu-linear-offset 0 --kv-lora-rank 512 --mscale 2 --window-attn-skip-freq 3"),
         (ERNIE, "--rotary-interleaved"),
         ("DeepSeek-V3", OF_LATENTS),
+        # The keys have Megatron's defaults.
+        ("DeepSeek-V3 without scales", "--mscale 1.0 --mscale-all-dim 0.0"),
         # Without YaRN Megatron does not read its scales.
         ("Moonlight-16B-A3B", "--multi-latent-attention --mscale 0.7 --mscale-all-dim 0.7 --rotary-scaling-factor 1"),
     ],
@@ -81,6 +86,8 @@ def test_flags_that_agree_with_the_folder_change_nothing(model: Architecture | s
         ("DeepSeek-V3", "--v-head-dim 64", "has 128"),
         ("DeepSeek-V3", "--mscale 0.7", "has 1"),
         ("DeepSeek-V3", "--mscale-all-dim 0", "has 1"),
+        ("DeepSeek-V3 without scales", "--mscale 0.7", "has 1"),
+        ("DeepSeek-V3 without scales", "--mscale-all-dim 1.0", "has 0"),
         ("DeepSeek-V3", "--rotary-scaling-factor 8", "contradicts factor = 40"),
         ("Moonlight-16B-A3B", "--q-lora-rank 1536", "has no such part"),
         ("Moonlight-16B-A3B", "--rotary-scaling-factor 40", "contradicts"),
