@@ -127,7 +127,7 @@ class Architecture:
     tied_embeddings: bool = False
     qk_layernorm: bool = False
     norms_join_heads: bool = False
-    """Whether a norm of queries or of keys is over the columns of all heads, in place of each head's own."""
+    """True: the queries of all heads are normalized together, and likewise the keys, in place of each head alone."""
     qkv_bias: bool = False
     linear_bias: bool = False
     experts: Experts | None = None

@@ -327,8 +327,8 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     pinned = f"{offload} pin_cpu_grads pin_cpu_params"
     yield optimizer.optimizer_cpu_offload, "without --optimizer-cpu-offload", "optimizer", pinned
     yield is_wsd, "without --lr-decay-style WSD", "schedule", "lr_wsd_decay_style lr_wsd_decay_iters"
-    norms = "in a model without norms of queries and keys"
-    yield model.qk_layernorm, norms, "optimizer", "apply_wd_to_qk_layernorm"
+    norms = "in a model without norms of each head's queries and keys"
+    yield model.qk_layernorm and not model.norms_join_heads, norms, "optimizer", "apply_wd_to_qk_layernorm"
     yield is_interleaved, "without virtual pipeline stages", "transformer", "microbatch_group_size_per_vp_stage"
     yield ddp.overlap_grad_reduce, "without --overlap-grad-reduce", "ddp", "bucket_size num_buckets"
     sharded = "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"

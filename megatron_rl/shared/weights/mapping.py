@@ -209,8 +209,9 @@ class Mapping:
         elif parameter.endswith("gate_weight"):
             shapes = [(1, a.hidden_size)]
         elif parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-            joined = query if parameter.endswith("q_layernorm.weight") else key
-            shapes = [(joined if a.norms_join_heads else a.kv_channels,)]
+            shapes = [(a.kv_channels,)]
+        elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
+            shapes = [(query if parameter.endswith("q_norm.weight") else key,)]
         else:
             shapes = [(a.hidden_size,)]
         return [shape[:1] for shape in shapes] if parameter.endswith(".bias") else shapes

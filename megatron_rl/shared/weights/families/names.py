@@ -139,8 +139,8 @@ ATTENTION = tuple(
         _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.WHOLE, "bias", when=lambda a: a.linear_bias),
         _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.WHOLE, when=_has_norm_of_each_head),
         _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.WHOLE, when=_has_norm_of_each_head),
-        _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.ROWS, when=lambda a: a.norms_join_heads),
-        _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.ROWS, when=lambda a: a.norms_join_heads),
+        _linear("self_attention.q_norm", ("self_attn.q_norm",), Split.ROWS, when=lambda a: a.norms_join_heads),
+        _linear("self_attention.k_norm", ("self_attn.k_norm",), Split.ROWS, when=lambda a: a.norms_join_heads),
     )
 )
 

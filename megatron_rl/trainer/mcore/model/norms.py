@@ -38,13 +38,15 @@ class NormalizeAndAdd(torch.nn.Module):
 class JoinedHeadsNorm(torch.nn.Module):
     """The norm of queries or of keys over the columns of all heads, which tensor-parallel ranks divide.
 
-    Each rank has the weight of its own heads.
+    Each rank has the weight of its own heads. A name with `q_layernorm` or `k_layernorm` in it would have Megatron sum
+    the weight's gradient over these ranks.
     """
 
-    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, num_heads: int):
-        """Make the norm of this number of heads of all ranks; `hidden_size` is the width of one."""
+    def __init__(self, config: TransformerConfig, num_heads: int):
+        """Make the norm of this number of heads, which are those of all ranks."""
         super().__init__()
-        self.num_columns, self.eps = num_heads * hidden_size, eps
+        assert config.kv_channels is not None
+        self.num_columns, self.eps = num_heads * config.kv_channels, config.layernorm_epsilon
         self.group = parallel_state.get_tensor_model_parallel_group()
         num_rows = self.num_columns // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(num_rows, dtype=config.params_dtype))
