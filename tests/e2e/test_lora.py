@@ -31,8 +31,20 @@ def test_a_killed_run_of_adapters_resumes_as_if_it_had_not_been(world: loop.Worl
     )
     assert all(last[name].equal(again[name]) for name in last)
     assert not any(last[name].equal(first[name]) for name in last)
+    assert_converts(world, whole)
     separate = uninterrupted(world, "separate", 2, **changes, tri_model="separate")
     assert_near(separate, whole)
+
+
+def assert_converts(world: loop.World, whole: Path) -> None:
+    """Check that a checkpoint of adapters and its base become the merged weights that the run wrote."""
+    words = ["convert", "--platform", "cpu", "--hf-model", world.model, "--load", whole / "save"]
+    words += ["--lora-rank", "4", "--save-hf", whole / "converted"]
+    convert = f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))"
+    with loop.running(whole / "convert", 1, [], {0: convert}) as ranks:
+        assert ranks.wait() == [0], ranks.text()
+    ours, theirs = (load_file(one / "model.safetensors") for one in (whole / "converted", whole / "hf/iter_0000004"))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 
 
 def assert_near(folder: Path, whole: Path) -> None:

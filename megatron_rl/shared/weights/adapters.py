@@ -157,7 +157,7 @@ def describe_for_peft(adapters: AdapterMapping, alpha: float, base: str) -> dict
     }
 
 
-def check_config(folder: Path, rank: int, alpha: float) -> dict[str, Any]:
+def check_config(folder: Path, rank: int, alpha: float) -> None:
     """Read a folder's adapter_config.json; raise unless its adapters compute what this rank and alpha say."""
     path = folder / CONFIG_FILE
     try:
@@ -173,4 +173,3 @@ def check_config(folder: Path, rank: int, alpha: float) -> dict[str, Any]:
     for flag, name, own in (("--lora-rank", "r", rank), ("--lora-alpha", "lora_alpha", alpha)):
         if config.get(name) != own:
             raise InputError(f"{path} has {name} {config.get(name)}, and {flag} is {own:g}: write {config.get(name)}")
-    return config
