@@ -29,7 +29,7 @@ from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.experts import settle_expert_biases
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.replay import select_routing
-from megatron_rl.trainer.mcore.model.router import compare_groups_by_largest, counting, freeze_router_biases
+from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
 
@@ -203,7 +203,7 @@ def build_chunks(
         for chunk in chunks:
             freeze_router_biases(chunk)
             settle_expert_biases(chunk)
-            compare_groups_by_largest(chunk)
+            settle_choices(chunk)
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
     return chunks
