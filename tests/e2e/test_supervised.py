@@ -139,8 +139,8 @@ def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
 
 def test_adapters_learn_from_demonstrations_and_all_other_weights_stay(world, pairs):
     folder = world.folder / "adapters"
-    words = [*words_of(world, pairs, folder), *["--lora-rank", "8", "--lora-targets", "q_proj", "down_proj", "--lr", "0.03"]]
-    loop.run(folder, 2, words)
+    own = ["--lora-rank", "8", "--lora-targets", "q_proj", "down_proj", "--lr", "0.03"]
+    loop.run(folder, 2, [*words_of(world, pairs, folder), *own])
     metrics = read_metrics(folder / "run")
     assert metrics[-2]["loss"] < metrics[0]["loss"] - 0.1
     merged, base = load_file(folder / "hf" / LAST / "model.safetensors"), load_file(world.model / "model.safetensors")
