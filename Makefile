@@ -20,7 +20,7 @@ RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda test-hosts python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ test-npu: env ## Ascend without an NPU: the real torch_npu over stand-ins for CA
 test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest tests/trl
+
+test-hosts: env ## engines on other hosts, which are network namespaces; needs root and iproute2
+	$(VENV)/bin/python -m pytest tests/hosts
 
 test-cuda: env cuda ## the environment for GPUs, as far as a machine without one can try it
 	CUDA_PYTHON=$(CUDA_VENV)/bin/python $(VENV)/bin/python -m pytest tests/cuda

@@ -37,6 +37,13 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "vs_copy_400m": "a publish of 0.4 B parameters / a copy of their bytes",
         "fixed_ms": "milliseconds of a publish of 0.1 M parameters",
     },
+    "delivery": {
+        "gb_s_1": "GB a second of weights to a host over loopback, one stream",
+        "gb_s_2": "the same, two streams",
+        "gb_s_4": "the same, four streams",
+        "vs_sockets": "weights a second over four streams / bytes a second over four bare sockets",
+        "vs_copy": "the same / bytes a second of a plain copy",
+    },
     "sidecar": {
         "ms_per_group_scripted": "milliseconds of the service for a group of 16 x 256 tokens",
         "gib_scripted": "GiB of the service with 4,096 such groups",

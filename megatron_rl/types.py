@@ -23,6 +23,8 @@ class Rope:
     original_max_positions: int | None = None
     rotary_fraction: float = 1.0
     """The part of a head's dimensions that rotates: its first ones."""
+    interleaved: bool = False
+    """True if neighbors rotate as a pair, in place of dimensions half the rotating part from each other."""
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -124,6 +126,8 @@ class Architecture:
     rope: Rope = Rope()
     tied_embeddings: bool = False
     qk_layernorm: bool = False
+    norms_join_heads: bool = False
+    """True: the queries of all heads are normalized together, and likewise the keys, in place of each head alone."""
     qkv_bias: bool = False
     linear_bias: bool = False
     experts: Experts | None = None

@@ -86,6 +86,19 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
          "rms_norm_eps": 1e-5, "rope_parameters": {**_YARN_ROPE, "beta_slow": 1.0, "truncate": False}},
     ),
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 16, "pad_token_id": None}),
+    "ernie4_5": (
+        transformers.Ernie4_5Config, {"head_dim": 24, "tie_word_embeddings": True, "pad_token_id": None}
+    ),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        {**_EXPERTS, **_LINEAR, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {"num_local_experts": 6, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.0, "intermediate_size": 48,
+         "head_dim": 16, "rotary_dim": 8, "scoring_func": "sigmoid", "use_routing_bias": True, "bos_token_id": None,
+         "eos_token_id": None},
+    ),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
         {**_LATENT_EXPERTS, "q_lora_rank": 24, "scoring_func": "sigmoid", "rope_parameters": _LATENT_YARN_ROPE},
@@ -115,12 +128,15 @@ COMPARED_LESS_OFTEN = (
     "deepseek_v3_direct",
     "glm4_moe_lite",
     "deepseek_v2",
+    "ernie4_5",
+    "qwen3_5_moe",
+    "minimax_m2",
 )
 _ROUTER_BIAS = "e_score_correction_bias"
 WITH_WINDOW = ("mistral", "gemma3_text", "gpt_oss")
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3",
-    "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2",
+    "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2", "qwen3_5_moe", "minimax_m2",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ It is as small as it may be. On a CPU, vLLM wants heads of at least 32, and of 6
 ranks want two heads of keys and values, and two pipeline stages want two layers.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ FAMILIES: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] 
     ),
 }  # fmt: skip
 """The families that the demo can train, with what their config.json has beside the sizes."""
+_KEPT = 0.7
+"""The part of itself that the state of a linear layer's first head keeps from a token to the next, before training."""
 
 
 def draw(seed: int, family: str = "qwen3") -> transformers.PreTrainedModel:
@@ -63,7 +66,12 @@ def draw(seed: int, family: str = "qwen3") -> transformers.PreTrainedModel:
     config = make_config(**_SIZES, **others)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_attn.A_log"):
+            # As transformers draws them, states of most heads, or of all, forget a token before the next but one.
+            torch.nn.init.constant_(parameter[:1], math.log(-math.log(_KEPT) / math.log(1 + math.e)))
+    return model
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -9,6 +9,10 @@ To Hugging Face's format, where FLAGS or the folder of --hf-model describe the m
     megatron-rl convert --load DIR FLAGS --save-hf DIR
     megatron-rl convert --load DIR --hf-model DIR --save-hf DIR
 
+A checkpoint of adapters becomes a folder of merged weights, with the base and the flags of the run:
+
+    megatron-rl convert --load DIR --hf-model BASE --lora-rank N --save-hf DIR
+
 One process suffices. Under torchrun the ranks share the work, and the flags say how they divide it.
 """
 
@@ -16,6 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.settings import Settings
@@ -45,34 +50,43 @@ def main(argv: Sequence[str]) -> int:
 
 def _convert(settings: Settings) -> str:
     # Imported after the platform is installed, which `parse` has done.
+    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
     from megatron_rl.trainer.mcore.checkpoint.serialization import load_model, save_model
     from megatron_rl.trainer.mcore.model.gpt import build_model
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
     from megatron_rl.trainer.mcore.session import start_session
+    from megatron_rl.trainer.mcore.step.policy import build_base
 
     checkpoint, hf_model = settings.checkpoint, settings.model.hf_model
     with start_session(settings) as session:
         chunks = build_model(settings)
         weights = ModelWeights(chunks, session)
-        iteration = 0
+        iteration, base = 0, None
+        if settings.lora.rank and hf_model is not None:
+            weights.load_hf(hf_model)
+            base = build_base(settings, session, chunks, weights)
+        if base is not None:
+            weights = weights.merged_with(base.adapters)
+            if checkpoint.load is not None:
+                base.check(*_read_common(checkpoint.load, checkpoint.ckpt_step))
         if checkpoint.load is not None:
             iteration = load_model(chunks, checkpoint.load, session, checkpoint.ckpt_step)
             weights.zero_padding()
-        elif hf_model is not None:
+        elif hf_model is not None and base is None:
             weights.load_hf(hf_model)
         if checkpoint.save is not None:
             save_model(chunks, checkpoint.save, iteration, session)
         if checkpoint.save_hf is not None:
-            ends = [] if checkpoint.load is None else _read_stops(checkpoint.load, checkpoint.ckpt_step)
+            # The tokens that end a response besides those of the model's files; the checkpoint's run found them.
+            common = {} if checkpoint.load is None else _read_common(checkpoint.load, checkpoint.ckpt_step)[0]
+            ends: list[int] = common.get(EXTRA, {}).get("stops", [])
             return weights.save_hf(checkpoint.save_hf, source=hf_model, ends=ends)
         return weights.fingerprint()
 
 
-def _read_stops(load: Path, step: int | None) -> list[int]:
-    """Return the tokens that end a response besides those of the model's files; the checkpoint's run found them."""
+def _read_common(load: Path, step: int | None) -> tuple[dict[str, Any], Path]:
+    """Return everything in the checkpoint but its tensors, and the checkpoint's folder."""
     from megatron_rl.trainer.mcore.checkpoint import folders, serialization
-    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
 
     _, source = folders.find(load, step)
-    stops: list[int] = serialization.read_common(source).get(EXTRA, {}).get("stops", [])
-    return stops
+    return serialization.read_common(source), source

@@ -107,7 +107,7 @@ class ParameterBytes:
     """The bytes that a rank keeps for a parameter."""
 
     weight: int = 2
-    gradient: int = 4
+    gradient: float = 4
     state: float = 12.0
     """Bytes of the optimizer's state on the device."""
     is_state_divided: bool = True

@@ -22,7 +22,17 @@ class RolloutConfig:
         "delay_seed.",
         "--rollout-script",
     )
-    num_engines: int = own_flag(1, "The number of engines to start.", "--rollout-num-engines", bound="at least 1")
+    num_engines: int = own_flag(
+        1,
+        "The number of engines to start on the sidecar's own host; 0 if only those of `--rollout-hosts` sample.",
+        "--rollout-num-engines",
+        bound="at least 0",
+    )
+    hosts: str | None = own_flag(
+        None,
+        "Other hosts with engines, whose agents run already: `static:FILE`, a TOML file.",
+        "--rollout-hosts",
+    )
     tensor_parallel_size: int = own_flag(
         1, "Devices that an engine is divided over.", "--rollout-tensor-parallel-size", bound="at least 1"
     )
@@ -280,6 +290,24 @@ class PublishConfig:
     )
     deadline_minutes: float = own_flag(
         10.0, "Minutes that a publish may take.", "--publish-deadline-minutes", bound="a finite duration above 0"
+    )
+    lost_host: Literal["leave", "wait"] = own_flag(
+        "leave",
+        "The treatment of a host of engines that does not receive a version in time: `leave` it out until the next "
+        "publish, or `wait` until the publish fails.",
+        "--publish-lost-host",
+    )
+    host_minutes: float = own_flag(
+        2.0,
+        "Minutes that a host may take to receive a version before it is left out.",
+        "--publish-host-minutes",
+        bound="a finite duration above 0",
+    )
+    num_streams: int = own_flag(
+        4,
+        "Connections over which a rank sends weights to a host of engines.",
+        "--publish-streams",
+        bound="at least 1",
     )
     probe_bound: float | None = own_flag(
         None,

@@ -19,6 +19,7 @@ from megatron_rl.config.trainer import (
     DistributedConfig,
     EvaluationConfig,
     LoopConfig,
+    LoraConfig,
     ModelConfig,
     ObserveConfig,
     RunConfig,
@@ -34,6 +35,7 @@ class Subjects:
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     attention: AttentionConfig = AttentionConfig()
     training: TrainingConfig = TrainingConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -63,6 +63,36 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the weights."""
+
+    rank: int = own_flag(
+        0, "The rank of the adapters of linear layers; 0 trains all weights.", "--lora-rank", bound="at least 0"
+    )
+    alpha: float | None = own_flag(
+        None,
+        "The adapters' products are multiplied by this number over their rank; twice the rank if not given.",
+        "--lora-alpha",
+        bound="above 0",
+    )
+    targets: list[str] | None = own_flag(
+        None,
+        "The linear layers that have adapters, by the ends of their names in the Hugging Face model; those of "
+        "attention and of MLPs, experts among them, if not given.",
+        "--lora-targets",
+    )
+    dropout: float = own_flag(
+        0.0, "Dropout before the adapters; only 0 is possible.", "--lora-dropout", bound="at least 0 and below 1"
+    )
+    load: Path | None = own_flag(None, "The folder of PEFT's that the first adapters are read from.", "--load-lora")
+
+    @property
+    def used_alpha(self) -> float:
+        """The alpha that is computed with: twice the rank if none was given."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """Attention of a group's responses to their prompt."""
 

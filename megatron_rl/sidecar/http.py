@@ -1,7 +1,6 @@
 """The routes of the rollout service: binary bodies, and a token for every route but health."""
 
 import asyncio
-import hmac
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,12 +13,13 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 from megatron_rl.shared.protocol.wire import ErrorAnswer, ErrorCode
 from megatron_rl.sidecar.evaluation import EvaluationFailed
+from megatron_rl.sidecar.guard import OPEN, Guard
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
@@ -27,7 +27,6 @@ from megatron_rl.sidecar.supervisor import WrongWorkerCount
 MAX_BODY_BYTES = 1 << 30
 MAX_PATIENCE_SECONDS = 60.0
 MAX_NEW_ENGINES = 64
-_OPEN = "/health"
 _PATIENCE = {"parameters": [{"name": "patience", "in": "query", "schema": {"type": "number", "default": 30}}]}
 _STATUS: tuple[tuple[tuple[type[Exception], ...], int, ErrorCode], ...] = (
     ((IterationFailed,), 410, ErrorCode.ITERATION_FAILED),
@@ -46,28 +45,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 def build_application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
     """Build the ASGI application."""
     app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
-    app.add_middleware(_Guard, token=token)
+    app.add_middleware(Guard, token=token)
     app.add_exception_handler(MegatronRLError, _report)
     _trainer_routes(app, service)
     _evaluation_routes(app, service)
+    _host_routes(app, service)
     _operator_routes(app, service, shutdown)
     return app
-
-
-class _Guard:
-    """Checks the token of every request before its body is read. A plain ASGI layer, because every slot passes it."""
-
-    def __init__(self, app: ASGIApp, token: str):
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != _OPEN:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                await JSONResponse({"error": "the token is missing or wrong"}, status_code=401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _report(_: Request, error: Exception) -> Response:
@@ -185,8 +169,29 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
 
 
+def _host_routes(app: FastAPI, service: RolloutService) -> None:
+    @app.get("/v1/hosts")
+    async def hosts(request: Request) -> Response:
+        """Answer with the DeliveryHosts to which a trainer brings weights; none if all engines share its folder."""
+        service.renew_lease(_read_lease(request))
+        listed = DeliveryHosts(epoch=0, token="", hosts=[])
+        if service.hosts is not None:
+            listed = service.hosts.list_for_delivery()
+        return Response(wire.encode(listed), media_type=wire.MEDIA_TYPE)
+
+    @app.post("/v1/hosts/{name}/lost")
+    async def leave_out(request: Request, name: str) -> dict[str, str]:
+        """Note that a version was not delivered to a host; its engines wait for the next. Body: LeftOut."""
+        service.renew_lease(_read_lease(request))
+        told = await _body(request, LeftOut)
+        if service.hosts is None:
+            raise InputError(f"unknown host {name!r}: this sidecar has no other hosts")
+        service.hosts.leave_out(name, told.version, told.reason)
+        return {"host": name}
+
+
 def _operator_routes(app: FastAPI, service: RolloutService, shutdown: Callable[[], None]) -> None:
-    @app.get(_OPEN)
+    @app.get(OPEN)
     async def health() -> dict[str, str]:
         """Answer that the service runs, and nothing else; needs no token."""
         return {"status": "ok"}
@@ -245,9 +250,15 @@ def _bounded(patience: float) -> float:
 
 
 async def serve(
-    app: Any, *, until: asyncio.Event, uds: Path | None = None, listener: socket.socket | None = None
+    app: Any,
+    *,
+    until: asyncio.Event,
+    uds: Path | None = None,
+    listener: socket.socket | None = None,
+    tls: tuple[Path, Path] | None = None,
 ) -> None:
-    """Serve until the event is set, then finish the requests in progress."""
+    """Serve until the event is set, then finish the requests in progress; `tls` is a certificate and its key."""
+    cert, key = tls or (None, None)
     config = uvicorn.Config(
         app,
         uds=str(uds) if uds is not None else None,
@@ -255,6 +266,8 @@ async def serve(
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=2,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
     )
     server = uvicorn.Server(config)
     # Signals belong to the sidecar, which has engines to end.

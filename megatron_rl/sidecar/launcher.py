@@ -160,6 +160,10 @@ class LocalHandle:
     def log_lines(self) -> list[str]:
         return self._log.last_lines()
 
+    def new_lines(self, num_seen: int) -> tuple[int, list[str]]:
+        """Return the number of lines that it has printed, and the last of those after the first `num_seen`."""
+        return self._log.new_lines(num_seen)
+
 
 class Log:
     """Copies the output of a process into a file; a full file is renamed, and the oldest is deleted."""
@@ -170,6 +174,7 @@ class Log:
         self._max_bytes = max_bytes
         self._num_files = num_files
         self._lines: collections.deque[bytes] = collections.deque(maxlen=LOG_LINES)
+        self._num_lines = 0
         self._unfinished = b""
         self._file: IO[bytes] | None = None
         self._size = 0
@@ -183,6 +188,14 @@ class Log:
         with self._lock:
             self._read()
             return [line.decode(errors="replace") for line in (*self._lines, *filter(None, [self._unfinished]))]
+
+    def new_lines(self, num_seen: int) -> tuple[int, list[str]]:
+        """Return the number of whole lines so far, and the last of those after the first `num_seen`."""
+        with self._lock:
+            self._read()
+            num_new = min(len(self._lines), self._num_lines - num_seen)
+            lines = itertools.islice(self._lines, len(self._lines) - num_new, None)
+            return self._num_lines, [line.decode(errors="replace") for line in lines]
 
     def close(self) -> None:
         """Wait until the rest of the pipe is copied, once no process writes to it."""
@@ -211,6 +224,7 @@ class Log:
         except BlockingIOError:
             return True
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        self._num_lines += len(lines)
         for line in lines:
             self._lines.append(line)
             self._write(line + b"\n")

@@ -32,8 +32,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """Open a socket for the service, whose connections inherit TCP_NODELAY.
+def open_listener(host: str, port: int, flag: str = "--rollout-listen") -> socket.socket:
+    """Open a socket for a service, whose connections inherit TCP_NODELAY; `flag` gave the address.
 
     asyncio sets that only on sockets that it makes itself. Without it the body of an answer would wait 40 ms until its
     head is acknowledged.
@@ -44,7 +44,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener = socket.create_server(place[:2], family=family)  # type: ignore[arg-type]
     except OSError as error:
         written = f"[{host}]" if ":" in host else host
-        raise UsageError(f"--rollout-listen {written}:{port} cannot be opened: {error}; write another port") from None
+        raise UsageError(f"{flag} {written}:{port} cannot be opened: {error}; write another port") from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

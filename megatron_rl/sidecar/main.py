@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -24,10 +25,12 @@ from megatron_rl.shared.records.append_file import make_private_folder, write_pr
 from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
+from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
+from megatron_rl.sidecar.hosts.static import read_hosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.listening import find_url, open_listener
+from megatron_rl.sidecar.listening import find_url, is_loopback, open_listener
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
@@ -83,7 +86,13 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
-        supervisor = Supervisor(_build_factory(settings, stack, notes), _supervisor_config(settings), trace.recorder)
+        hosts = _build_hosts(settings)
+        if hosts is not None:
+            hosts.open()
+            # The engines are closed before their hosts are left.
+            stack.push_async_callback(hosts.close)
+        factory = _build_factory(settings, stack, notes, hosts)
+        supervisor = Supervisor(factory, _supervisor_config(settings), trace.recorder)
         pacer = _pace(supervisor, settings.rollout)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
@@ -92,14 +101,16 @@ async def run(settings: SidecarSettings) -> None:
             actions = {
                 starting.REWARDS: _start_rewards(pool, settings),
                 starting.FLAGS: _check_flags(settings.rollout),
-                starting.ENGINES: supervisor.start(settings.rollout.num_engines),
+                starting.ENGINES: supervisor.start(
+                    settings.rollout.num_engines + (0 if hosts is None else hosts.num_engines)
+                ),
                 starting.TOKENIZER: asyncio.to_thread(_build_decoder, settings),
             }
             made = await _unless(ended, notes.parts.run(actions))
         if made is None or ended.is_set():
             return
         scorer, lease_seconds = PoolScorer(pool, made[starting.TOKENIZER]), settings.rollout.lease_seconds
-        service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer)
+        service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts)
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         await _serve(service, settings, ended)
@@ -149,7 +160,22 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 
-def _build_factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes) -> EngineFactory:
+def _build_hosts(settings: SidecarSettings) -> Hosts | None:
+    rollout = settings.rollout
+    if rollout.hosts is None:
+        return None
+    named = read_hosts(rollout.hosts, rollout.tensor_parallel_size)
+    if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
+        _log.warning(
+            "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
+            "only your hosts share, or give the agents certificates (tls_ca)"
+        )
+    return Hosts(named, settings.run)
+
+
+def _build_factory(
+    settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes, hosts: Hosts | None = None
+) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":
         architecture = settings.read_architecture()
@@ -171,7 +197,11 @@ def _build_factory(settings: SidecarSettings, stack: contextlib.AsyncExitStack, 
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)
     deadlines = Deadlines(start=rollout.start_minutes * 60)
-    return VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs, notes.note_engine)
+    own = VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs, notes.note_engine)
+    if hosts is None:
+        return own
+    elsewhere = dataclasses.replace(config, num_threads=rollout.num_threads or 0)
+    return HostsFactory(own, rollout.num_engines, hosts.all, elsewhere)
 
 
 async def _check_flags(rollout: RolloutConfig) -> None:

@@ -24,7 +24,6 @@ import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.errors import MegatronRLError
@@ -32,7 +31,6 @@ from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import probe, wire
 from megatron_rl.shared.protocol.probe import Difference, find_coarsest_dtype
 from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
-from megatron_rl.shared.weights.arrival import is_being_written
 from megatron_rl.sidecar.engines import (
     Engine,
     EngineLost,
@@ -193,7 +191,7 @@ class Steps:
 
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
         def waits_for_trainer() -> bool:
-            return weights.transport == "shm" and is_being_written(Path(weights.location))
+            return engine.host.is_being_written(weights)
 
         report = await self._take(
             "load", engine, lambda: engine.load(weights), weights.deadline_seconds, waits_for_trainer

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import SERVICE
@@ -25,6 +25,9 @@ from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.supervisor import WeightsNotProven
 from megatron_rl.sidecar.tracing import SidecarTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.sidecar.hosts.factory import Hosts
 
 _log = logging.getLogger(__name__)
 
@@ -103,12 +106,14 @@ class RolloutService:
         run: str | None = None,
         trace: SidecarTrace | None = None,
         pacer: Pacer | None = None,
+        hosts: "Hosts | None" = None,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
         Without a pacer, nothing is known about the responses that engines are given at once.
         """
         self.engines = engines
+        self.hosts = hosts
         self._records = records
         self._lease_seconds = lease_seconds
         self._only_run = run
@@ -349,6 +354,7 @@ class RolloutService:
             "evaluation": self.evaluation.status() if self.evaluation else None,
             "slots_waited_for": [list(place) for place in self._waiting],
             "engines": self.engines.status(),
+            "hosts": {} if self.hosts is None else self.hosts.status(),
             "max_in_flight": self._pacer.room if self._pacer is not None else None,
             "counters": dataclasses.asdict(self.counters),
         }

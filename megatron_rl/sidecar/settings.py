@@ -29,6 +29,7 @@ from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
+from megatron_rl.sidecar.hosts import static
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
@@ -284,6 +285,7 @@ def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -
 
 def _problems_of_engines(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
     rollout, device = settings.rollout, settings.device
+    yield from _problems_of_hosts(rollout)
     wanted = rollout.num_engines * rollout.tensor_parallel_size
     if rollout.devices is not None:
         named = " ".join(map(str, rollout.devices))
@@ -319,6 +321,28 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
         yield from _problems_of_vllm(settings, architecture)
     else:
         yield from _problems_of_script(rollout.script, architecture)
+
+
+def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield each mistake in which other hosts have engines."""
+    hosts = rollout.hosts
+    if hosts is None:
+        if rollout.num_engines == 0:
+            yield (
+                f"--rollout-num-engines 0 must be at least 1 without {static.FLAG}: write 1 or more, or name hosts "
+                "with engines"
+            )
+        return
+    yield from static.find_problems(hosts, rollout.tensor_parallel_size)
+    if rollout.engine != "vllm":
+        yield f"{static.FLAG} {hosts} is for --rollout-engine vllm, not {rollout.engine}: drop one"
+    if rollout.transport != "shm":
+        yield (
+            f"{static.FLAG} {hosts}: --rollout-transport {rollout.transport} streams to engines of the sidecar's own "
+            "host alone: write shm"
+        )
+    if rollout.is_colocated:
+        yield f"{static.FLAG} {hosts}: engines on other hosts cannot share the ranks' devices: drop {FLAG_OF_SHARING}"
 
 
 def check_sharing(settings: SidecarSettings, num_ranks: int) -> Iterator[str]:

@@ -17,14 +17,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol.wire import ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest
+from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest, NotGiven
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.publication import (
     AwaitAnswer,
@@ -268,7 +267,7 @@ class Supervisor:
         either.
         """
         for attempt in range(1, _ATTEMPTS + 1):
-            members = await self._present()
+            members = await self._present(weights)
             engines = [member.engine for member in members]
             if weights.transport != "shm":
                 self._place(engines, weights)
@@ -294,7 +293,7 @@ class Supervisor:
                         self._revive(self._members[name], str(error))
                     raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
                 failed = list(failure.errors) if attempt > 1 else failure.lost
-                await self._restart([self._members[name] for name in failed], failure)
+                await self._restart(await self._find_restartable(failed, failure), failure)
         raise AssertionError("the last attempt returns or raises")
 
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
@@ -308,13 +307,37 @@ class Supervisor:
         for engine, place in zip(engines, places, strict=True):
             engine.stream_place = place
 
-    async def _present(self) -> list[Member]:
-        """Return the engines that are up; while engines are starting, wait for one."""
+    async def _find_restartable(self, names: Sequence[str], failure: StepFailed) -> list[Member]:
+        """Return the engines that are started again at once.
+
+        An engine whose host does not answer is started when the host is back. An engine whose host was not given the
+        version keeps its processes and waits for the next one.
+        """
+        found = []
+        for name in names:
+            member, error = self._members[name], failure.errors[name]
+            if isinstance(error, NotGiven):
+                continue
+            if await member.engine.host.answers():
+                found.append(member)
+            else:
+                self._revive(member, str(error))
+        return found
+
+    async def _present(self, weights: Weights) -> list[Member]:
+        """Return the engines that are up and are given the version; while engines are starting, wait for one."""
         while True:
-            members = [member for member in self._members.values() if member.engine.state in _UP]
-            if members:
+            up = [member for member in self._members.values() if member.engine.state in _UP]
+            given = await asyncio.gather(*(member.engine.host.is_given(weights) for member in up))
+            for member, is_given in zip(up, given, strict=True):
+                if not is_given and member.engine.state is not EngineState.WAITING:
+                    # It holds an older version.
+                    member.engine.state = EngineState.DIRTY
+            if members := [member for member, is_given in zip(up, given, strict=True) if is_given]:
                 return members
             if not any(map(_is_coming, self._members.values())):
+                if up:
+                    raise PublishFailed(f"version {weights.version} reached no host that has engines: publish it again")
                 raise PublishFailed(f"no engine is left: {self._errors() or 'none was started'}")
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -392,8 +415,11 @@ class Supervisor:
             member.num_failures = 0
         while member.num_failures < self._config.max_failures:
             pause = self._config.first_pause * 2**member.num_failures
-            member.num_failures += 1
+            # The loss of a host is not a failure of its engines.
+            if await member.engine.host.answers():
+                member.num_failures += 1
             await asyncio.sleep(min(pause, self._config.longest_pause))
+            await member.engine.host.until_back()
             if await self._try_bring_up(member, is_again=True):
                 return
         member.is_given_up = True
@@ -425,7 +451,7 @@ class Supervisor:
             published = self._published
             if member.engine.state is EngineState.READY or published is None or not self._is_current:
                 return
-            if _has_copy(published.weights):
+            if await member.engine.host.has_copy(published.weights):
                 answer = None if published.answer is None else _given(published.answer)
                 joined = await self._steps.publish([member.engine], published.weights, published, answer)
                 self.on_joined(joined.weights, joined.proofs)
@@ -499,10 +525,6 @@ def _given(answer: ProbeAnswer) -> AwaitAnswer:
         return answer
 
     return give
-
-
-def _has_copy(weights: Weights) -> bool:
-    return weights.transport == "shm" and Path(weights.location).is_dir()
 
 
 async def _cancel(tasks: list[asyncio.Task[None] | None]) -> None:

@@ -79,7 +79,9 @@ def list_layouts(model: str) -> tuple[str, ...]:
     if model == "gpt_oss":
         # Ranks that divide sinks, experts that have the gradients of tensor-parallel ranks, and stages with windows.
         return ("TP1", "EP2xCP2", "TP2+SP,EP2,ETP1", "PP2xVPP2", "EP2xPP2")
-    if model in ("glm4_moe", "qwen3_next", "deepseek_v3", "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2"):
+    if model in (
+        "glm4_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2",
+    ):  # fmt: skip
         return LAYOUTS_WITH_SEVERAL_KINDS
     return EXPERT_LAYOUTS if model in hf_models.WITH_EXPERTS else DENSE_LAYOUTS
 

@@ -49,7 +49,7 @@ def load_another_model(checkpoint: Path, folder: Path) -> str:
         return str(caught.value)
 
 
-NAMES = ("qwen3", "qwen2", "mixtral", "glm4_moe", "qwen3_5", "gemma3_text", "gpt_oss")
+NAMES = ("qwen3", "qwen2", "mixtral", "glm4_moe", "qwen3_5", "gemma3_text", "gpt_oss", "minimax_m2")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,8 @@ def test_a_checkpoint_is_read_in_any_layout_and_gets_a_config_of_its_own(folders
         "qwen3_5": dense[:2],
         "gemma3_text": [("PP2xVPP2", "PP2")],
         "gpt_oss": experts,
+        # Ranks divide its norms of queries and keys.
+        "minimax_m2": [("TP2+SP,EP2,ETP1", "PP2")],
     }
     results = run_ranks(save_and_load, 2, folders, tmp_path, pairs)
     for key, (saved, loaded, iteration, finite) in results[0].items():

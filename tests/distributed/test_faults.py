@@ -74,6 +74,9 @@ TENSOR_FAULTS = {
     "norm of keys' and values' narrow rows left out": ("deepseek_v3", neutral("kv_a_layernorm", 1.0)),
     "norm of queries' narrow rows left out": ("deepseek_v3", neutral("q_a_layernorm", 1.0)),
     "key part that rotates left out": ("deepseek_v3", without_rotated_keys),
+    "norm of all heads of keys left out": ("minimax_m2", neutral("k_norm", 1.0)),
+    "bias of the router left out, of MiniMax": ("minimax_m2", neutral("e_score_correction_bias", 0.0)),
+    "gate of the shared expert left out, of Qwen3.5": ("qwen3_5_moe", neutral("shared_expert_gate", 0.0)),
     "biases of attention left out": ("seed_oss", neutral("_proj.bias", 0.0)),
 }
 ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
@@ -108,6 +111,13 @@ ARCHITECTURE_FAULTS: dict[str, tuple[str, Callable[[Architecture], Architecture]
     "whole heads rotated": (
         "glm4_moe", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, rotary_fraction=1.0))
     ),
+    "halves of heads rotated in place of neighbors": (
+        "ernie4_5", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, interleaved=False))
+    ),
+    "whole heads rotated, of MiniMax": (
+        "minimax_m2", lambda a: dataclasses.replace(a, rope=dataclasses.replace(a.rope, rotary_fraction=1.0))
+    ),
+    "weights of experts not normalized": ("qwen3_5_moe", lambda a: with_experts(a, normalize_weights=False)),
     "norms not centered": ("qwen3_5", lambda a: dataclasses.replace(a, zero_centered_norms=False)),
     "experts' weights not scaled": ("glm4_moe", lambda a: with_experts(a, scaling_factor=1.0)),
     "experts of all groups": ("glm4_moe", lambda a: with_experts(a, num_groups=1)),

@@ -34,6 +34,7 @@ CASES = {
     "all recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
     "some recomputed": "--recompute-granularity selective --recompute-modules core_attn mlp",
     "norms recomputed": "--recompute-granularity selective --recompute-modules layernorm",
+    "adapters": "--use-distributed-optimizer --bf16 --lora-rank 4",
     "norms recomputed, sequences": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
     "--recompute-granularity selective --recompute-modules layernorm",
 }

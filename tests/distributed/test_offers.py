@@ -234,9 +234,9 @@ def order_of_a_publish(model: Path, folder: Path, is_offered: bool) -> list[str]
         def send(self, *_: Any) -> None:
             events.append("probe")
 
-    def noted(self: FilesBegun) -> None:
+    def noted(self: FilesBegun, note: Any = None) -> None:
         events.append("write")
-        write(self)
+        write(self, note)
         events.append("written")
 
     sharing = HostSharing() if is_offered else None

@@ -20,7 +20,6 @@ from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
-from megatron_rl.trainer.mcore.step import roles as roles_of_updates
 from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
 from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
@@ -219,14 +218,14 @@ def swapped_at_last() -> contextlib.AbstractContextManager:
 
 def never_taken() -> contextlib.AbstractContextManager:
     """Plant a fault: the second iteration's old policy is the first iteration's."""
-    copy, calls = roles_of_updates.copy_weights, []
+    keep, calls = TriModel.keep_old, []
 
     def once(*arguments: Any) -> None:
         if not calls:
-            copy(*arguments)
+            keep(*arguments)
         calls.append(None)
 
-    return mock.patch.object(roles_of_updates, "copy_weights", once)
+    return mock.patch.object(TriModel, "keep_old", once)
 
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

@@ -114,6 +114,7 @@ def test_transformers_loads_what_was_saved(folders, out) -> None:
         "qwen2_moe": "EP2xPP2", "seed_oss": "TP2xPP2", "qwen3_next": "EP2xPP2", "qwen3_5": "TP2xPP2",
         "gemma3_text": "PP2xVPP2", "deepseek_v3": "TP2+SP,EP2,ETP1", "deepseek_v3_direct": "PP2xVPP2",
         "glm4_moe_lite": "EP2xPP2", "gpt_oss": "EP2xPP2", "deepseek_v2": "TP2+SP,EP2,ETP1",
+        "ernie4_5": "TP2xPP2", "qwen3_5_moe": "PP2xVPP2", "minimax_m2": "TP2+SP,EP2,ETP1",
     }  # fmt: skip
     for model in folders.keys() & pairs.keys():
         logits = [

@@ -13,7 +13,7 @@ from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_model, wra
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.optimizer import UpdateResult, apply_update, build_optimizer, build_scheduler
-from megatron_rl.trainer.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.step.policy import Base, Policy, build_base
 from tests.distributed.layouts import Model, divisor, forward_backward, gather_reduced_shards
 from tests.distributed.parity import shared_loss, shared_packs
 from tests.nursery import platform_name
@@ -40,10 +40,11 @@ class Training(Model):
     settings: Settings
     optimizer: Any
     scheduler: Any
+    base: Base | None = None
 
     @property
     def policy(self) -> Policy:
-        return Policy(self.chunks, self.wrapped, self.optimizer, self.scheduler, self.weights)
+        return Policy(self.chunks, self.wrapped, self.optimizer, self.scheduler, self.weights, self.base)
 
     def accumulate(self) -> None:
         """Accumulate gradients of the parity test's packs."""
@@ -77,10 +78,12 @@ def training_in(
     chunks = build_model(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(settings.model.hf_model)
+    base = build_base(settings, session, chunks, weights)
+    weights = weights if base is None else weights.merged_with(base.adapters)
     wrapped = wrap(chunks, settings.ddp)
     optimizer = build_optimizer(settings, wrapped)
     scheduler = build_scheduler(settings, optimizer, num_updates)
-    return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, scheduler)
+    return Training(session, settings.architecture, chunks, weights, wrapped, settings, optimizer, scheduler, base)
 
 
 def checkpointer(trained: Training, **changes: Any) -> Checkpointer:

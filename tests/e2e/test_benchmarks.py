@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.each_change, pytest.mark.timeout(600)]
 # Keys of sizes and loads that a tiny run leaves out.
 LEFT_OUT = {
     "publish": {"seconds", "vs"},
+    "delivery": {"gb_s_2", "gb_s_4"},
     "overlap": {"ratio_gen_half", "ratio_gen_double"},
     "contention": {"vllm_kept_gen_double", "steps_kept_gen_double", "vllm_kept_plain_gen_double"},
     "sidecar": {"service_vs_offline_40m"},
@@ -30,7 +31,7 @@ LEFT_OUT = {
     "trl": {"vs_trl_10m", "vs_trl_40m", "vs_colocated", "default_vs_pinned"},
 }
 # Benchmarks that are run as `python -m benchmarks` runs them. The others are forked: their imports take seconds.
-STARTED = {"dynamic_sampling", "tails", "in_flight", "plan_peers", "step_ledger", "log_probs_memory"}
+STARTED = {"dynamic_sampling", "tails", "in_flight", "plan_peers", "delivery", "step_ledger", "log_probs_memory"}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,4 +1,7 @@
-"""A model with experts is as near to vLLM as one without, in half precision, if its routers take vLLM's experts."""
+"""Replay of routing with vLLM: of the engine's experts, and of the old policy's in a whole run.
+
+A model with experts is as near to vLLM as one without, in half precision, if its routers take vLLM's experts.
+"""
 
 import dataclasses
 import subprocess
@@ -10,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.shared.protocol.wire import EngineKind, GroupPart, encode_experts, encode_log_probs, encode_tokens
+from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.trainer.data.batch import Batch, Batcher
 from megatron_rl.trainer.loop.mismatch import MismatchBounds
 from megatron_rl.trainer.mcore.model.replay import replay_routing
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
+from tests.e2e import loop
 from tests.e2e.routed_vllm import LENGTH, NUM_PROMPTS, NUM_RESPONSES
 from tests.ranks import run_ranks
 from tests.sidecar.vllm_models import SIZES
@@ -105,3 +111,19 @@ def test_the_mismatch_of_replayed_experts_is_within_the_bound_of_a_dense_model(t
     assert results["replayed"] < 1.5 * results["dense"]
     assert results["own choice"] > 1.2 * results["replayed"]
     assert results["off by a token"] > 4 * results["own choice"]
+
+
+def test_a_run_with_vllm_replays_the_old_policys_experts_in_later_updates(tmp_path: Path) -> None:
+    world = loop.make_world(tmp_path, family="glm4_moe", head_dim=32, moe_intermediate_size=64)
+    run = tmp_path / "run"
+    words = world.words(
+        "run", rollout_folder=run, rollout_engine="vllm", rollout_num_engines=1, global_batch_size=16,
+        grpo_replay_routing=True,
+    )  # fmt: skip
+    loop.run(run.parent, 1, words)
+    rows = [row for row in read_metrics(run) if "fingerprint" in row and "loss" in row]
+    assert [row["version"] for row in rows] == [0, 1, 2]
+    assert all(row["routing"]["replayed"] > 0 for row in rows)
+    report = verify(run)
+    assert report.breaches == []
+    assert all(count == whole > 0 for count, whole in (item.compared for item in report.iterations))

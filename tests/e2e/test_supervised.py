@@ -137,6 +137,18 @@ def test_a_run_equals_a_plain_loop_over_the_same_rows(world, pairs, whole):
     assert [line["version"] for line in metrics if "evaluation" in line] == [0, 6, 12, 18]
 
 
+def test_adapters_learn_from_demonstrations_and_all_other_weights_stay(world, pairs):
+    folder = world.folder / "adapters"
+    own = ["--lora-rank", "8", "--lora-targets", "q_proj", "down_proj", "--lr", "0.03"]
+    loop.run(folder, 2, [*words_of(world, pairs, folder), *own])
+    metrics = read_metrics(folder / "run")
+    assert metrics[-2]["loss"] < metrics[0]["loss"] - 0.1
+    merged, base = load_file(folder / "hf" / LAST / "model.safetensors"), load_file(world.model / "model.safetensors")
+    changed = {name for name, tensor in base.items() if not torch.equal(merged[name], tensor)}
+    assert changed == {name for name in base if ".q_proj.weight" in name or ".down_proj.weight" in name}
+    assert (folder / "hf" / f"{LAST}_adapter" / "adapter_model.safetensors").exists()
+
+
 def test_a_run_leaves_its_configuration_and_what_every_rank_did_when(whole):
     config = run_folder.read_saved_config(whole / "run" / run_folder.CONFIG_FILE)
     assert ("stage", "sft", "--stage sft") in {given[1:] for given in run_folder.list_given(config)}

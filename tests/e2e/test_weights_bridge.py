@@ -1,4 +1,4 @@
-"""A whole run of a model whose family is a person's own file."""
+"""Whole runs of models whose family is a person's own file."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
 from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.shared.weights.families import describe_guest
+from tests.distributed.test_weights_bridge import draw_ministral
 from tests.e2e import loop
 from tests.processes import ROOT
 
@@ -56,3 +57,24 @@ def test_a_right_family_trains_and_a_changed_file_is_not_resumed(world: loop.Wor
     with loop.running(run.parent, 1, world.words("run", **words)) as ranks:
         assert ranks.wait(300) == [ExitCode.INPUT]
         assert f"--weights-bridge {guest}: the file has changed since" in ranks.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines_compute_a_family_of_ones_own_by_transformers_and_follow_each_publish(tmp_path: Path) -> None:
+    """Train in bfloat16 a model that vLLM has no class of its own for."""
+    world = loop.make_world(tmp_path)
+    # vLLM wants heads of at least 32 on a CPU.
+    draw_ministral(world.model, num_hidden_layers=2, head_dim=32, layer_types=["sliding_attention", "full_attention"])
+    run = tmp_path / "run"
+    words = world.words(
+        "run", weights_bridge=f"{EXAMPLE}:MINISTRAL", rollout_folder=run, bf16=True, rollout_engine="vllm",
+        rollout_num_engines=1,
+    )  # fmt: skip
+    ranks = loop.run(run.parent, 1, words)
+    assert "(transformers in bfloat16: " in ranks.text()
+    assert "Using Transformers modeling backend" in (run / "logs" / "engine-0.log").read_text()
+    report = verify(run)
+    assert report.breaches == []
+    assert [item.outcome for item in report.iterations] == ["complete"] * 3
+    assert all(count == whole > 0 for count, whole in (item.compared for item in report.iterations))

@@ -12,7 +12,14 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from megatron_rl.config.command_line.model_checks import _check_architecture
 from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model.replay import RouterReplay, _Call
-from megatron_rl.trainer.mcore.model.router import GroupingRouter, _LargestGroups, compare_groups_by_largest
+from megatron_rl.trainer.mcore.model.router import (
+    ExpertChoice,
+    GroupingRouter,
+    OrderingRouter,
+    choose_from_groups,
+    choose_in_order,
+    settle_choices,
+)
 from megatron_rl.types import Architecture, Experts
 
 NUM_TOKENS, HIDDEN, EXPERTS, ACTIVE, GROUPS, ACTIVE_GROUPS, FACTOR = 200, 16, 16, 6, 8, 3, 2.5
@@ -45,7 +52,7 @@ def test_weights_and_their_gradients_are_those_of_transformers(twin: DeepseekV2T
     logits, wanted, experts = twin(hidden)
     wanted = torch.zeros_like(logits).scatter(1, experts, wanted)
     given = logits.detach().requires_grad_()
-    weights = route(given, _LargestGroups(None))
+    weights = route(given, ExpertChoice(None, choose_from_groups))
     torch.testing.assert_close(weights, wanted)
     slope = torch.randn_like(weights)
     (of_ours,) = torch.autograd.grad((weights * slope).sum(), given)
@@ -57,13 +64,13 @@ def test_weights_and_their_gradients_are_those_of_transformers(twin: DeepseekV2T
 
 def test_a_replay_takes_it_for_the_routers_own_choice(twin: DeepseekV2TopkRouter) -> None:
     logits, _, experts = twin(torch.randn(NUM_TOKENS, HIDDEN))
-    own = route(logits, _LargestGroups(None))
+    own = route(logits, ExpertChoice(None, choose_from_groups))
     replay = RouterReplay(0)
-    assert torch.equal(route(logits, _LargestGroups(replay)), own)
+    assert torch.equal(route(logits, ExpertChoice(replay, choose_from_groups)), own)
     given = torch.arange(NUM_TOKENS)[:, None].add(torch.arange(ACTIVE)) % EXPERTS
     is_known = torch.arange(NUM_TOKENS) % 2 == 0
     replay.begin(_Call(Routing(given[:, None].to(torch.uint8), is_known), is_trained=True))
-    replayed = route(logits, _LargestGroups(replay))
+    replayed = route(logits, ExpertChoice(replay, choose_from_groups))
     assert torch.equal(replayed[~is_known], own[~is_known])
     chosen = torch.zeros_like(own, dtype=torch.bool).scatter(1, given, True)
     assert torch.equal((replayed != 0)[is_known], chosen[is_known])
@@ -74,14 +81,43 @@ def test_a_replay_takes_it_for_the_routers_own_choice(twin: DeepseekV2TopkRouter
 
 
 @pytest.mark.parametrize(
-    ("score", "group_topk", "is_changed"), [("softmax", 3, True), ("softmax", None, False), ("sigmoid", 3, False)]
+    ("score", "group_topk", "kind"),
+    [("softmax", 3, GroupingRouter), ("softmax", None, OrderingRouter), ("sigmoid", None, OrderingRouter)],
 )
-def test_only_routers_with_softmax_and_groups_are_changed(score: str, group_topk: int | None, is_changed: bool) -> None:
+def test_routers_compare_groups_by_their_largest_scores_or_keep_the_order(
+    score: str, group_topk: int | None, kind: type
+) -> None:
     router = TopKRouter.__new__(TopKRouter)
     torch.nn.Module.__init__(router)
     router.score_function, router.config = score, SimpleNamespace(moe_router_group_topk=group_topk)
-    compare_groups_by_largest(torch.nn.ModuleList([router]))
-    assert isinstance(router, GroupingRouter) is is_changed
+    router.router_replay = None
+    settle_choices(torch.nn.ModuleList([router]))
+    assert isinstance(router, kind)
+
+
+def test_routers_with_groups_of_sigmoid_scores_and_those_of_recipes_stay() -> None:
+    kinds = (TopKRouter, type("OwnRouter", (TopKRouter,), {}))
+    for kind, group_topk in zip(kinds, (3, None), strict=True):
+        router = kind.__new__(kind)
+        torch.nn.Module.__init__(router)
+        router.score_function, router.config = "sigmoid", SimpleNamespace(moe_router_group_topk=group_topk)
+        router.router_replay = None
+        settle_choices(torch.nn.ModuleList([router]))
+        assert type(router) is kind
+
+
+def test_weights_of_experts_are_the_same_with_gradients_and_without() -> None:
+    logits = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
+
+    def route_plainly() -> torch.Tensor:
+        weights, _ = moe_utils.topk_routing_with_score_function(
+            logits, 8, score_function="sigmoid", router_replay=ExpertChoice(None, choose_in_order)
+        )
+        return weights
+
+    with torch.no_grad():
+        frozen = route_plainly()
+    assert torch.equal(frozen, route_plainly())
 
 
 def test_a_router_is_asked_with_its_own_replay_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +127,7 @@ def test_a_router_is_asked_with_its_own_replay_and_keeps_it(monkeypatch: pytest.
     torch.nn.Module.__init__(router)
     router.router_replay = replay = RouterReplay(0)
     router.routing(torch.zeros(1))
-    assert isinstance(asked[0], _LargestGroups)
+    assert isinstance(asked[0], ExpertChoice)
     assert asked[0]._replay is replay
     assert router.router_replay is replay
 

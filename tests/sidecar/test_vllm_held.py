@@ -265,6 +265,39 @@ def test_rows_of_two_tensors_may_lie_in_turn_and_biases_of_experts_are_compared(
             loaded(worker, order, new | {name: old[name]}, new)
 
 
+class BiasedWorker(Worker):
+    """A worker of several whose sum has a bias, which the first one adds."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, rank: int = 0, size: int = 1) -> None:
+        super().__init__(dtype, rank, size)
+        self.share = 1.0 if rank == 0 else 0.0
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().load(tensors)
+        bias = self.share * tensors["bias"]
+        self.model["norm"].w2_bias = torch.nn.Parameter(bias.to(self.dtype), requires_grad=False)
+
+
+def test_a_bias_that_the_first_worker_adds_must_be_zero_on_the_others(monkeypatch):
+    monkeypatch.setitem(SHAPES, "bias", (HIDDEN,))
+    first, second = (BiasedWorker(rank=rank, size=2) for rank in range(2))
+    orders = [learn_order(one.model, specs_of("bfloat16"), one.dtype, one.load) for one in (first, second)]
+    assert [order.zeros for order in orders] == [frozenset(), {"norm.w2_bias"}]
+    new = drawn(torch.bfloat16)
+    for worker, order, unheld in zip((first, second), orders, ((), ("bias",)), strict=True):
+        proof = loaded(worker, order, new, new)
+        assert (proof.num_compared, proof.num_parameters) == (6, 7)
+        assert (proof.uncompared, proof.unheld) == (("embed.scale",), unheld)
+    first.share, second.share = 0.0, 1.0
+    with pytest.raises(NotHeld, match="1 tensors do not hold the numbers that were given: bias$"):
+        loaded(first, orders[0], new, new)
+    with pytest.raises(NotHeld, match="are not zero on this one too: norm.w2_bias$"):
+        loaded(second, orders[1], new, new)
+    second.share = 0.5
+    order = learn_order(second.model, specs_of("bfloat16"), second.dtype, second.load)
+    assert (order.zeros, order.unknown) == (frozenset(), ("embed.scale", "norm.w2_bias"))
+
+
 def test_every_row_belongs_to_one_run_in_which_rows_follow_each_other():
     generator = random.Random(0)
     for _ in range(200):

@@ -12,7 +12,18 @@ import torch
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
-from tests.sidecar.test_vllm_held import EXPERTS, SHAPES, WIDTH, InTurnWorker, Worker, drawn, loaded, specs_of
+from tests.sidecar.test_vllm_held import (
+    EXPERTS,
+    HIDDEN,
+    SHAPES,
+    WIDTH,
+    BiasedWorker,
+    InTurnWorker,
+    Worker,
+    drawn,
+    loaded,
+    specs_of,
+)
 
 FACTS = {"vllm": "0.32.0", "rank": 0, "world_size": 1}
 
@@ -96,6 +107,25 @@ def test_rows_that_lie_in_turn_are_kept_too(monkeypatch):
     assert num_loads[1] == 1
     assert learned.rows["experts.weight"].steps
     assert_same(learned, recalled)
+
+
+def test_a_bias_of_zeros_is_found_again_by_the_one_load_of_the_second_start(monkeypatch):
+    monkeypatch.setitem(SHAPES, "bias", (HIDDEN,))
+    orders, num_loads = [], []
+    for _ in range(2):
+        worker, loads = BiasedWorker(rank=1, size=2), list[Mapping[str, torch.Tensor]]()
+        del worker.model["embed"].scale
+        worker.load(drawn(torch.bfloat16))
+
+        def load(tensors: Mapping[str, torch.Tensor], worker: Worker = worker, loads: list[Any] = loads) -> None:
+            loads.append(tensors)
+            worker.load(tensors)
+
+        orders.append(recall_or_learn(worker.model, specs_of("bfloat16"), torch.bfloat16, load, FACTS))
+        num_loads.append(len(loads))
+    assert num_loads[1] == 1
+    assert orders[0].zeros == orders[1].zeros == {"norm.w2_bias"}
+    assert_same(*orders)
 
 
 def lie_further_apart(kept: dict[str, Any]) -> None:

@@ -58,6 +58,15 @@ def round_to_bfloat16(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
 
 
+def rename(model: Path, family: str) -> Path:
+    """Copy a model beside it, as a model of a family that transformers does not know."""
+    copy = model.with_name(family)
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": family}))
+    return copy
+
+
 def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
     """Draw one set of weights, with a word for each token: rewards see text."""
     hf_models.draw("qwen3", folder, **SIZES, **changes)

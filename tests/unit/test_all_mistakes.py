@@ -195,7 +195,7 @@ STRANGERS = (
     "--nonsense", "--learning-rate", "--advantage-estimator", "--actor-num-nodes", "--colocate", "--use-kl-loss",
     "--n-samples-per-prompt", "--rm-type", "--sglang-mem-fraction-static", "--input-key", "--debug-rollout-only",
     "--entropy-coef", "--num-gpus-per-node", "--deepspeed", "--report-to", "--output-dir", "--gamma", "--peft",
-    "--model-name-or-path", "--lora-rank", "--accelerator", "--npu-fusion-attention",
+    "--model-name-or-path", "--accelerator", "--npu-fusion-attention",
 )  # fmt: skip
 
 

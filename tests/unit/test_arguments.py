@@ -244,7 +244,8 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--multi-latent-attention", "come from config.json; write --hf-model and drop the flag"),
+        ("--multi-latent-attention", "the config.json of the families that have it; write --hf-model"),
+        ("--softmax-type off-by-one", "drop the flag"),
         ("--mla-down-proj-fusion", "drop the flag"),
         ("--fp8-format hybrid", "write --bf16"),
         ("--transformer-impl inference_optimized", "vLLM"),

@@ -117,6 +117,13 @@ def test_warm_up_lowers_the_loss_and_is_the_same_for_the_same_seed(sets: task.Sp
     assert after < before - 0.5
 
 
+def test_states_of_linear_layers_reach_from_the_first_digit_to_the_answer() -> None:
+    for seed in range(2):
+        layer = tiny.draw(seed, "qwen3_next").model.layers[0].linear_attn
+        log_decay = -layer.A_log.exp() * torch.nn.functional.softplus(layer.dt_bias)
+        assert (warm_up.PROMPT_LENGTH * log_decay).exp().max() > 0.05
+
+
 @pytest.mark.each_change
 def test_accuracy_is_that_of_the_most_likely_responses(sets: task.Split) -> None:
     """Check against generation, with a model that is right about some problems and wrong about others."""

@@ -34,13 +34,13 @@ def test_a_tensor_is_waited_for_until_all_its_writers_have_written_it(tmp_path: 
         halves = torch.zeros(2, 2)
 
         def write_more(_: float) -> None:
-            counters[len(steps)].put("b", 2 * len(steps), 0, halves)
+            counters[len(steps)].add("b", halves.numel())
             steps.append("b")
 
         with Arrival(tmp_path, SPECS, write_more) as found:
             assert found.wait_for("b")
             assert steps == ["b", "b"]
-            counters[1].put("a", 0, 0, torch.zeros(3))
+            counters[1].add("a", 3)
             assert found.wait_for("a")
             assert steps == ["b", "b"]
     with Arrival(tmp_path, SPECS, never) as found:
@@ -50,8 +50,8 @@ def test_a_tensor_is_waited_for_until_all_its_writers_have_written_it(tmp_path: 
 
 def test_a_folder_that_no_process_writes_any_more_is_not_waited_for(tmp_path: Path) -> None:
     with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
-        counter.put("a", 0, 0, torch.zeros(3))
-        counter.put("b", 0, 0, torch.zeros(3, 2))
+        counter.add("a", 3)
+        counter.add("b", 6)
         with Arrival(tmp_path, SPECS) as found:
             assert found.is_coming()
     with Arrival(tmp_path, SPECS, never) as found:
@@ -65,14 +65,14 @@ def test_the_counts_begin_again_with_each_writing(tmp_path: Path) -> None:
         with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
             with Arrival(tmp_path, SPECS) as found:
                 assert not found._is_whole("a")
-            counter.put("a", 0, 0, torch.zeros(3))
+            counter.add("a", 3)
             with Arrival(tmp_path, SPECS, never) as found:
                 assert found.wait_for("a")
 
 
 def write_and_hang(folder: Path, started: Any) -> None:
     with arrival.writing(folder, 2, 1), Counter(folder, SPECS, 0, 1) as counter:
-        counter.put("a", 0, 0, torch.zeros(3))
+        counter.add("a", 3)
         started.set()
         threading.Event().wait()
 

@@ -74,12 +74,20 @@ def test_a_device_that_is_not_visible_is_refused(model: Path, monkeypatch: pytes
         parse(f"{words} --rollout-num-engines 3".split())
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_run_without_engines_is_an_error_of_its_own(count: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("count", "bound"),
+    [
+        (0, "at least 1 without --rollout-hosts: write 1 or more, or name hosts with engines"),
+        (-1, "at least 0: write 0 or more"),
+    ],
+)
+def test_a_run_without_engines_is_an_error_of_its_own(
+    count: int, bound: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(UsageError) as raised:
         parse(f"{WORDS} --hf-model {model} --platform cuda --rollout-num-engines {count}".split())
-    assert str(raised.value).splitlines() == [f"--rollout-num-engines {count} must be at least 1: write 1 or more"]
+    assert str(raised.value).splitlines() == [f"--rollout-num-engines {count} must be {bound}"]
 
 
 def test_nothing_is_picked_if_no_device_is_known(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

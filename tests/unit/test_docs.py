@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from tools import run_matrix
 from tools.check_english import plain
 from tools.draw_figures import draw_all
 
-LANGUAGES = {"bash", "text", "python", "json"}
+LANGUAGES = {"bash", "text", "python", "json", "toml"}
 # Files that start runs.
 EXAMPLES = sorted(
     path.relative_to(ROOT).as_posix() for kind in ("sh", "py") for path in (ROOT / "examples").rglob(f"*.{kind}")
@@ -117,6 +118,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
             "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
         ),
     },
+    "docs/hosts.md": {"python -m megatron_rl.sidecar.agent": By("tests/hosts/test_agents.py")},
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
         "torchrun --standalone --nproc-per-node 1": Here(),
@@ -179,6 +181,8 @@ def test_blocks_of_data_and_python_are_well_formed(page):
     for block in blocks(page):
         if block.language == "json":
             assert all(json.loads(line) for line in block.text.splitlines())
+        elif block.language == "toml":
+            assert tomllib.loads(block.text)
         elif block.language == "python":
             ast.parse(block.text)
 

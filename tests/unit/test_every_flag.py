@@ -117,6 +117,11 @@ DISTRIBUTED = "--use-distributed-optimizer"
 PRECISE = f"{DISTRIBUTED} --use-precision-aware-optimizer"
 OFFLOADED = f"{PRECISE} --optimizer-cpu-offload"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FROM_CONFIG = (
+    "--rotary-interleaved", "--multi-latent-attention", "--q-lora-rank 8", "--kv-lora-rank 8", "--qk-head-dim 8",
+    "--qk-pos-emb-head-dim 8", "--v-head-dim 8", "--mscale 2", "--mscale-all-dim 1", "--softmax-type learnable",
+    "--quick-geglu", "--glu-linear-offset 1", "--activation-func-clamp-value 7", "--window-attn-skip-freq 2",
+)  # fmt: skip
 ROWS: dict[str, Row] = {
     "--make-vocab-size-divisible-by": Row("--make-vocab-size-divisible-by 7", "model.vocab_size"),
     "--micro-batch-size": Row("--micro-batch-size 4", "iteration.sizes"),
@@ -370,6 +375,7 @@ ROWS: dict[str, Row] = {
     "--moe-grouped-gemm": Row("--moe-grouped-gemm", "transformer.moe_grouped_gemm", on="expert run", elsewhere=True),
     "--moe-z-loss-coeff": Row("--moe-z-loss-coeff 0.1", "transformer.moe_z_loss_coeff", on="expert run"),
     "--attention-output-gate": Row("--attention-output-gate", "error"),
+    **{words.split()[0]: _on_model(words, "", "error") for words in FROM_CONFIG},
     "--apply-layernorm-1p": Row("--apply-layernorm-1p", "error"),
     "--experimental-attention-variant": Row("--experimental-attention-variant gated_delta_net", "error"),
     "--linear-attention-freq": Row("--linear-attention-freq 4", "error", on="linear run", beside=LINEAR_ENGINES),

@@ -36,6 +36,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
     },
 }  # fmt: skip
+_FAMILY["qwen3_5_moe_text"] = _FAMILY["qwen3_next"]
+_FAMILY["minimax_m2"] = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8, "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}  # fmt: skip
 _FAMILY["glm4_moe_lite"] = _FAMILY["deepseek_v3"]
 _FAMILY["kimi_k2"] = _FAMILY["deepseek_v3"]
 _FAMILY["deepseek_v2"] = _FAMILY["deepseek_v3"] | {
@@ -135,6 +140,23 @@ def read(name: str, **changes: Any) -> Architecture:
         ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
                           "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3},
          "linear", LinearAttention(4, 8, 16, 24, 3, 4)),
+        ("qwen3_5_moe_text", {}, "experts", dataclasses.replace(GATED, normalize_weights=True)),
+        ("qwen3_5_moe_text", {"intermediate_size": None}, "linear", LinearAttention(16, 32, 128, 128, 4, 4)),
+        ("qwen3_5_moe_text", {}, "rope", Rope(rotary_fraction=0.25)),
+        ("ernie4_5", {}, "rope", Rope(5e5, interleaved=True)),
+        ("ernie4_5", {}, "kv_channels", 128),
+        ("ernie4_5", {}, "norm_epsilon", 1e-5),
+        ("ernie4_5", {}, "tied_embeddings", True),
+        ("ernie4_5", {"num_key_value_heads": None}, "num_query_groups", 2),
+        ("minimax_m2", {}, "experts", Experts(4, 2, 96, score="sigmoid", has_bias=True)),
+        ("minimax_m2", {}, "norms_join_heads", True),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn",
+                                                "weight_block_size": [128, 128]}}, "norms_join_heads", True),
+        ("minimax_m2", {}, "rope", Rope(5e6, rotary_fraction=0.5)),
+        ("minimax_m2", {"rotary_dim": None}, "rope", Rope(5e6)),
+        # It wins over the number of dimensions, as in transformers.
+        ("minimax_m2", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope", Rope(5e6, rotary_fraction=0.25)),
+        ("minimax_m2", {"partial_rotary_factor": 0.25}, "rope", Rope(5e6, rotary_fraction=0.25)),
         ("seed_oss", {}, "qkv_bias", True),
         ("deepseek_v3", {}, "latents", LATENTS),
         ("deepseek_v3", {"q_lora_rank": None}, "latents", dataclasses.replace(LATENTS, query_rank=None)),
@@ -270,6 +292,16 @@ def test_mixtral_has_a_rotary_base_of_its_own() -> None:
         ("qwen3_5_text", {"full_attention_interval": 5}, "must be between 2 and the 4 layers"),
         ("qwen3_5_text", {"linear_num_key_heads": 5}, "must be a multiple of linear_num_key_heads = 5"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("ernie4_5", {"use_bias": True}, "use_bias = True"),
+        ("minimax_m2", {"scoring_func": None}, 'without it: add "scoring_func": "sigmoid"'),
+        ("minimax_m2", {"use_routing_bias": None}, 'without it: add "use_routing_bias": true'),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm = False"),
+        ("minimax_m2", {"shared_intermediate_size": 96}, "shared_intermediate_size = 96"),
+        ("minimax_m2", {"rotary_dim": 7}, "must rotate an even number of the 16 dimensions"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
         ("deepseek_v3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types"),
@@ -356,7 +388,8 @@ def test_a_key_that_this_package_does_not_compute_is_refused(name: str, changes:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_key_that_the_model_needs_is_named_when_it_is_missing(name: str) -> None:
-    for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+    keys = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
+    for key in keys - FAMILIES[name].defaults.keys():
         config = config_of(name)
         del config[key]
         with pytest.raises(InputError, match=f"config.json must have {key}"):
@@ -375,6 +408,7 @@ def test_a_key_that_the_model_needs_is_named_when_it_is_missing(name: str) -> No
     ids=lambda rope: rope.kind,
 )
 def test_a_derived_config_reads_as_the_architecture_that_it_was_derived_from(name: str, rope: Rope) -> None:
+    rope = dataclasses.replace(rope, interleaved=FAMILIES[name].interleaves_rope)
     architecture = dataclasses.replace(read(name), rope=rope, tied_embeddings=True, dtype="bfloat16")
     if architecture.latents is not None and rope.kind is not RopeKind.DEFAULT:
         with pytest.raises(InputError, match=f"a {name} model cannot have rope"):

@@ -54,7 +54,10 @@ def test_each_project_and_family_has_blocks_and_most_parse() -> None:
     assert len(BLOCKS) >= 60
     assert len({block.repository for block in BLOCKS}) == 4
     families = {read_models()[block.model]["model_type"] for block in BLOCKS}
-    assert families == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"}
+    assert families == {
+        "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2",
+        "glm4_moe_lite", "minimax_m2",
+    }  # fmt: skip
     assert sum(not block.refused for block in BLOCKS) >= 55
 
 

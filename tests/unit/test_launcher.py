@@ -17,7 +17,7 @@ import pytest
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.launcher import LOG_FILES, LocalLauncher, Log, ProcessSpec
+from megatron_rl.sidecar.launcher import LOG_FILES, LOG_LINES, LocalLauncher, Log, ProcessSpec
 from megatron_rl.sidecar.supervisor import SupervisorConfig
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
 from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec, run_folder
@@ -174,6 +174,21 @@ def test_the_output_of_a_process_is_in_its_log_at_once(tmp_path):
         for number in range(2000):
             file.write(b"line %d\nunfin" % number)
             assert log.last_lines()[-2:] == [f"{'unfin' if number else ''}line {number}", "unfin"]
+    log.close()
+
+
+def test_the_lines_of_a_log_that_were_not_seen_are_told_once_and_the_last_of_very_many(tmp_path):
+    reader, writer = os.pipe()
+    log = Log(os.fdopen(reader, "rb", buffering=0), tmp_path / "engine-0.log")
+    os.write(writer, b"one\ntwo\nthree\nunfin")
+    assert log.new_lines(0) == (3, ["one", "two", "three"])
+    assert log.new_lines(2) == (3, ["three"])
+    assert log.new_lines(3) == (3, [])
+    os.write(writer, b"ished\n" + b"".join(b"%d\n" % number for number in range(LOG_LINES)))
+    num_lines, lines = log.new_lines(3)
+    assert (num_lines, len(lines)) == (4 + LOG_LINES, LOG_LINES)
+    assert (lines[0], lines[-1]) == ("0", str(LOG_LINES - 1))
+    os.close(writer)
     log.close()
 
 

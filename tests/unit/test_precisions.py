@@ -97,3 +97,11 @@ def test_engines_that_would_round_what_is_published_are_refused_unless_the_weake
 def test_weights_that_must_come_from_devices_are_refused_where_they_cannot(tmp_path, words, message):
     found = run_problems(*words_of(tmp_path, "float32", "--publish-through", "ipc", *words.split()))
     assert f"--publish-through ipc {message}" in found
+
+
+def test_flags_of_deliveries_to_other_hosts_are_refused_with_another_transport(tmp_path):
+    flags = {"--publish-lost-host": "wait", "--publish-host-minutes": "1", "--publish-streams": "8"}
+    words = [word for pair in flags.items() for word in pair]
+    found = run_problems(*words_of(tmp_path, "float32", "--rollout-transport", "nccl", *words))
+    for flag in flags:
+        assert f"{flag} is for --rollout-transport shm, not nccl: drop one of them" in found

@@ -247,6 +247,15 @@ def test_linear_layers_in_full_precision_are_refused_on_the_cpu_only(tmp_path: P
     assert parse(words.replace("--platform cpu", "--platform cuda").split())
 
 
+def test_sinks_in_float16_are_refused_on_the_cpu_only(tmp_path: Path) -> None:
+    """Refuse the dtype of which vLLM casts sinks at its first request, and keeps the result."""
+    words = f"{VLLM} --hf-model {hf_models.draw('gpt_oss', tmp_path / 'model', head_dim=32)} --rollout-dtype float16"
+    (found,) = problems(words)
+    assert "in float16 vLLM's attention on a CPU computes with a copy of the model's sinks" in found
+    assert parse(words.replace("dtype float16", "dtype bfloat16").split())
+    assert parse(words.replace("--platform cpu", "--platform cuda").split())
+
+
 def test_a_folder_in_scaled_blocks_is_refused_for_engines_only(tmp_path: Path) -> None:
     folder = hf_models.draw("qwen3", tmp_path / "model")
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

@@ -37,7 +37,7 @@ READ = {
     "observe.tensorboard_dir", "observe.wandb_project", "observe.wandb_exp_name", "observe.wandb_save_dir",
     "observe.wandb_entity",
 }  # fmt: skip
-READ_WHOLLY = ("run", "model", "training", "schedule", "checkpoint", "distributed")
+READ_WHOLLY = ("run", "model", "training", "schedule", "checkpoint", "distributed", "lora")
 RUN = (
     *PROMPTS,
     *["--stage", "sft", "--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--global-batch-size", "16"],

@@ -11,8 +11,10 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.config.command_line import model_checks
 from megatron_rl.config.command_line.algorithm_checks import check_algorithm
+from megatron_rl.config.command_line.lora_checks import check_lora
 from megatron_rl.config.command_line.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.command_line.stage import check_stage
+from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture, Experts
@@ -30,6 +32,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_length(settings, model)
         yield from _check_world(settings, model)
     yield from check_stage(settings)
+    yield from check_lora(settings)
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
     if settings.run.stage == "grpo":
@@ -38,6 +41,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_endpoint(settings)
         yield from _check_proof(settings)
         yield from _check_way(settings)
+        yield from _check_deliveries(settings)
         yield from _check_replay(settings)
     yield from _check_batches(settings)
     yield from _check_optimizer(settings)
@@ -232,6 +236,19 @@ def _check_proof(settings: DraftSettings) -> Iterator[str]:
     )
 
 
+def _check_deliveries(settings: DraftSettings) -> Iterator[str]:
+    """Check that flags of deliveries to other hosts have an effect: streams reach engines anywhere by themselves."""
+    publish, transport = settings.publish, settings.rollout.transport
+    given = {
+        "--publish-lost-host": publish.lost_host != PublishConfig.lost_host,
+        "--publish-host-minutes": publish.host_minutes != PublishConfig.host_minutes,
+        "--publish-streams": publish.num_streams != PublishConfig.num_streams,
+    }
+    if transport != "shm":
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            yield f"{flag} is for --rollout-transport shm, not {transport}: drop one of them"
+
+
 def _check_way(settings: DraftSettings) -> Iterator[str]:
     """Check that engines may copy weights from the trainer's devices, if they must; devices are asked at the start."""
     transport, platform = settings.rollout.transport, settings.platform
@@ -310,8 +327,8 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     pinned = f"{offload} pin_cpu_grads pin_cpu_params"
     yield optimizer.optimizer_cpu_offload, "without --optimizer-cpu-offload", "optimizer", pinned
     yield is_wsd, "without --lr-decay-style WSD", "schedule", "lr_wsd_decay_style lr_wsd_decay_iters"
-    norms = "in a model without norms of queries and keys"
-    yield model.qk_layernorm, norms, "optimizer", "apply_wd_to_qk_layernorm"
+    norms = "in a model without norms of each head's queries and keys"
+    yield model.qk_layernorm and not model.norms_join_heads, norms, "optimizer", "apply_wd_to_qk_layernorm"
     yield is_interleaved, "without virtual pipeline stages", "transformer", "microbatch_group_size_per_vp_stage"
     yield ddp.overlap_grad_reduce, "without --overlap-grad-reduce", "ddp", "bucket_size num_buckets"
     sharded = "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation"

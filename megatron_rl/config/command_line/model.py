@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.command_line import special_parts
 from megatron_rl.config.command_line.flags import Given
 from megatron_rl.config.flag import format_value
 from megatron_rl.shared.weights import families
@@ -47,6 +48,7 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
     problems = [
         *_check_layer_pattern(given, architecture.num_layers),
         *_check_linear_pattern(given, architecture.num_layers),
+        *special_parts.check_agreement(given, architecture, str(folder / "config.json")),
     ]
     variant = given.get(_VARIANT)
     if variant is not None and architecture.linear is None:
@@ -64,9 +66,12 @@ def read_folder(folder: Path, given: Mapping[str, Given]) -> tuple[Architecture,
 def _is_idle(architecture: Architecture, path: str) -> bool:
     """Check whether Megatron does not read the flag of a statement: about experts or linear layers that are not there.
 
-    It normalizes the weights of experts with sigmoids with and without --moe-router-pre-softmax.
+    With multi-latent attention it reads neither the width of a head nor biases. It normalizes the weights of experts
+    with sigmoids with and without --moe-router-pre-softmax.
     """
     if path.startswith("linear.") and architecture.linear is None:
+        return True
+    if path in ("kv_channels", "qkv_bias") and architecture.latents is not None:
         return True
     if architecture.experts is None:
         return path.startswith("experts.") and path != "experts.num_experts"
@@ -80,13 +85,16 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     """
     said = {path: item.value for path, item in _collect_statements(given).items()}
     missing = [flag for field, flag in REQUIRED.items() if field not in said]
+    refused = [*special_parts.refuse_without_folder(given)]
     if missing:
         return None, [
+            *refused,
             f"no model is given: write --hf-model with a Hugging Face folder, or describe one with Megatron's flags, "
-            f"of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+            f"of which {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
         ]
     problems = [
         *_check_supported(given),
+        *refused,
         *_check_effects(said, given),
         *_check_layer_pattern(given, said["num_layers"]),
         *_check_linear_pattern(given, said["num_layers"]),

@@ -141,9 +141,10 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
     return RankMemory(
         architecture=architecture,
         split=split,
-        parameter=_read_parameter(look_up),
+        parameter=_read_parameter(look_up, architecture),
         recomputed=_read_recomputed(look_up),
-        num_frozen=(bool(beta) + has_old) if is_sampled else 0,
+        # Adapters leave their base to all roles.
+        num_frozen=(bool(beta) + has_old) if is_sampled and not look_up("lora.rank") else 0,
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
         streams=is_sampled and look_up("rollout.transport") != "shm",
     )
@@ -163,7 +164,7 @@ def _count_updates(look_up: LookUp) -> int:
     return max(1, prompts * look_up("algorithm.group_size") // of_update)
 
 
-def _read_parameter(look_up: LookUp) -> ParameterBytes:
+def _read_parameter(look_up: LookUp, architecture: Architecture) -> ParameterBytes:
     is_half = bool(look_up("transformer.bf16") or look_up("transformer.fp16"))
     in_fp32 = look_up("ddp.grad_reduce_in_fp32")
     moments = dict(_MOMENTS).get(look_up("optimizer.optimizer") or "adam", 2)
@@ -175,9 +176,14 @@ def _read_parameter(look_up: LookUp) -> ParameterBytes:
     if look_up("optimizer.optimizer_cpu_offload"):
         fraction = look_up("optimizer.optimizer_offload_fraction")
         state *= 1 - (1.0 if fraction is None else fraction)
+    gradient = 2 if is_half and in_fp32 is False else 4
+    if rank := look_up("lora.rank"):
+        # Adapters have about this share of the parameters of their layers, and nothing else is trained.
+        share = min(1.0, 3 * rank / architecture.hidden_size)
+        gradient, state = share * gradient, share * state
     return ParameterBytes(
         weight=2 if is_half else 4,
-        gradient=2 if is_half and in_fp32 is False else 4,
+        gradient=gradient,
         state=state,
         is_state_divided=bool(look_up("ddp.use_distributed_optimizer")),
     )

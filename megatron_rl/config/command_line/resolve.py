@@ -54,6 +54,8 @@ def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
 def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
     """Return TransformerConfig's fields about the model itself."""
     window = architecture.sliding_window
+    # Megatron would sum over ranks the gradients of norms that are not of each head.
+    is_of_heads = architecture.latents is None and not architecture.norms_join_heads
     fields: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -63,8 +65,7 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
         "kv_channels": architecture.kv_channels,
         "normalization": "RMSNorm",
         "layernorm_epsilon": architecture.norm_epsilon,
-        # Megatron would sum over ranks the gradients of latents' norms, which are whole on each rank.
-        "qk_layernorm": architecture.qk_layernorm and architecture.latents is None,
+        "qk_layernorm": architecture.qk_layernorm and is_of_heads,
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[architecture.activation],
         "add_bias_linear": architecture.linear_bias,
@@ -74,6 +75,8 @@ def list_architecture_fields(architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.attention_gate:
         fields["attention_output_gate"] = True
+    if architecture.rope.interleaved:
+        fields["rotary_interleaved"] = True
     if architecture.zero_centered_norms:
         fields["layernorm_zero_centered_gamma"] = True
     if architecture.linear is not None:

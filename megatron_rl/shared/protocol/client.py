@@ -11,6 +11,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
@@ -81,6 +82,11 @@ class RolloutClient:
         assert self._lease is not None
         return self._lease
 
+    @property
+    def lease(self) -> int:
+        """The number of the lease, which grows from trainer to trainer; 0 without one."""
+        return self._lease or 0
+
     def use_lease(self, number: int) -> None:
         """Send the lease of this number with every request."""
         self._lease = number
@@ -90,6 +96,14 @@ class RolloutClient:
         seconds = deadline_seconds + _GRACE_SECONDS
         answer = self._call("POST", "/v1/publish", content=wire.encode(weights), timeout=seconds)
         return msgspec.convert(answer.json()["published"], wire.PublishAnswer)
+
+    def hosts(self) -> DeliveryHosts:
+        """Return the hosts to which weights are delivered before the next publish."""
+        return wire.decode(self._call("GET", "/v1/hosts").content, DeliveryHosts)
+
+    def lose_host(self, name: str, version: int, reason: str) -> None:
+        """Tell that a version was not delivered to a host: its engines wait for the next one."""
+        self._call("POST", f"/v1/hosts/{name}/lost", content=wire.encode(LeftOut(version=version, reason=reason)))
 
     def probed(self, answer: wire.ProbeAnswer) -> None:
         """Send the trainer's log-probs of a probe, for which the publish of its version waits."""

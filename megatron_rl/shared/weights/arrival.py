@@ -16,12 +16,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_rl.shared.weights.mapping import TensorSpec
-
-if TYPE_CHECKING:
-    import torch
 
 COUNTS_FILE = "arrived"
 _NUMBER_BYTES = 8
@@ -58,10 +54,6 @@ class Counter:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
-
-    def put(self, name: str, first_row: int, first_column: int, block: "torch.Tensor") -> None:
-        """Count a block, which must have been written before."""
-        self.add(name, block.numel())
 
     def add(self, name: str, num_elements: int) -> None:
         """Count elements, which must have been written before."""

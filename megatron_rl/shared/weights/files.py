@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
@@ -18,10 +17,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.errors import InputError, NoRoom, find_no_room
+from megatron_rl.errors import InputError
 from megatron_rl.shared.weights import scaled_blocks
 from megatron_rl.shared.weights.families.quantization import BLOCK
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
+from megatron_rl.shared.weights.laid_out import DIGESTS_FILE
+from megatron_rl.shared.weights.laid_out import create as create
+from megatron_rl.shared.weights.laid_out import put_in_place as put_in_place
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.shared.weights.stacks import BLOCKS, SCALES, StackedPlace, describe_mxfp4, find_place, stack_specs
 
@@ -31,22 +33,28 @@ _MAX_FILE_BYTES = 10**9
 # Contiguous slices below this size are copied through the mapping; the larger ones are cheaper to write.
 _MIN_WRITE_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 24
-_DIGESTS = "digests.json"
 
 
 class FilePlan:
     """The file and the first byte of each tensor; the same on every process."""
 
     def __init__(
-        self, specs: Sequence[TensorSpec], metadata: dict[str, str] | None = None, stacks_experts: bool = False
+        self,
+        specs: Sequence[TensorSpec],
+        metadata: dict[str, str] | None = None,
+        stacks_experts: bool = False,
+        file: str | None = None,
     ):
-        """Lay out tensors with these specs; with `stacks_experts`, as files of such families store them."""
+        """Lay out tensors with these specs; with `stacks_experts`, as files of such families store them.
+
+        All of them go into `file`, if it is given.
+        """
         self.specs = {spec.name: spec for spec in specs}
         stored = stack_specs(specs) if stacks_experts else specs
         self.stored = {spec.name: spec for spec in stored}
         self.stacks_experts = stacks_experts
-        groups = _group(stored)
-        names = ["model.safetensors"]
+        groups = _group(stored) if file is None else [list(stored)]
+        names = [file or "model.safetensors"]
         if len(groups) > 1:
             names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         self.headers: dict[str, bytes] = {}
@@ -71,36 +79,9 @@ class FilePlan:
         return {"metadata": {"total_size": data_bytes}, "weight_map": weight_map}
 
 
-def create(folder: Path, plan: FilePlan, private: bool = False) -> None:
-    """Create the plan's files in a new folder, with full size and headers; `private` gives them to this user only."""
-    folder.mkdir(parents=True, mode=0o700 if private else 0o777)
-    try:
-        _lay_out(folder, plan, private)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _lay_out(folder: Path, plan: FilePlan, private: bool) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < plan.num_bytes:
-        raise NoRoom(
-            f"{folder} cannot be written: the weights take {plan.num_bytes} bytes, {free} are free; make room there, "
-            "then resume"
-        )
-    for file, size in plan.sizes.items():
-        descriptor = os.open(folder / file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
-        try:
-            # Room that is missing when a page is written through a mapping ends the process, without an error.
-            os.posix_fallocate(descriptor, 0, size)
-            os.pwrite(descriptor, plan.headers[file], 0)
-        finally:
-            os.close(descriptor)
-
-
 def write_digests(folder: Path, digests: MappingABC[str, Sequence[int]]) -> None:
     """Write the tensors' digests beside them, for a program that loads the tensors and checks what it then holds."""
-    path = folder / _DIGESTS
+    path = folder / DIGESTS_FILE
     path.touch(mode=0o600)
     path.write_text(json.dumps(digests))
 
@@ -108,20 +89,9 @@ def write_digests(folder: Path, digests: MappingABC[str, Sequence[int]]) -> None
 def read_digests(folder: Path) -> dict[str, list[int]]:
     """Read the digests beside a folder's tensors."""
     try:
-        return json.loads((folder / _DIGESTS).read_text())
+        return json.loads((folder / DIGESTS_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder / _DIGESTS} cannot be read: {error}") from None
-
-
-def put_in_place(staged: Path, folder: Path) -> None:
-    """Rename a finished folder, in one step."""
-    try:
-        staged.rename(folder)
-    except OSError as error:
-        no_room = find_no_room(error, folder)
-        raise no_room or InputError(
-            f"{folder} cannot be created ({error.strerror}): name a folder that does not exist"
-        ) from None
+        raise InputError(f"{folder / DIGESTS_FILE} cannot be read: {error}") from None
 
 
 class Writer:

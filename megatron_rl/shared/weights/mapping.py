@@ -22,6 +22,7 @@ from megatron_rl.types import Architecture, Latents
 Shape = tuple[int, ...]
 
 _EMBEDDING = "model.embed_tokens.weight"
+_OF_LINEAR_MODULES = (Split.QKV, Split.GATE_UP, Split.ROWS, Split.COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,18 @@ class Mapping:
         )
         return is_after and self._family.has_prediction_layers
 
+    def linear_modules(self) -> Iterator[tuple[str, bool]]:
+        """Yield the linear modules that ranks divide by rows or columns, and whether each belongs to an expert."""
+        for name, layer, expert in self._instances():
+            if name.exported and name.split in _OF_LINEAR_MODULES and name.parameters[0].endswith(".weight"):
+                for source in name.sources:
+                    yield source.format(layer=layer, expert=expert).removesuffix(".weight"), expert is not None
+
+    def describe(self, parameter: str) -> tuple[Split, bool, list[str]]:
+        """Return how a parameter is divided, whether it belongs to an expert, and the names of its tensors."""
+        name, layer, expert = self._resolve(parameter)
+        return name.split, expert is not None, [source.format(layer=layer, expert=expert) for source in name.sources]
+
     def shard(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> ShardMap:
         """Map the shard of `parameter` at these coordinates; the name has global layer and expert numbers."""
         name, layer, expert = self._resolve(parameter)
@@ -197,6 +210,8 @@ class Mapping:
             shapes = [(1, a.hidden_size)]
         elif parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")):
             shapes = [(a.kv_channels,)]
+        elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
+            shapes = [(query if parameter.endswith("q_norm.weight") else key,)]
         else:
             shapes = [(a.hidden_size,)]
         return [shape[:1] for shape in shapes] if parameter.endswith(".bias") else shapes

@@ -29,6 +29,10 @@ class Shard:
     parameter: torch.Tensor
     map: ShardMap
 
+    def values(self) -> torch.Tensor:
+        """Return the numbers that are exported; a caller that needs several slices calls it once."""
+        return self.parameter.detach()
+
     def fill(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Fill the parameter from the checkpoint; rows that pad the vocabulary become zero.
 
@@ -75,10 +79,10 @@ class Shard:
 
         Pieces of whole rows are digested in one pass, since a parameter may have hundreds of small pieces.
         """
-        values, pieces = self.parameter.detach(), self.map.pieces
+        values, pieces = self.values(), self.map.pieces
         if any(piece.dim != 0 for piece in pieces):
             parts = [
-                torch.stack([digest(block.to(dtype), row, column) for row, column, block in self.blocks(piece)]).sum(0)
+                torch.stack([digest(one.to(dtype), row, column) for row, column, one in blocks(piece, values)]).sum(0)
                 for piece in pieces
             ]
             return torch.stack(parts)
@@ -92,13 +96,14 @@ class Shard:
             sums += digests_by_row(matrix_RC[some].to(dtype), 0, rows_R[some], num_rows, pieces_R[some], len(pieces))
         return sums
 
-    def blocks(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield the piece in blocks of rows, each with the row and column of the tensor at which it begins."""
-        values = self.parameter.detach().narrow(piece.dim, piece.target, piece.length)
-        first_row, first_column = (piece.source, 0) if piece.dim == 0 else (0, piece.source)
-        step = max(1, _block_elements(values) // max(1, values[0].numel()))
-        for start in range(0, values.shape[0], step):
-            yield first_row + start, first_column, values[start : start + step]
+
+def blocks(piece: Piece, values: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield a piece of a shard's values in blocks of rows, each with the row and column of the tensor at its start."""
+    values = values.narrow(piece.dim, piece.target, piece.length)
+    first_row, first_column = (piece.source, 0) if piece.dim == 0 else (0, piece.source)
+    step = max(1, _block_elements(values) // max(1, values[0].numel()))
+    for start in range(0, values.shape[0], step):
+        yield first_row + start, first_column, values[start : start + step]
 
 
 def _block_elements(values: torch.Tensor) -> int:
@@ -205,8 +210,9 @@ def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[
     for shard in (*shards[first:], *shards[:first]):
         if not shard.map.owned:
             continue
+        of_shard = shard.values()
         for piece in shard.map.pieces:
-            for first_row, first_column, values in shard.blocks(piece):
+            for first_row, first_column, values in blocks(piece, of_shard):
                 block = values.to(dtypes[piece.name])
                 for put in puts:
                     put(piece.name, first_row, first_column, block)
@@ -257,13 +263,14 @@ class WeightStream:
 
     def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
         """Gather each bucket in turn; with `digests`, also digest the slices that this rank owns."""
-        parameters = {shard.parameter_name: shard.parameter.detach() for shard in shards}
+        by_name = {shard.parameter_name: shard for shard in shards}
         me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
         for index, specs in enumerate(self._buckets):
             dtype = DTYPES[specs[0].dtype]
             mine = []
+            values = {name: by_name[name].values() for name, _ in self._pieces[me][index]}
             for name, piece in self._pieces[me][index]:
-                part = parameters[name].narrow(piece.dim, piece.target, piece.length).to(dtype)
+                part = values[name].narrow(piece.dim, piece.target, piece.length).to(dtype)
                 if digests is not None:
                     digests.add(piece.name, *((piece.source, 0) if piece.dim == 0 else (0, piece.source)), part)
                 mine.append(part)

@@ -4,10 +4,13 @@ import asyncio
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Way, Weights
+
+if TYPE_CHECKING:
+    from megatron_rl.sidecar.engines.hosts import EngineHost
 
 
 class EngineState(enum.StrEnum):
@@ -45,6 +48,10 @@ class EngineBusy(EngineRefused):
 
 class WeightsNotWritten(EngineRefused):
     """The end of the trainer before it had written all weights."""
+
+
+class NotGiven(EngineRefused):
+    """A version that was not delivered, or not all of it, to the engine's host. The engine waits for the next one."""
 
 
 class NotCompared(EngineRefused):
@@ -107,6 +114,7 @@ class Engine(Protocol):
 
     name: str
     state: EngineState
+    host: "EngineHost"
 
     @property
     def kind(self) -> EngineKind:

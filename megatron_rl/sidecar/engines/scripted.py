@@ -29,6 +29,7 @@ from megatron_rl.shared.protocol.wire import (
 )
 from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, ProbeReport, WeightReport
 from megatron_rl.sidecar.engines.decoding import Decoding, StepCosts
+from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
@@ -63,6 +64,7 @@ class ScriptedEngine:
         self.name = name
         self.state = EngineState.READY
         self.num_workers = 1
+        self.host: EngineHost = OWN_HOST
         self.stream_place: StreamPlace | None = None
         self.script = script
         self.num_served = 0

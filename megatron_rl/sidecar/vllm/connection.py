@@ -36,12 +36,14 @@ _LAST_ANSWER_SECONDS = 1.0
 
 
 class Connection:
-    """Requests over a server's unix socket. Belongs to the event loop of its first request."""
+    """Requests to a server. Belongs to the event loop of its first request."""
 
     _num_watched: ClassVar[int] = 0
     """The connections of this process whose servers are watched."""
 
-    def __init__(self, name: str, address: str, handle: Handle | None, health_seconds: float) -> None:
+    def __init__(
+        self, name: str, transport: httpx.AsyncBaseTransport, handle: Handle | None, health_seconds: float
+    ) -> None:
         """Make a connection; without `handle` the server was started elsewhere, and its processes are unknown."""
         self.fault: str | None = None
         """The reason why no request is answered any more; None while no fault is known."""
@@ -54,14 +56,7 @@ class Connection:
         self._was_healthy = False
         self._lost: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        # No connection is kept: the server may close an idle one at the moment of its next use.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(
-            # Certificates, which a socket of this host has no use for, take 17 ms to read.
-            transport=httpx.AsyncHTTPTransport(uds=address, limits=limits, verify=False),
-            base_url="http://engine",
-            timeout=None,
-        )
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)
 
     async def close(self) -> None:
         """Stop watching the processes, and end all requests."""

@@ -1,11 +1,10 @@
-"""A vLLM server as an engine: requests go over its unix socket, and weights are replaced in place."""
+"""A vLLM server as an engine: requests go to its unix socket, and weights are replaced in place."""
 
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -32,8 +31,10 @@ from megatron_rl.sidecar.engines import (
     GroupRequest,
     ProbeReport,
     WeightReport,
+    WeightsNotWritten,
     WrongWeights,
 )
+from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
@@ -99,6 +100,7 @@ class VllmEngine:
         note_start: NoteStart = lambda name, seconds: None,
         scoring: Literal["ours", "vllm"] = "ours",
         replays_routing: bool = False,
+        host: EngineHost = OWN_HOST,
     ) -> None:
         """Make an engine; `pace` has the measured starts and silences of all engines like this one.
 
@@ -107,6 +109,7 @@ class VllmEngine:
         """
         self.name = name
         self.address = address
+        self.host = host
         self.state = EngineState.STARTING
         self.limits = Limits(max_model_len=0, max_num_seqs=0, vocab_size=0)
         self.facts: dict[str, Any] = {}
@@ -124,7 +127,7 @@ class VllmEngine:
         self._note_start = note_start
         self._scoring = scoring
         self._replays_routing = replays_routing
-        self._connection = Connection(name, address, handle, deadlines.health)
+        self._connection = Connection(name, host.connect(address), handle, deadlines.health)
         self._workers = Workers(name, self._connection)
 
     async def start(self) -> None:
@@ -144,7 +147,9 @@ class VllmEngine:
         ended = time.monotonic()
         self._pace.note("start", ended - begun)
         if self._handle:
-            server, log = measure_server(int(self.facts["pid"])), self._handle.log_lines()
+            # The numbers of processes on another host mean nothing here.
+            server = measure_server(int(self.facts["pid"])) if self.host is OWN_HOST else 0.0
+            log = self._handle.log_lines()
             self._note_start(self.name, describe_start(answered - begun, server, ended - answered, log))
         self.state = EngineState.WAITING
 
@@ -207,7 +212,8 @@ class VllmEngine:
         if wrong := sorted(set(find_wrongly_shared(answers))):
             if way == "files":
                 # If the files are wrong, the engine is not.
-                await self._workers("load", "megatron_rl_check_files", weights.location, *wrong)
+                place = await self.host.find_weights(weights)
+                await self._workers("load", "megatron_rl_check_files", place.folder, *wrong)
             raise WrongWeights(
                 f"engine {self.name}, load: {len(wrong)} tensors, divided over its workers, do not hold the numbers "
                 f"that were given: {', '.join(wrong[:5])}"
@@ -277,7 +283,7 @@ class VllmEngine:
     async def find_fault(self) -> str | None:
         """Return why the engine is lost; None while its processes run, it answers, and it makes progress."""
         if self._connection.fault is None and not await self._connection.is_healthy():
-            return self._connection.find_fault() or "its server does not answer"
+            return await self._explain_silence()
         return self._connection.fault or await self._find_stall()
 
     async def close(self) -> None:
@@ -350,8 +356,12 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
-        arguments = (weights.location, str(os.getuid()), weights.fingerprint)
-        answers = await self._workers("load", "megatron_rl_load", *arguments)
+        place = await self.host.find_weights(weights)
+        arguments = (place.folder, str(place.user), weights.fingerprint)
+        try:
+            answers = await self._workers("load", "megatron_rl_load", *arguments)
+        except WeightsNotWritten as error:
+            raise self.host.explain_not_written(weights, error) from None
         if self._updates is not None:
             self._updates.tell(answers)
             self._updates.tell_files(answers)
@@ -409,13 +419,18 @@ class VllmEngine:
                 f"engine {self.name}: the answer to {call.request_id} cannot be read: {error}"
             ) from None
 
+    async def _explain_silence(self) -> str:
+        # The fate of processes on another host may not be known here yet.
+        await self.host.answers()
+        return self._connection.find_fault() or "its server does not answer"
+
     async def _find_stall(self) -> str | None:
         """Return how long requests in flight have made no progress, if that is too long."""
         if not self._num_in_flight or self.state is not EngineState.READY:
             return None
         metrics = await self._connection.read_metrics()
         if metrics is None:
-            return self._connection.find_fault() or "its server does not answer"
+            return await self._explain_silence()
         silence = self._progress.measure_silence(metrics)
         longest = self._progress.longest
         most = self._pace.deadline("silence", self._deadlines.stall, longest)

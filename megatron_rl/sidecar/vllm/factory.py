@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.launcher import Launcher
+from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
+from megatron_rl.sidecar.launcher import Handle, Launcher
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.engine import LEAST_SECONDS, Deadlines, NoteStart, VllmEngine
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
@@ -41,6 +42,10 @@ class VllmFactory:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
+        return self.make_engine(name, handle)
+
+    def make_engine(self, name: str, handle: Handle, host: EngineHost = OWN_HOST) -> VllmEngine:
+        """Make an engine of processes that are starting on a host."""
         return VllmEngine(
             name,
             handle.address,
@@ -50,6 +55,7 @@ class VllmFactory:
             note_start=self._note_start,
             scoring=self._config.scoring,
             replays_routing=self._config.replays_routing,
+            host=host,
         )
 
     def adopt(self, name: str, address: str) -> VllmEngine:

@@ -33,6 +33,8 @@ _FIRST = 1024
 _SPREAD = 64
 # Parameters of several dimensions that hold the biases of experts.
 _VECTORS = (".w13_bias", ".w2_bias")
+# A bias of what the workers sum: the first one adds it for all, and the others hold zeros.
+_OF_FIRST_WORKER = ".w2_bias"
 
 Load = Callable[[Mapping[str, torch.Tensor]], None]
 Lanes = tuple[int, ...]
@@ -101,6 +103,8 @@ class Order:
     """Parameters of layers that process their weights after a load: every load must end with that processing."""
     unknown: tuple[str, ...]
     """Parameters whose numbers come from somewhere else."""
+    zeros: frozenset[str] = frozenset()
+    """Biases that the first worker adds for all, on another one: every load must leave zeros in them."""
 
 
 class Readings(Generic[T]):
@@ -188,7 +192,7 @@ def prove_order(
     def is_found(name: str, parameter: torch.Tensor, is_in_place: bool) -> bool:
         rows = None if name in derived else find(name, parameter, is_in_place)
         if rows is None:
-            return False
+            return name.endswith(_OF_FIRST_WORKER) and not parameter.any()
         wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
         found[name, is_in_place] = rows
         return torch.equal(rows.digests(name, parameter, dtype).cpu(), torch.stack(wanted))
@@ -198,11 +202,13 @@ def prove_order(
     in_place = {name for name, is_right in readings.in_place.items() if is_right}
     packed = {name for name, is_right in readings.handed_over.items() if is_right} - in_place
     all_read = (readings.in_place.keys() | readings.handed_over.keys()) - derived
+    zeros = frozenset(name for name in in_place | packed if (name, name in in_place) not in found)
     return Order(
-        rows={name: found[name, name in in_place] for name in sorted(in_place | packed)},
+        rows={name: found[name, name in in_place] for name in sorted((in_place | packed) - zeros)},
         packed=frozenset(packed),
         handed_over=frozenset(readings.handed_over),
         unknown=tuple(sorted(all_read - in_place - packed - _find_second_names(model, in_place))),
+        zeros=zeros,
     )
 
 
@@ -468,7 +474,12 @@ def _find_addresses(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _digest_held(order: Order, dtypes: Mapping[str, str], name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Digest a parameter's parts in the dtype that its tensors were given in; None if this proves nothing."""
+    """Digest a parameter's parts in the dtype that its tensors were given in; None if this proves nothing.
+
+    Of a parameter that must hold zeros, count the others.
+    """
+    if name in order.zeros:
+        return parameter.count_nonzero()
     rows = order.rows.get(name)
     given = _find_given_dtype(rows, dtypes, parameter)
     return None if rows is None or given is None else rows.digests(name, parameter, given)
@@ -494,11 +505,15 @@ def compare(
     """Compare the digests of the parameters with those of the given tensors; raise NotHeld if they differ."""
     if left := sorted(order.handed_over - readings.handed_over.keys()):
         raise NotHeld(f"the layers of {len(left)} parameters did not process the loaded weights: {_first(left)}")
-    digests = {
-        name: lanes_SL
-        for name in order.rows
-        if (lanes_SL := readings.get(name not in order.packed).get(name)) is not None
+    read = {
+        name: reading
+        for name in [*order.rows, *sorted(order.zeros)]
+        if (reading := readings.get(name not in order.packed).get(name)) is not None
     }
+    digests = {name: lanes_SL for name, lanes_SL in read.items() if name in order.rows}
+    counts = [count for name, count in read.items() if name in order.zeros]
+    if counts and torch.stack(counts).any():
+        raise NotHeld(f"biases that the first worker adds are not zero on this one too: {_first(sorted(order.zeros))}")
     parts: dict[str, dict[Rectangle, Lanes]] = {}
     wrong: set[str] = set()
     # All digests leave the device in one copy.
@@ -523,9 +538,9 @@ def compare(
         names = sorted(wrong)
         raise NotHeld(f"{len(names)} tensors do not hold the numbers that were given: {_first(names)}", names)
     unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
-    uncompared = tuple(sorted({*order.rows, *order.unknown} - digests.keys()))
-    num_parameters = len(order.rows) + len(order.unknown)
-    return LoadProof(len(digests), num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
+    uncompared = tuple(sorted({*order.rows, *order.zeros, *order.unknown} - read.keys()))
+    num_parameters = len(order.rows) + len(order.zeros) + len(order.unknown)
+    return LoadProof(len(read), num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
 
 
 def _first(names: Sequence[str]) -> str:

@@ -287,6 +287,11 @@ def find_problems(
             f"--hf-model: vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is {dtype}: write "
             "--rollout-dtype bfloat16, and --publish-dtype bfloat16 for the trainer, or choose engines on accelerators"
         )
+    if device == "cpu" and model.has_sinks and dtype == "float16":
+        yield (
+            "--hf-model: in float16 vLLM's attention on a CPU computes with a copy of the model's sinks, which no "
+            "publish changes: write --rollout-dtype bfloat16 or float32, or choose engines on accelerators"
+        )
     latents = model.latents
     if device == "cpu" and latents is not None and model.cached_channels != CPU_LATENT_SIZE:
         yield (

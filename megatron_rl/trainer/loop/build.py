@@ -12,7 +12,7 @@ from megatron_rl.trainer.loop.stop import Course, StopRequest, build_exit_limits
 from megatron_rl.trainer.loop.supervised.stage import build_supervised
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.mcore.bridge import check_bridge
-from megatron_rl.trainer.mcore.step.policy import Policy, Reference, build_policy, build_reference
+from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference
 
 
 def build_trainer(
@@ -23,7 +23,7 @@ def build_trainer(
     check_agreement(session.gather(describe_own_files(settings)))
     policy = build_policy(settings, session, settings.num_updates, rank.recipe)
     _check_guest(rank, policy)
-    reference = _build_reference(rank)
+    reference = _build_reference(rank, policy)
     saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
@@ -50,11 +50,13 @@ def _check_guest(rank: Rank, policy: Policy) -> None:
     rank.startup.end_part("comparison with transformers")
 
 
-def _build_reference(rank: Rank) -> Reference | None:
+def _build_reference(rank: Rank, policy: Policy) -> Reference | None:
     """Build the reference; None if no divergence from it is part of the loss."""
     settings = rank.settings
     if settings.run.stage == "sft" or settings.algorithm.kl_beta == 0:
         return None
+    if policy.base is not None:
+        return BaseAsReference(policy, rank.session, settings.publish.dtype)
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
     return build_reference(settings, rank.session, folder, rank.recipe)

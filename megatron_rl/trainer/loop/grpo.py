@@ -28,6 +28,7 @@ from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
 from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
 from megatron_rl.trainer.loop.saver import RunState, StartPoint
+from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
 from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
@@ -177,9 +178,12 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, publish.probe_bound, publish.agreement_bound)
     if transport == "shm":
         folder = find_shared_folder(settings)
+        of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
+        hosts = Deliveries(policy.weights, session, receiver, run, of_hosts, deadline.total_seconds())
         return SharedMemoryPublisher(
-            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof, publish.through
-        )
+            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof, publish.through,
+            hosts,
+        )  # fmt: skip
     if transport not in session.platform.weight_transports:
         raise UsageError(
             f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "

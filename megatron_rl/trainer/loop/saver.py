@@ -139,8 +139,19 @@ class Saver:
     def _save_hf(self, folder: Path) -> None:
         self._policy.synchronize()
         settings = self._settings
-        self._policy.weights.save_hf(folder, settings.model.hf_model, settings.publish.dtype, self._stops)
+        dtype, base = settings.publish.dtype, self._policy.base
+        if base is not None:
+            # Before the weights, whose folder tells a resumed run that this one exists too.
+            adapters = self._adapters_folder(folder)
+            self._session.run_or_raise_everywhere(lambda: withdraw(adapters) if self._session.rank == 0 else None)
+            base.save_adapters(self._session, adapters, dtype)
+        self._policy.weights.save_hf(folder, settings.model.hf_model, dtype, self._stops)
         self.last_hf = folder
+
+    @staticmethod
+    def _adapters_folder(folder: Path) -> Path:
+        """Return the folder of PEFT's beside that of the merged weights."""
+        return folder.with_name(f"{folder.name}_adapter")
 
     def _extra(self, state: RunState) -> dict[str, Any]:
         return {

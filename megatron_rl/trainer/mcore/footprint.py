@@ -29,7 +29,8 @@ from megatron_rl.trainer.mcore.model import context
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaRule
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_chunks
-from megatron_rl.trainer.mcore.session import make_groups
+from megatron_rl.trainer.mcore.model.lora import attach_adapters
+from megatron_rl.trainer.mcore.session import find_coordinates, make_groups
 from megatron_rl.types import ParallelSizes
 
 # Two buckets of tensors that are gathered for engines: one is sent while the next one is filled.
@@ -78,6 +79,8 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     with _be_one_rank(settings.parallel_sizes, work.world_size, stage), FakeTensorMode(allow_non_fake_inputs=True):
         config = copy.copy(settings.transformer)
         chunks = build_chunks(config, settings.architecture, settings.model.make_vocab_size_divisible_by)
+        if settings.lora.rank:
+            attach_adapters(settings, chunks, find_coordinates())
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         own = _Bytes.of(settings, parameters)
         kept = [_count_kept(chunk, pack) for chunk in chunks]
@@ -86,7 +89,8 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
         of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
     num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
-    frozen = num_frozen * own.weights
+    # The reference of adapters is their base, and the old policy has a copy of them alone.
+    frozen = num_frozen * own.weights if not settings.lora.rank else _has_old(settings, work.num_updates) * own.trained
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
     is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
@@ -130,6 +134,8 @@ class _Bytes:
     """The bytes that a rank keeps for its parameters."""
 
     weights: int
+    trained: int
+    """The bytes of the weights that are trained."""
     gradients: int
     optimizer: int
     offloaded: int
@@ -138,6 +144,10 @@ class _Bytes:
     @classmethod
     def of(cls, settings: Settings, parameters: Sequence[torch.nn.Parameter]) -> "_Bytes":
         size = settings.transformer.params_dtype.itemsize
+        total = sum(parameter.numel() for parameter in parameters)
+        if settings.lora.rank:
+            # A frozen model has only weights.
+            parameters = [parameter for parameter in parameters if parameter.requires_grad]
         experts = sum(parameter.numel() for parameter in parameters if not getattr(parameter, "allreduce", True))
         others = sum(parameter.numel() for parameter in parameters) - experts
         owned: float = others + experts
@@ -148,7 +158,8 @@ class _Bytes:
         config = settings.optimizer
         share = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         return cls(
-            weights=(others + experts) * size,
+            weights=total * size,
+            trained=(others + experts) * size,
             gradients=(others + experts) * (4 if settings.ddp.grad_reduce_in_fp32 else size),
             optimizer=round(state * (1 - share)),
             offloaded=round(state * share),
@@ -175,9 +186,11 @@ def _count_state(settings: Settings) -> int:
 
 def _count_frozen(settings: Settings, num_updates: int) -> int:
     """Count the models that are kept beside the policy."""
-    has_reference = settings.algorithm.kl_beta > 0
-    has_old = num_updates > 1 and settings.loop.tri_model != "separate"
-    return has_reference + has_old
+    return (settings.algorithm.kl_beta > 0) + _has_old(settings, num_updates)
+
+
+def _has_old(settings: Settings, num_updates: int) -> bool:
+    return num_updates > 1 and settings.loop.tri_model != "separate"
 
 
 def _count_in_flight(settings: Settings, work: Workload, stage: int) -> int:

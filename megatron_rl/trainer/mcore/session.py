@@ -84,7 +84,7 @@ class Session:
         self.stage_group = self._new_stage_group(timeout)
         self.replica_group = self._new_replica_group(timeout)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self.coordinates = _get_coordinates()
+        self.coordinates = find_coordinates()
         self.all_coordinates: list[Coordinates] = [self.coordinates] * self.world_size
         dist.all_gather_object(self.all_coordinates, self.coordinates, group=self.control_group)
 
@@ -247,7 +247,7 @@ def _meet(timeout: datetime.timedelta) -> dist.Store:
     return next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
-def _get_coordinates() -> Coordinates:
+def find_coordinates() -> Coordinates:
     return Coordinates(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,6 +1,7 @@
 """The properties of a model family: keys of its config.json, supported architectures, names of its tensors."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,6 +77,10 @@ class Family:
     """The architecture that vLLM computes for a given one, if it does not read all of config.json."""
     default_rotary_fraction: float | None = None
     """The part of a head that rotates without a partial_rotary_factor in config.json; None if whole heads rotate."""
+    rotary_width_key: str | None = None
+    """The key of the number of a head's dimensions that rotate; None if only partial_rotary_factor says it."""
+    interleaves_rope: bool = False
+    """True if neighbors rotate as pairs in all its models. Those of multi-latent attention do in any case."""
 
     def read(self, config: Mapping[str, Any]) -> Architecture:
         """Read the architecture that a config.json of this family describes."""
@@ -89,6 +94,10 @@ class Family:
         config.setdefault("num_key_value_heads", heads)
         config.setdefault("head_dim", read_count(config, "hidden_size") // heads)
         fields = {field: _field(config, field, key) for field, key in KEYS.items()}
+        if self.rotary_width_key in config:
+            # transformers prefers the other key.
+            width = read_count(config, self.rotary_width_key)
+            config.setdefault("partial_rotary_factor", width / fields["kv_channels"])
         fields |= self.constants
         fields |= {field: self._switch(config, keys) for field, keys in self.switches.items()}
         window = (
@@ -114,7 +123,7 @@ class Family:
             fields["activation_clamp"] = read_positive(config, self.clamp_key)
         return Architecture(
             family=self.name,
-            rope=rope,
+            rope=dataclasses.replace(rope, interleaved=self.interleaves_rope),
             latents=latents,
             experts=None if self.experts is None else self.experts.read(config),
             linear=read_linear(config) if self.has_linear_layers else None,
@@ -138,6 +147,8 @@ class Family:
             config.setdefault("rope_scaling", {"rope_type": "default"})
         if self.default_rotary_fraction is not None:
             config["partial_rotary_factor"] = architecture.rope.rotary_fraction
+        if self.rotary_width_key is not None:
+            config[self.rotary_width_key] = int(architecture.kv_channels * architecture.rope.rotary_fraction)
         if self.experts and architecture.experts:
             config |= self.experts.write(architecture.experts)
         if architecture.latents is not None:
@@ -176,6 +187,8 @@ class Family:
             return reason
         if architecture.rope.rotary_fraction != 1 and self.default_rotary_fraction is None:
             return f"rope.rotary_fraction = {architecture.rope.rotary_fraction}"
+        if architecture.rope.interleaved is not self.interleaves_rope:
+            return f"rope.interleaved = {architecture.rope.interleaved}"
         if architecture.experts and self.experts:
             reason = self.experts.find_unsupported(architecture)
             if reason is not None:
@@ -205,7 +218,7 @@ class Family:
         if missing := [key for key in self.needs if key not in config]:
             raise InputError(
                 f"config.json must have {missing[0]}, since engines take another value without it: add "
-                f'"{missing[0]}": "{self.requires[missing[0]][0]}"'
+                f'"{missing[0]}": {json.dumps(self.requires[missing[0]][0])}'
             )
         for key, allowed in {**COMMON_REQUIRES, **self.requires}.items():
             if key == "partial_rotary_factor" and self.default_rotary_fraction is not None:
@@ -250,7 +263,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Architect
 # Fields that are the same in every model of a family, unless a key of config.json switches them.
 _CONSTANT_FIELDS = (
     "qk_layernorm", "qkv_bias", "linear_bias", "activation", "has_output_norms", "zero_centered_norms",
-    "scales_embedding", "has_sinks",
+    "scales_embedding", "has_sinks", "norms_join_heads",
 )  # fmt: skip
 
 

@@ -75,6 +75,10 @@ def has_query_rank(architecture: Architecture) -> bool:
     return architecture.latents is not None and architecture.latents.query_rank is not None
 
 
+def _has_norm_of_each_head(architecture: Architecture) -> bool:
+    return architecture.qk_layernorm and not architecture.norms_join_heads
+
+
 def _latent_norm(kind: str, source: str, **options: Any) -> Name:
     attention = f"{_LAYER}.self_attention"
     parameters = (f"{attention}.{kind}_layernorm.weight", f"{attention}.linear_{kind}_up_proj.layer_norm_weight")
@@ -133,8 +137,10 @@ ATTENTION = tuple(
         ),
         _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.COLUMNS),
         _linear("self_attention.linear_proj", ("self_attn.o_proj",), Split.WHOLE, "bias", when=lambda a: a.linear_bias),
-        _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
-        _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.WHOLE, when=lambda a: a.qk_layernorm),
+        _linear("self_attention.q_layernorm", ("self_attn.q_norm",), Split.WHOLE, when=_has_norm_of_each_head),
+        _linear("self_attention.k_layernorm", ("self_attn.k_norm",), Split.WHOLE, when=_has_norm_of_each_head),
+        _linear("self_attention.q_norm", ("self_attn.q_norm",), Split.ROWS, when=lambda a: a.norms_join_heads),
+        _linear("self_attention.k_norm", ("self_attn.k_norm",), Split.ROWS, when=lambda a: a.norms_join_heads),
     )
 )
 

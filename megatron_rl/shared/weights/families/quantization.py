@@ -6,7 +6,7 @@ from typing import Any
 BLOCK = 128
 """Number of rows, and of columns, that share a factor."""
 
-_WANTED = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "weight_block_size": ([BLOCK, BLOCK],)}
+_WANTED = {"quant_method": ("fp8",), "fmt": ("e4m3", "float8_e4m3fn", None), "weight_block_size": ([BLOCK, BLOCK],)}
 
 
 def find_other_format(quantization: Mapping[str, Any]) -> str | None:

@@ -90,13 +90,22 @@ MIXTRAL = Family(
 )
 """Mixtral: Mistral's attention, experts in every layer; the experts' weights always sum to one."""
 
+# Experts, and a shared one with a gate.
+_GATED_MLP = experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj") + shared_expert(
+    "mlp.shared_expert", gate="mlp.shared_expert_gate"
+)
+_GATED_EXPERTS = ExpertKeys(
+    num_experts=("num_experts",),
+    ffn_hidden_size="moe_intermediate_size",
+    normalize_weights="norm_topk_prob",
+    others={"shared_ffn_hidden_size": "shared_expert_intermediate_size"},
+    constants={"has_shared_gate": True},
+)
+
 QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_class="Qwen2MoeForCausalLM",
-    names=STEM
-    + ATTENTION
-    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-    + shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate"),
+    names=STEM + ATTENTION + _GATED_MLP,
     switches={"qkv_bias": ("qkv_bias",)},
     requires={
         "hidden_act": ("silu",),
@@ -105,13 +114,7 @@ QWEN2_MOE = Family(
         "mlp_only_layers": ([], None),
     },
     defaults={"qkv_bias": True},
-    experts=ExpertKeys(
-        num_experts=("num_experts",),
-        ffn_hidden_size="moe_intermediate_size",
-        normalize_weights="norm_topk_prob",
-        others={"shared_ffn_hidden_size": "shared_expert_intermediate_size"},
-        constants={"has_shared_gate": True},
-    ),
+    experts=_GATED_EXPERTS,
 )
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts in every layer, and a shared one with a gate."""
 
@@ -168,16 +171,25 @@ SEED_OSS = Family(
 )
 """Seed-OSS: biases of queries, keys and values, and of no other layer."""
 
+ERNIE4_5 = Family(
+    name="ernie4_5",
+    hf_class="Ernie4_5ForCausalLM",
+    names=STEM + ATTENTION + DENSE_MLP,
+    # vLLM reads no biases.
+    requires={"hidden_act": ("silu",), "use_bias": (False,)},
+    defaults={
+        "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
+    },
+    interleaves_rope=True,
+)  # fmt: skip
+"""ERNIE 4.5 without experts: Llama, in which neighbors rotate as pairs."""
+
 _GATED_ATTENTION = {"qk_layernorm": True, "attention_gate": True, "zero_centered_norms": True}
 
 QWEN3_NEXT = Family(
     name="qwen3_next",
     hf_class="Qwen3NextForCausalLM",
-    names=STEM
-    + ATTENTION
-    + linear_attention("in_proj_qkvz", "in_proj_ba")
-    + experts_mlp("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-    + shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate"),
+    names=STEM + ATTENTION + linear_attention("in_proj_qkvz", "in_proj_ba") + _GATED_MLP,
     constants=_GATED_ATTENTION,
     requires={
         "hidden_act": ("silu",),
@@ -186,13 +198,7 @@ QWEN3_NEXT = Family(
         "mlp_only_layers": ([], None),
     },
     defaults={"head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512},
-    experts=ExpertKeys(
-        num_experts=("num_experts",),
-        ffn_hidden_size="moe_intermediate_size",
-        normalize_weights="norm_topk_prob",
-        others={"shared_ffn_hidden_size": "shared_expert_intermediate_size"},
-        constants={"has_shared_gate": True},
-    ),
+    experts=_GATED_EXPERTS,
     has_prediction_layers=True,
     has_linear_layers=True,
     default_rotary_fraction=0.25,
@@ -211,6 +217,52 @@ QWEN3_5 = Family(
     default_rotary_fraction=0.25,
 )
 """Qwen3.5 without its images: Qwen3-Next's layers with an MLP."""
+
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5,
+    name="qwen3_5_moe_text",
+    hf_class="Qwen3_5MoeForCausalLM",
+    names=STEM + ATTENTION + linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") + _GATED_MLP,
+    # transformers always normalizes.
+    requires={**QWEN3_5.requires, "norm_topk_prob": (True,)},
+    defaults={
+        # No layer has an MLP of this width.
+        "intermediate_size": 1,
+        "head_dim": 256, "shared_expert_intermediate_size": 512,
+    },
+    experts=dataclasses.replace(_GATED_EXPERTS, normalize_weights=None),
+)  # fmt: skip
+"""Qwen3.5 with experts, without its images: Qwen3.5's layers with Qwen3-Next's experts."""
+
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    hf_class="MiniMaxM2ForCausalLM",
+    names=STEM
+    + ATTENTION
+    + experts_mlp("block_sparse_moe", gate="w1", up="w3", down="w2")
+    + router_bias("block_sparse_moe.e_score_correction_bias"),
+    constants={"qk_layernorm": True, "norms_join_heads": True},
+    requires={
+        "hidden_act": ("silu",),
+        "scoring_func": ("sigmoid",),
+        "use_routing_bias": (True,),
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "attention_bias": (False,),
+        "shared_intermediate_size": (0,),
+    },
+    needs=("scoring_func", "use_routing_bias"),
+    defaults={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6},
+    experts=ExpertKeys(
+        num_experts=("num_local_experts", "num_experts"),
+        ffn_hidden_size="intermediate_size",
+        constants={"score": "sigmoid", "has_bias": True},
+    ),
+    has_prediction_layers=True,
+    default_rotary_fraction=1.0,
+    rotary_width_key="rotary_dim",
+)
+"""MiniMax-M2: experts that a sigmoid with a bias chooses, and norms over all heads of queries and of keys."""
 
 GEMMA3_TEXT = Family(
     name="gemma3_text",
@@ -360,7 +412,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, GEMMA3_TEXT, QWEN3_NEXT,
-        QWEN3_5, GPT_OSS, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, DEEPSEEK_V2,
+        QWEN3_5, GPT_OSS, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, DEEPSEEK_V2, ERNIE4_5, QWEN3_5_MOE, MINIMAX_M2,
     )
 }  # fmt: skip
 """The families by name. An architecture without a config.json gets the first family that can express it."""

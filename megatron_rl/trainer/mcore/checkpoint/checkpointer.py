@@ -20,7 +20,7 @@ from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
 from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import BASE, Policy, Reference
 
 EXTRA = "megatron_rl"
 """The key of the trainer's own state in a checkpoint."""
@@ -122,6 +122,9 @@ class Checkpointer:
             raise InputError(
                 f"{source} was not written by megatron_rl: write --finetune to begin at version 0 with its weights"
             )
+        base = self._policy.base
+        if base is not None:
+            session.run_or_raise_everywhere(lambda: base.check(common, source))
         content = serialization.get_content(common)
         has_optimizer = not (config.finetune or config.no_load_optim)
         if has_optimizer:
@@ -163,6 +166,8 @@ class Checkpointer:
         """Collect the state under Megatron's names, and our own state under our keys."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
         state |= self._recipe.saved
+        if self._policy.base is not None:
+            state[BASE] = self._policy.base.fingerprint
         reference = self._reference
         if reference is not None and reference.version is not None:
             state[_REFERENCE_VERSION] = reference.version

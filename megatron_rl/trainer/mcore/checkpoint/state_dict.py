@@ -15,8 +15,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_rl.errors import InputError
 from megatron_rl.platforms import Platform
 from megatron_rl.platforms.megatron_patches import allocate_adam_state
+from megatron_rl.shared.weights.shards import Shard
 from megatron_rl.trainer.mcore.checkpoint.slices import in_slices
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
+from megatron_rl.trainer.mcore.model.lora import Adapter
 from megatron_rl.trainer.mcore.step.policy import Policy
 
 RNG = "rng_state"
@@ -40,8 +42,40 @@ def name_chunks(chunks: Sequence[PackedGPTModel]) -> list[tuple[str, PackedGPTMo
 
 
 def build_model_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the weights as shards of the whole model's weights."""
-    return {name: chunk.sharded_state_dict(metadata=dict(content)) for name, chunk in name_chunks(chunks)}
+    """Describe what is trained, the weights or the adapters of a chunk, as shards of the whole model's."""
+    return {
+        name: describe_adapters(chunk) or chunk.sharded_state_dict(metadata=dict(content))
+        for name, chunk in name_chunks(chunks)
+    }
+
+
+def describe_adapters(chunk: PackedGPTModel) -> dict[str, Any]:
+    """Describe a chunk's adapters as shards of PEFT's tensors; nothing if it has none."""
+    shards = {
+        id(shard.parameter): shard
+        for module in chunk.modules()
+        if isinstance(module, Adapter)
+        for shard in module.shards()
+    }
+    named = ((name, parameter) for name, parameter in chunk.named_parameters() if id(parameter) in shards)
+    return {name: _describe_factor(shards[id(parameter)], parameter) for name, parameter in named}
+
+
+def _describe_factor(shard: Shard, parameter: torch.nn.Parameter) -> ShardedTensor:
+    (piece,) = shard.map.pieces
+    is_expert = ".experts." in piece.name
+    if is_expert:
+        # Its tensor-parallel size is 1.
+        tensor_rank, tensor_size = 0, 1
+        replica = parallel_state.get_expert_data_parallel_rank()
+    else:
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    is_divided = getattr(parameter, "tensor_model_parallel", False) and not is_expert
+    offsets = [(piece.dim, tensor_rank, tensor_size)] if is_divided else []
+    replica_id = (0, 0 if is_divided else tensor_rank, replica)
+    return ShardedTensor.from_rank_offsets(shard.parameter_name, parameter, *offsets, replica_id=replica_id)
 
 
 def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +150,13 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
 def apply_model(policy: Policy, loaded: dict[str, Any], strict: bool) -> None:
     """Apply the loaded weights."""
     for name, chunk in name_chunks(policy.chunks):
-        chunk.load_state_dict(loaded[name], strict=strict)
+        fill_chunk(chunk, loaded[name], strict)
+
+
+def fill_chunk(chunk: PackedGPTModel, loaded: dict[str, Any], strict: bool = True) -> None:
+    """Give a chunk what `build_model_state` describes. The base of adapters, which it leaves out, stays as it is."""
+    has_adapters = any(isinstance(module, Adapter) for module in chunk.modules())
+    chunk.load_state_dict(loaded, strict=strict and not has_adapters)
 
 
 def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:

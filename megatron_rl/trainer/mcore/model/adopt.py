@@ -95,7 +95,7 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
     if chunk.post_process:
         yield from _check_output_layer(chunk.output_layer)
     yield from _check_rotary(chunk, architecture)
-    has_special_parts = architecture.local_rope is not None or architecture.has_sinks
+    has_special_parts = architecture.local_rope is not None or architecture.has_sinks or architecture.norms_join_heads
     if has_special_parts or architecture.has_output_norms or architecture.scales_embedding:
         yield (
             f"{architecture.family} models have parts that megatron-core's GPTModel lacks: start pretrain_grpo.py, "
@@ -124,6 +124,9 @@ def _check_rotary(chunk: GPTModel, architecture: Architecture) -> Iterator[str]:
             "write --position-embedding-type rope"
         )
         return
+    if chunk.config.rotary_interleaved is not architecture.rope.interleaved:
+        pairs = "neighbors" if architecture.rope.interleaved else "the two halves of a head"
+        yield f"the recipe must rotate pairs of {pairs}, as config.json's model does: compare its rotary_interleaved"
     theirs: Any = chunk.rotary_pos_emb
     if type(theirs) is YarnRotaryEmbedding and architecture.rope.kind is RopeKind.YARN:
         return

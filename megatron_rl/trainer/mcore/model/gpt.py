@@ -7,7 +7,7 @@ E hidden size.
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,12 @@ from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.experts import settle_expert_biases
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.replay import select_routing
-from megatron_rl.trainer.mcore.model.router import compare_groups_by_largest, counting, freeze_router_biases
+from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
+
+ADAPTER = "adapter"
+"""The name under which a linear layer has its adapter (`lora.py`)."""
 
 
 class PackedGPTModel(GPTModel):
@@ -103,12 +106,16 @@ class PackedGPTModel(GPTModel):
                 # The models round this factor to the dtype of the embedding.
                 factor = torch.tensor(self.architecture.hidden_size**0.5, dtype=decoder_input.dtype, device="cpu")
                 decoder_input = decoder_input * factor.item()
+            is_frozen = torch.is_grad_enabled() and not decoder_input.requires_grad
+            if is_frozen and self.config.recompute_granularity is not None:
+                # Layers that are computed again get gradients only if their input has one.
+                decoder_input = decoder_input.detach().requires_grad_()
         has_latents = self.architecture.latents is not None
         return (decoder_input, None if has_latents else self._compute_angles(position_ids[0]), *rest)
 
     def _compute_angles(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Compute the angles of rope; with a local rope, those of both, the local ones last."""
-        angles_R11D = rope.angles(self._rope_frequencies_F, positions_R)
+        angles_R11D = rope.angles(self._rope_frequencies_F, positions_R, self.architecture.rope.interleaved)
         if self._local_frequencies_F is None:
             return angles_R11D
         return torch.stack((angles_R11D, rope.angles(self._local_frequencies_F, positions_R)))
@@ -196,7 +203,7 @@ def build_chunks(
         for chunk in chunks:
             freeze_router_biases(chunk)
             settle_expert_biases(chunk)
-            compare_groups_by_largest(chunk)
+            settle_choices(chunk)
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
     return chunks
@@ -271,7 +278,16 @@ def unwrap(module: torch.nn.Module) -> PackedGPTModel:
 
 
 def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters under their names in the whole model: layers and experts counted globally."""
+    """Yield this rank's parameters, without adapters, under their names in the whole model."""
+    for chunk, name, global_name in named_places(chunks):
+        yield global_name, chunk.get_parameter(name)
+
+
+def named_places(chunks: Sequence[PackedGPTModel]) -> Iterator[tuple[PackedGPTModel, str, str]]:
+    """Yield each parameter's chunk, its name there, and that in the whole model: layers and experts counted globally.
+
+    Adapters are left out.
+    """
     experts_before = 0
     config = chunks[0].config
     if config.num_moe_experts:
@@ -279,8 +295,9 @@ def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.P
         experts_before = parallel_state.get_expert_model_parallel_rank() * per_rank
     for chunk in chunks:
         layers = [str(layer.layer_number - 1) for layer in chunk.decoder.layers]
-        for name, parameter in chunk.named_parameters():
-            yield _global_name(name, layers, experts_before), parameter
+        for name, _ in chunk.named_parameters():
+            if f".{ADAPTER}." not in name:
+                yield chunk, name, _global_name(name, layers, experts_before)
 
 
 def _global_name(name: str, layers: list[str], experts_before: int) -> str:

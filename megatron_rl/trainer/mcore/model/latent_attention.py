@@ -20,6 +20,15 @@ from megatron_rl.trainer.mcore.model.attention import PackParams
 class PackedLatentAttention(MLASelfAttention):
     """Megatron's multi-latent attention, whose queries and keys rotate by their positions in a pack."""
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the products and norms that the layer spec names, as Megatron builds them before 0.19.
+
+        Later versions find norms by `qk_layernorm`, and refuse one without narrow rows for queries. With the setting,
+        Megatron would sum the gradients of norms of narrow rows, which are whole on each rank.
+        """
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
     def get_query_key_value_tensors(
         self,
         hidden_states: torch.Tensor,

@@ -50,10 +50,11 @@ def _yarn_scale(factor: float, share: float) -> float:
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+def angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor, is_interleaved: bool = False) -> torch.Tensor:
     """Compute the angle of each dimension that rotates at each position, in Megatron's shape: [T, 1, 1, D]."""
     angles_TF = pair_angles(frequencies_F, positions_T)
-    return torch.cat((angles_TF, angles_TF), dim=-1)[:, None, None, :]
+    angles_TD = angles_TF.repeat_interleave(2, dim=-1) if is_interleaved else torch.cat((angles_TF, angles_TF), dim=-1)
+    return angles_TD[:, None, None, :]
 
 
 def pair_angles(frequencies_F: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:

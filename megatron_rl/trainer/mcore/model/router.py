@@ -1,4 +1,4 @@
-"""Megatron's router, with two differences.
+"""Megatron's router, with three differences.
 
 The bias that helps to choose experts is a parameter without gradient. Megatron's is a buffer: mixed precision would
 round it, and loads, exports, digests, checkpoints and copies of models would need a way of their own for it.
@@ -12,6 +12,10 @@ Megatron itself changes the bias by the counts when it reduces the update's grad
 
 Where experts have groups and softmax scores, groups are compared by their largest scores, as in engines and
 transformers. Megatron compares them by sums of several.
+
+The chosen experts of a token are in the order of their scores in every pass. Megatron-core from 0.18 on sorts them only
+in passes with gradients. The sum by which their weights are normalized then differs in its last bits, and so would a
+frozen role of equal weights from the policy.
 
 Letters: R rows of this rank, X experts, G groups of them, K experts of a token.
 """
@@ -62,54 +66,88 @@ def freeze_router_biases(chunk: torch.nn.Module) -> None:
             module.register_parameter("expert_bias", torch.nn.Parameter(bias.float(), requires_grad=False))
 
 
-class GroupingRouter(TopKRouter):
-    """Megatron's router that chooses experts from the groups with the largest scores."""
+Choose = Callable[[torch.Tensor, int, int | None, int | None], tuple[torch.Tensor, torch.Tensor]]
+"""A function of scores [R, X], K, the number of groups and that of chosen groups.
+
+It returns the chosen scores and the experts' numbers, [R, K] both.
+"""
+
+
+class ChoosingRouter(TopKRouter):
+    """Megatron's router with another choice of experts."""
 
     router_replay: Any
+    choose: Choose
 
     def routing(self, *args: Any, **keywords: Any) -> Any:
         """Choose the experts of tokens, through the switch with which megatron-core replays routing."""
         replay = self.router_replay
-        self.router_replay = _LargestGroups(replay)
+        self.router_replay = ExpertChoice(replay, self.choose)
         try:
             return super().routing(*args, **keywords)
         finally:
             self.router_replay = replay
 
 
-class _LargestGroups:
-    """The choice from groups, at the place of megatron-core's replay; a replay takes it for the router's own."""
+class ExpertChoice:
+    """A choice of experts at the place of megatron-core's replay; a replay takes it for the router's own."""
 
-    def __init__(self, replay: Any) -> None:
+    def __init__(self, replay: Any, choose: Choose) -> None:
         self._replay = replay
+        self._choose = choose
 
     def get_replay_topk(
-        self, scores_RX: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Any
+        self, scores_RX: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, _: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._replay is None:
-            return choose_from_groups(scores_RX, topk, num_groups, group_topk)
+            return self._choose(scores_RX, topk, num_groups, group_topk)
         chosen: tuple[torch.Tensor, torch.Tensor] = self._replay.get_replay_topk(
-            scores_RX, topk, num_groups, group_topk, choose_from_groups
+            scores_RX, topk, num_groups, group_topk, self._choose
         )
         return chosen
 
 
 def choose_from_groups(
-    scores_RX: torch.Tensor, topk: int, num_groups: int, group_topk: int
+    scores_RX: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest scores in the groups that have the largest ones, and their experts' numbers, [R, K] both."""
+    """Return the largest scores in the groups that have the largest ones."""
+    assert num_groups is not None and group_topk is not None
     scores_RGX = scores_RX.unflatten(1, (num_groups, -1))
     groups_RG = scores_RGX.amax(dim=2).topk(group_topk, dim=1).indices
     is_active_RG1 = torch.zeros_like(scores_RGX[..., :1], dtype=torch.bool).scatter_(1, groups_RG[..., None], True)
     return scores_RGX.masked_fill(~is_active_RG1, -torch.inf).flatten(1).topk(topk, dim=1)
 
 
-def compare_groups_by_largest(chunk: torch.nn.Module) -> None:
-    """Have the chunk's routers compare groups of experts as engines do."""
-    routers: list[Any] = [module for module in chunk.modules() if type(module) is TopKRouter]
+def choose_in_order(scores_RX: torch.Tensor, topk: int, *_: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest scores, the largest first."""
+    chosen: tuple[torch.Tensor, torch.Tensor] = torch.topk(scores_RX, topk, dim=1)
+    return chosen
+
+
+class GroupingRouter(ChoosingRouter):
+    """Megatron's router that chooses experts from the groups with the largest scores."""
+
+    choose = staticmethod(choose_from_groups)
+
+
+class OrderingRouter(ChoosingRouter):
+    """Megatron's router that gives chosen experts in the order of their scores."""
+
+    choose = staticmethod(choose_in_order)
+
+
+def settle_choices(chunk: torch.nn.Module) -> None:
+    """Have the chunk's routers compare groups of experts as engines do, and choose in the same order in every pass."""
+    routers: list[Any] = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
     for router in routers:
-        if router.score_function == "softmax" and router.config.moe_router_group_topk:
-            router.__class__ = GroupingRouter
+        kind = type(router)
+        if router.config.moe_router_group_topk:
+            # Megatron's own choice from groups, which sigmoid scores keep, is in order.
+            if kind is TopKRouter and router.score_function == "softmax":
+                router.__class__ = GroupingRouter
+        elif kind in (TopKRouter, BiasedRouter) and hasattr(router, "router_replay"):
+            # A recipe's own router keeps its choice.
+            router.__class__ = type(f"Ordering{kind.__name__}", (OrderingRouter, kind), {})
 
 
 def select_rows(chunk: Any, rows: slice) -> slice:

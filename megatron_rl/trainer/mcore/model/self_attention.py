@@ -1,4 +1,5 @@
-"""Megatron's self-attention whose heads are split, normalized and rotated in one kernel, or by one of two ropes.
+"""Megatron's self-attention with one kernel that splits, normalizes and rotates heads, with two ropes, or with norms of
+all heads together.
 
 A layer takes Megatron's own way if it has what the kernel lacks. The log names the reason once.
 
@@ -11,11 +12,13 @@ import logging
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_rl.ops.qkv import HeadNorms, split_heads
 from megatron_rl.trainer.mcore.model.attention import PackParams
+from megatron_rl.trainer.mcore.model.norms import JoinedHeadsNorm
 from megatron_rl.types import Architecture
 
 _log = logging.getLogger(__name__)
@@ -37,6 +40,21 @@ class TwoRopesSelfAttention(SelfAttention):
     def forward(self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> Any:
         """Compute attention with this layer's angles, of those of both ropes."""
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb[int(self._is_local)], **kwargs)
+
+
+class JoinedNormsSelfAttention(SelfAttention):
+    """Megatron's self-attention that normalizes the queries of all heads together, and the keys."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        assert config.num_query_groups is not None
+        self.q_norm = JoinedHeadsNorm(config, config.num_attention_heads)
+        self.k_norm = JoinedHeadsNorm(config, config.num_query_groups)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return queries [R, 1, H, D], keys and values [R, 1, G, D]."""
+        q_R1HD, k_R1GD, v_R1GD = super().get_query_key_value_tensors(*args, **kwargs)
+        return self.q_norm(q_R1HD), self.k_norm(k_R1GD), v_R1GD
 
 
 class FusedSelfAttention(SelfAttention):

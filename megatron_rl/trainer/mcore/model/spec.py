@@ -13,7 +13,11 @@ from megatron_rl.trainer.mcore.model.fusions import find_norm
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
 from megatron_rl.trainer.mcore.model.latent_attention import PackedLatentAttention
 from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
-from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention, TwoRopesSelfAttention
+from megatron_rl.trainer.mcore.model.self_attention import (
+    FusedSelfAttention,
+    JoinedNormsSelfAttention,
+    TwoRopesSelfAttention,
+)
 from megatron_rl.types import Architecture
 
 
@@ -50,6 +54,8 @@ def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend
     elif architecture.local_rope is not None:
         layer.submodules.self_attention.module = TwoRopesSelfAttention
         layer.submodules.self_attention.params["architecture"] = architecture
+    elif architecture.norms_join_heads:
+        layer.submodules.self_attention.module = JoinedNormsSelfAttention
     elif qkv_backend == "triton":
         layer.submodules.self_attention.module = FusedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
@@ -73,7 +79,7 @@ def _local_layer(
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=architecture.qk_layernorm,
+        qk_layernorm=architecture.qk_layernorm and not architecture.norms_join_heads,
         multi_latent_attention=architecture.latents is not None,
         normalization=config.normalization,
     )
@@ -98,7 +104,7 @@ def _engine_layer(
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=architecture.qk_layernorm,
+        qk_layernorm=architecture.qk_layernorm and not architecture.norms_join_heads,
         multi_latent_attention=architecture.latents is not None,
         use_te_activation_func=config.use_te_activation_func,
     )

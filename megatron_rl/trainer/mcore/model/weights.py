@@ -1,6 +1,7 @@
 """A Megatron model's weights in Hugging Face's form: loaded, saved, streamed and fingerprinted."""
 
 import contextlib
+import copy
 import json
 import logging
 import shutil
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import arrival, files
 from megatron_rl.shared.weights.arrival import Counter
+from megatron_rl.shared.weights.device_files import Count
 from megatron_rl.shared.weights.device_weights import DeviceWeights
 from megatron_rl.shared.weights.end_tokens import add_end_tokens
 from megatron_rl.shared.weights.families import derive_config
@@ -32,6 +34,7 @@ from megatron_rl.shared.weights.shards import (
     map_shards,
 )
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
+from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard
 from megatron_rl.trainer.mcore.session import Session
 
 _log = logging.getLogger(__name__)
@@ -55,9 +58,24 @@ class ModelWeights:
         self._device_weights: dict[str | None, DeviceWeights] = {}
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
+        self.adapters: Adapters | None = None
+        """The adapters that are merged into what is exported."""
         self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
+
+    def merged_with(self, adapters: Adapters) -> "ModelWeights":
+        """Return these weights as they are with the adapters merged into them. The parameters stay as they are."""
+        merged = copy.copy(self)
+        merged._device_weights, merged._stream = {}, None
+        merged.adapters, of_weights = adapters, adapters.by_parameter
+        merged.shards = [
+            MergedShard(shard.parameter_name, shard.parameter, shard.map, of_weights[shard.parameter_name])
+            if shard.parameter_name in of_weights
+            else shard
+            for shard in self.shards
+        ]
+        return merged
 
     @property
     def is_written_here(self) -> bool:
@@ -140,18 +158,25 @@ class ModelWeights:
         return session.broadcast(session.run_or_raise_everywhere(lambda: find() if session.rank == 0 else []))
 
     def begin_files(
-        self, folder: Path, dtype: str | None = None, instead_of: Path | None = None, is_read_early: bool = False
+        self,
+        folder: Path,
+        dtype: str | None = None,
+        instead_of: Path | None = None,
+        is_read_early: bool = False,
+        is_laid_out_here: bool | None = None,
     ) -> "FilesBegun":
         """Lay out files for the tensors, readable by this user alone, and write the tensors' digests beside them.
 
         The tensors are written in the context that this returns. If the folder is read early, `arrival.Arrival` tells
         readers which tensors have arrived. `instead_of` is a folder that an earlier call wrote with the same dtype: it
-        is renamed, and its files are overwritten.
+        is renamed, and its files are overwritten. Ranks other than rank 0 lay files out too if `is_laid_out_here`: a
+        folder of another host, which only gets what that host's ranks own.
         """
         plan = files.FilePlan(self.mapping.manifest(dtype))
         digests, session = self._digest(dtype), self._session
         writers = [rank for rank, is_writer in enumerate(session.gather(self.is_written_here)) if is_writer]
         opened = contextlib.ExitStack()
+        lays_out = session.rank == 0 if is_laid_out_here is None else is_laid_out_here
 
         def begin() -> None:
             staged = folder.with_name(f".{folder.name}.partial")
@@ -159,7 +184,7 @@ class ModelWeights:
             if instead_of is not None and instead_of.is_dir():
                 instead_of.rename(staged)
             else:
-                _stage(staged, folder, plan, private=True)
+                _stage(staged, folder, plan, private=True, is_sparse=session.rank != 0)
             try:
                 with room_checked(staged):
                     files.write_digests(staged, digests)
@@ -171,18 +196,22 @@ class ModelWeights:
                 shutil.rmtree(staged, ignore_errors=True)
                 raise
 
-        session.run_or_raise_everywhere(lambda: begin() if session.rank == 0 else None)
-        fingerprint = compute_fingerprint(plan.specs.values(), digests)
-        return FilesBegun(self, session, folder, plan, dtype, fingerprint, writers if is_read_early else [], opened)
+        session.run_or_raise_everywhere(lambda: begin() if lays_out else None)
+        return FilesBegun(self, session, folder, plan, dtype, digests, writers, is_read_early, opened, lays_out)
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
         digests = Digests(self.mapping.manifest(dtype))
-        if self._session.platform.device_type == "cpu":
+        if self._is_exported_from_host:
             for shard in self.shards:
                 digests.add_shard(shard)
         else:
             self._on_device(dtype).add_digests(digests)
         return digests.combine(self._session.control_group)
+
+    @property
+    def _is_exported_from_host(self) -> bool:
+        """Check if exports take one parameter after the other: kernels read parameters, and no merged weights."""
+        return self._session.platform.device_type == "cpu" or self.adapters is not None
 
     def _on_device(self, dtype: str | None) -> DeviceWeights:
         """Return what a device other than the host does for exports in this dtype."""
@@ -234,15 +263,13 @@ class ModelWeights:
         with _writing_to(folder), files.Writer(folder, plan) as writer:
             export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
 
-    def _write_for_engines(
-        self, folder: Path, plan: files.FilePlan, dtype: str | None, counter: Counter | None
-    ) -> None:
-        """Write the tensors that this rank owns; the counter tells readers which have arrived."""
-        if self._session.platform.device_type == "cpu":
-            self._write(folder, plan, [] if counter is None else [counter.put], in_order=counter is not None)
+    def _write_for_engines(self, folder: Path, plan: files.FilePlan, dtype: str | None, count: Count | None) -> None:
+        """Write the tensors that this rank owns; `count` learns of the elements that have been written."""
+        if self._is_exported_from_host:
+            self._write(folder, plan, [] if count is None else [_put(count)], in_order=count is not None)
         elif self.is_written_here:
             with _writing_to(folder):
-                self._on_device(dtype).write(folder, None if counter is None else counter.add)
+                self._on_device(dtype).write(folder, count)
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
@@ -259,7 +286,7 @@ class ModelWeights:
 
 
 class FilesBegun:
-    """Files whose tensors all ranks have yet to write; rank 0 removes the files if that fails."""
+    """Files whose tensors all ranks have yet to write; the rank that laid them out removes them if that fails."""
 
     def __init__(
         self,
@@ -268,40 +295,61 @@ class FilesBegun:
         folder: Path,
         plan: files.FilePlan,
         dtype: str | None,
-        fingerprint: str,
+        digests: MappingABC[str, Sequence[int]],
         writers: Sequence[int],
+        is_read_early: bool,
         opened: contextlib.ExitStack,
+        lays_out: bool,
     ):
-        """Count what the ranks `writers` write, and close `opened` when all ranks have written."""
-        self.fingerprint = fingerprint
+        """Count what the ranks `writers` write if it is read early; close `opened` when all ranks have written."""
+        self.fingerprint = compute_fingerprint(plan.specs.values(), digests)
+        self.folder, self.plan, self.writers = folder, plan, writers
+        self.digests = digests
         self._weights = weights
         self._session = session
-        self._folder = folder
-        self._plan = plan
         self._dtype = dtype
-        self._writers = writers
+        self._is_read_early = is_read_early
         self._opened = opened
+        self._lays_out = lays_out
 
     def __enter__(self) -> "FilesBegun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._opened.close()
-        if kind is not None and self._session.rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if kind is not None and self._lays_out:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def write(self) -> None:
-        """Write all tensors; every rank calls it."""
-        self._session.run_or_raise_everywhere(self._write)
+    def write(self, note: Count | None = None) -> None:
+        """Write all tensors; every rank calls it. `note` learns of the elements of each tensor that are written."""
+        self._session.run_or_raise_everywhere(lambda: self._write(note))
 
-    def _write(self) -> None:
-        rank, specs = self._session.rank, list(self._plan.specs.values())
-        if rank not in self._writers:
-            self._weights._write_for_engines(self._folder, self._plan, self._dtype, None)
+    def _write(self, note: Count | None) -> None:
+        rank, specs = self._session.rank, list(self.plan.specs.values())
+        if rank not in self.writers:
             return
-        writer, num_writers = self._writers.index(rank), len(self._writers)
-        with room_checked(self._folder), Counter(self._folder, specs, writer, num_writers) as counter:
-            self._weights._write_for_engines(self._folder, self._plan, self._dtype, counter)
+        if not self._is_read_early:
+            self._weights._write_for_engines(self.folder, self.plan, self._dtype, note)
+            return
+        writer, num_writers = self.writers.index(rank), len(self.writers)
+        with room_checked(self.folder), Counter(self.folder, specs, writer, num_writers) as counter:
+            self._weights._write_for_engines(self.folder, self.plan, self._dtype, _count_twice(counter.add, note))
+
+
+def _put(count: Count) -> Put:
+    return lambda name, first_row, first_column, block: count(name, block.numel())
+
+
+def _count_twice(count: Count, note: Count | None) -> Count:
+    """Count elements for readers of the files first, and then for `note`."""
+    if note is None:
+        return count
+
+    def both(name: str, num_elements: int) -> None:
+        count(name, num_elements)
+        note(name, num_elements)
+
+    return both
 
 
 @contextlib.contextmanager
@@ -327,13 +375,13 @@ def _copy(source: Path | str, folder: Path, plan: files.FilePlan, specs: Sequenc
             writer.put(spec.name, 0, 0, checkpoint.tensor(spec.name))
 
 
-def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = False) -> None:
+def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = False, is_sparse: bool = False) -> None:
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder, or remove it")
     # A run that was killed while it wrote may have left such a folder.
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        files.create(staged, plan, private)
+        files.create(staged, plan, private, is_sparse)
     except OSError as error:
         raise find_no_room(error, staged) or InputError(f"{staged} cannot be created: {error}") from None
 

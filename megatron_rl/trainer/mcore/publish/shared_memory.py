@@ -7,6 +7,7 @@ reused for v+1: the system need not find and clear new memory at every publish.
 Engines that can copy from the ranks' devices (`offers.py`) wait for no file.
 """
 
+import contextlib
 import datetime
 import os
 import secrets
@@ -22,6 +23,7 @@ from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
 from megatron_rl.shared.weights.arrival import is_in_memory
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.publish.hosts import Deliveries
 from megatron_rl.trainer.mcore.publish.offers import Offers, Through
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.session import Session
@@ -44,7 +46,7 @@ class Publisher(Protocol):
     def close(self) -> None: ...
 
 
-class Receiver(Protocol):
+class FilesReceiver(Protocol):
     """The rollout client, which hands a version to the engines."""
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
@@ -55,15 +57,15 @@ class Receiver(Protocol):
 class SharedMemoryPublisher:
     """Publishes through files in a folder of the run's own, whose parent trainer and engines share.
 
-    Rank 0 talks to the sidecar. A rank that writes a part of the weights must find rank 0's folder. A rank that holds
-    only copies of other ranks' parts need not.
+    Rank 0 talks to the sidecar. A rank that writes a part of the weights must find rank 0's folder, unless all engines
+    get them over the network. A rank that holds only copies of other ranks' parts need not.
     """
 
     def __init__(
         self,
         weights: ModelWeights,
         session: Session,
-        receiver: Receiver | None,
+        receiver: FilesReceiver | None,
         run: str,
         folder: Path,
         dtype: str | None = None,
@@ -71,10 +73,12 @@ class SharedMemoryPublisher:
         probe: Probe | None = None,
         proof: Proof = "digests",
         through: Through = "auto",
+        hosts: Deliveries | None = None,
     ):
         """Compare the engines' log-probs with `probe`; without it, only with each other.
 
-        `through` says whether engines copy from the ranks' devices: if they can, never, or always.
+        `through` says whether engines copy from the ranks' devices: if they can, never, or always. `hosts` brings
+        the weights to engines on other hosts.
         """
         self.answer = PublishAnswer()
         self._probe = probe
@@ -86,6 +90,7 @@ class SharedMemoryPublisher:
         self._dtype = dtype
         self._deadline = deadline
         self._folder = folder
+        self._hosts = hosts
         # The folder of the version that engines sample with, and a folder that no engine reads any more.
         self._current: Path | None = None
         self._spare: Path | None = None
@@ -95,11 +100,11 @@ class SharedMemoryPublisher:
     def publish(self, version: int) -> str:
         """Publish the weights to all engines, and return their fingerprint."""
         folder = self._folder / f"version-{version}"
-        if self._session.rank == 0:
+        if self._lays_out:
             # A failed attempt may have left the folder.
             shutil.rmtree(folder, ignore_errors=True)
         spare, self._spare = self._spare, None
-        begun = self._weights.begin_files(folder, self._dtype, spare, self._is_read_early)
+        begun = self._weights.begin_files(folder, self._dtype, spare, self._is_read_early, self._lays_out)
         fingerprint = begun.fingerprint
         is_offered = self._offers.put(folder, fingerprint)
         message = Weights(
@@ -113,18 +118,22 @@ class SharedMemoryPublisher:
             deadline_seconds=self._deadline.total_seconds(),
             proof=self._proof,
         )
-        with begun:
-            if self._is_read_early:
+        with contextlib.ExitStack() as sending:
+            with begun:
+                delivery = None if self._hosts is None else sending.enter_context(self._hosts.begin(version, begun))
+                if self._is_read_early:
+                    told = in_background(lambda: self._send(message))
+                if is_offered:
+                    # Engines wait for the probe, and for no file.
+                    self._send_probe(version, fingerprint)
+                begun.write(None if delivery is None else delivery.note)
+            if not self._is_read_early:
                 told = in_background(lambda: self._send(message))
-            if is_offered:
-                # Engines wait for the probe, and for no file.
+            # Engines load while this rank computes the probe.
+            if not is_offered:
                 self._send_probe(version, fingerprint)
-            begun.write()
-        if not self._is_read_early:
-            told = in_background(lambda: self._send(message))
-        # Engines load while this rank computes the probe.
-        if not is_offered:
-            self._send_probe(version, fingerprint)
+            if delivery is not None:
+                delivery.finish(lambda: told.done() and told.exception() is not None)
         self.answer = self._session.gather_or_raise_everywhere(told.result)[0]
         self._offers.withdraw(folder, self._deadline.total_seconds())
         self._offers.end(self.answer)
@@ -137,17 +146,28 @@ class SharedMemoryPublisher:
     def close(self) -> None:
         """Remove the run's files."""
         self._weights.forget_files()
-        if self._session.rank == 0:
+        if self._hosts is not None:
+            self._hosts.forget_files()
+        if self._lays_out:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self) -> None:
-        """Make the folder, and check that every rank that writes weights finds it."""
+        """Make the folder, and check that every rank that writes weights finds it.
+
+        If hosts get the weights over the network, the ranks of each host may have a folder of their own.
+        """
         session, folder = self._session, self._folder
         session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
         # The mark tells this folder from one of the same name on another host.
         mark = folder / f"of-rank-0-{session.broadcast(secrets.token_hex(8))}"
         session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
-        session.run_or_raise_everywhere(lambda: _find(mark, session.rank) if self._weights.is_written_here else None)
+        is_apart = self._weights.is_written_here and not mark.exists()
+        places = session.gather((socket.gethostname(), str(folder)) if is_apart else None)
+        if any(places) and not (self._hosts is not None and self._hosts.are_named()):
+            session.run_or_raise_everywhere(lambda: _refuse(folder, session.rank) if is_apart else None)
+        is_first = is_apart and places.index(places[session.rank]) == session.rank
+        session.run_or_raise_everywhere(lambda: _own_folder(folder) if is_first else None)
+        self._lays_out = session.rank == 0 or is_first
         # Only in memory does every process see at once what another process writes.
         self._is_read_early = session.broadcast(session.rank == 0 and is_in_memory(folder))
         if session.rank == 0:
@@ -180,13 +200,12 @@ def _own_folder(folder: Path) -> None:
             )
 
 
-def _find(mark: Path, rank: int) -> None:
-    if not mark.exists():
-        raise PlatformError(
-            f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find rank 0's folder "
-            f"{mark.parent}. Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all "
-            "hosts share, or have one host hold a whole replica"
-        )
+def _refuse(folder: Path, rank: int) -> None:
+    raise PlatformError(
+        f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find rank 0's folder "
+        f"{folder}. Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all hosts "
+        "share, or have one host hold a whole replica"
+    )
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:

@@ -194,10 +194,13 @@ class PolicyStep(ForwardStep):
 
     @torch.no_grad()
     def _run_frozen(self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None) -> torch.Tensor:
-        unwrap(chunk).set_input_tensor([hidden])
+        inner = unwrap(chunk)
+        # A model that shares the policy's parameters has the policy's input. Any other one has none: it would be kept
+        # until the next micro-batch.
+        before = inner.decoder.input_tensor
+        inner.set_input_tensor([hidden])
         output = chunk(pack, self._temperature)
-        # Otherwise the chunk would keep the previous stage's hidden states until the next micro-batch.
-        unwrap(chunk).set_input_tensor([None])
+        inner.set_input_tensor([before])
         return output
 
 

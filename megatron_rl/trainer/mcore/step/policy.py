@@ -1,7 +1,7 @@
 """The policy, which is trained, and the reference: their chunks, their optimizer and their weights."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
+from megatron_rl.trainer.mcore.model.adapter_files import load_adapters, save_adapters
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, wrap
+from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
 from megatron_rl.trainer.mcore.model.replay import replay_routing
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
@@ -23,6 +26,9 @@ from megatron_rl.trainer.mcore.step.optimizer import (
     force_param_sync,
 )
 
+BASE = "megatron_rl_base"
+"""The key of the base's fingerprint in a checkpoint of adapters."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -33,6 +39,9 @@ class Policy:
     optimizer: Any
     scheduler: Any
     weights: ModelWeights
+    """The weights as they are exported, with adapters merged into them."""
+    base: "Base | None" = None
+    """The frozen model that adapters are trained on; None if all weights are trained."""
 
     def update(self, scale: float) -> UpdateResult:
         """Multiply the accumulated gradients by `scale`, step, and clear them."""
@@ -49,11 +58,53 @@ def build_policy(settings: Settings, session: Session, num_updates: int, recipe:
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
+    base = build_base(settings, session, chunks, weights)
+    if base is not None:
+        weights = weights.merged_with(base.adapters)
     if settings.rollout.replay_routing or settings.algorithm.replay_routing:
         replay_routing(chunks)
     wrapped = wrap(chunks, settings.ddp)
     optimizer = build_optimizer(settings, wrapped)
-    return Policy(chunks, wrapped, optimizer, build_scheduler(settings, optimizer, num_updates), weights)
+    return Policy(chunks, wrapped, optimizer, build_scheduler(settings, optimizer, num_updates), weights, base)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The frozen model that adapters are trained on."""
+
+    adapters: Adapters
+    weights: ModelWeights
+    folder: Path
+    fingerprint: str
+
+    def check(self, common: Mapping[str, Any], source: Path) -> None:
+        """Raise unless a checkpoint, of which this is everything but tensors, holds adapters of this base."""
+        if (saved := common.get(BASE, "none")) != self.fingerprint:
+            raise InputError(
+                f"{source} holds adapters of the base {saved[:12]}, and --hf-model is {self.fingerprint[:12]}: write "
+                f"the folder that they were trained on"
+            )
+
+    def save_adapters(self, session: Session, folder: Path, dtype: str | None) -> None:
+        """Write the adapters in PEFT's format; every rank calls it."""
+        dtype = dtype or self.weights.dtype
+        save_adapters(self.adapters, session, folder, dtype, self.folder, self.fingerprint)
+
+
+def build_base(
+    settings: Settings, session: Session, chunks: list[PackedGPTModel], weights: ModelWeights
+) -> Base | None:
+    """Freeze chunks that have their weights, and give them the adapters of --lora-rank; None if there are none."""
+    lora, folder = settings.lora, settings.model.hf_model
+    if not lora.rank:
+        return None
+    assert folder is not None
+    adapters = session.run_or_raise_everywhere(lambda: attach_adapters(settings, chunks, session.coordinates))
+    base = Base(adapters, weights, folder, weights.fingerprint())
+    adapters.initialize(settings.training.seed)
+    if lora.load is not None:
+        load_adapters(adapters, session, lora.load, base.fingerprint)
+    return base
 
 
 class Reference:
@@ -94,6 +145,22 @@ class Reference:
     def resume(self, version: int) -> None:
         """Continue with newly loaded weights, which this version of the policy had."""
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
+
+
+class BaseAsReference(Reference):
+    """The reference of a policy with adapters: the same parameters, with adapters off."""
+
+    def __init__(self, policy: Policy, session: Session, dtype: str | None):
+        assert policy.base is not None
+        # The chunks of wrappers for gradients are shared too: a pass in another role has none.
+        chunks = policy.base.adapters.play([chunk.module for chunk in policy.wrapped], Role.REFERENCE)
+        super().__init__(chunks, policy.base.weights, dtype)
+        self._adapters = policy.base.adapters
+        self._session = session
+
+    def is_policy(self, policy: ModelWeights, version: int, fingerprint: str) -> bool:
+        """Check whether no adapter of any rank changes anything. Merged weights may hide a small change."""
+        return all(self._session.gather(self._adapters.are_zero()))
 
 
 def build_reference(settings: Settings, session: Session, folder: Path, recipe: Recipe = STAND_ALONE) -> Reference:

@@ -1,5 +1,6 @@
 """Models in the roles of policy, old policy and reference: all in one pass, or each role in passes of its own."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import build_model
+from megatron_rl.trainer.mcore.model.lora import Role
 from megatron_rl.trainer.mcore.model.replay import RoutingRecord, replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
@@ -45,8 +47,9 @@ class TriModel:
         old: Model | None,
         temperature: float,
         replays_routing: bool = False,
+        keep: Callable[[Model, Model], None] = copy_weights,
     ):
-        """Copy the policy's weights into `old` when needed; an iteration with a single update needs no `old`.
+        """Have `keep` copy the policy's weights into `old` when needed; an iteration with one update needs no `old`.
 
         With `replays_routing`, the policy's routers take the experts that the old policy's choose.
         """
@@ -54,6 +57,7 @@ class TriModel:
         self._replays_routing = replays_routing
         self._reference = reference
         self._old = old
+        self._keep = keep
         self.temperature = temperature
 
     def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
@@ -74,7 +78,7 @@ class TriModel:
     def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
         # The pass before has gathered the parameters that are gathered late.
         if self._reference is None or not reference_is_policy:
-            copy_weights(self._policy, self._old_model())
+            self._keep(self._policy, self._old_model())
 
     def _old_model(self) -> Model:
         assert self._old is not None, "several updates need room for the old policy"
@@ -148,6 +152,12 @@ def build_roles(
     replays_old = settings.algorithm.replay_routing
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, chunks, temperature, trace, replays_old)
+    if policy.base is not None:
+        adapters = policy.base.adapters
+        inner = [chunk.module for chunk in policy.wrapped]
+        return TriModel(
+            policy.wrapped, chunks, adapters.play(inner, Role.OLD), temperature, keep=lambda *_: adapters.keep()
+        )
     host = session.platform if settings.loop.frozen_offload else None
     old = None
     if num_updates > 1:

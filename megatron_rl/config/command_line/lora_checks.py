@@ -1,0 +1,72 @@
+"""Checks of the flags of low-rank adapters."""
+
+from collections.abc import Iterator
+
+from megatron_rl.config.settings import DraftSettings
+from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.adapters import AdapterMapping
+from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.types import Architecture
+
+
+def check_lora(settings: DraftSettings) -> Iterator[str]:
+    """Yield each mistake in the flags of adapters, and each flag that they exclude."""
+    lora = settings.lora
+    if lora.dropout:
+        yield (
+            f"--lora-dropout {lora.dropout:g} must be 0: the policy that is trained would not be the one that engines "
+            f"sample from; drop the flag"
+        )
+    if not lora.rank:
+        for field, flag in (("alpha", "--lora-alpha"), ("targets", "--lora-targets"), ("load", "--load-lora")):
+            if getattr(lora, field) is not None:
+                yield f"{flag} needs --lora-rank: write the rank of the adapters, or drop {flag}"
+        return
+    if settings.model.hf_model is None:
+        yield f"--lora-rank {lora.rank} needs --hf-model: write the folder of the base, whose weights are frozen"
+    if lora.load is not None and not lora.load.is_dir():
+        yield f"--load-lora {lora.load} must be a folder: write one in PEFT's format"
+    yield from _check_others(settings)
+    if settings.architecture is not None:
+        yield from _check_targets(settings, settings.architecture)
+
+
+def _check_others(settings: DraftSettings) -> Iterator[str]:
+    """Yield each flag that has no place beside adapters."""
+    config, algorithm = settings.transformer, settings.algorithm
+    same = "the reference of adapters is their base"
+    for flag, is_given, reason in (
+        ("--grpo-ref-model", algorithm.ref_model is not None, same),
+        ("--grpo-ref-interval", algorithm.ref_interval is not None, same),
+        ("--frozen-offload", settings.loop.frozen_offload, "frozen roles share the policy's weights, which it needs"),
+        ("--publish-through ipc", settings.publish.through == "ipc", "merged weights are nowhere in a GPU's memory"),
+        ("--grpo-replay-routing", algorithm.replay_routing, "a model with adapters cannot record its own routing yet"),
+        (
+            "--moe-router-bias-update-rate above 0",
+            config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate > 0,
+            "the base of adapters does not change",
+        ),
+    ):
+        if is_given:
+            yield f"{flag} and --lora-rank cannot be given together, because {reason}: drop one of them"
+
+
+def _check_targets(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    lora, sizes = settings.lora, settings.parallel_sizes
+    try:
+        adapters = AdapterMapping(Mapping(model), lora.rank, lora.targets)
+    except InputError as error:
+        yield str(error)
+        return
+    has_experts = any(".experts." in spec.name for spec in adapters.manifest("float32"))
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    if has_experts and expert_tensor > 1:
+        yield (
+            f"--lora-targets names modules of experts, which {expert_tensor} ranks divide, and experts with adapters "
+            f"cannot be divided: write --expert-tensor-parallel-size 1, or name other modules"
+        )
+    if settings.transformer.transformer_impl != "local":
+        yield (
+            f"--lora-rank {lora.rank} needs Megatron's own layers, not TransformerEngine's: write --transformer-impl "
+            f"local"
+        )

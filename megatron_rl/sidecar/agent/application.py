@@ -1,0 +1,154 @@
+"""The routes of a host's agent: the lease, its engines, and everything that these answer themselves.
+
+Every request but that for the agent's health carries the token. Every request but the first also carries the lease.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
+from megatron_rl.sidecar.agent.forwarding import forward, refuse
+from megatron_rl.sidecar.agent.messages import LEASE_HEADER, AgentRefusal, Beat, EngineStart, LeaseRequest
+from megatron_rl.sidecar.guard import OPEN, Guard
+
+MAX_BODY_BYTES = 1 << 28
+_ENGINES = "/v1/engines/"
+# The name becomes that of a folder and of a file.
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+_STATUS: tuple[tuple[type[MegatronRLError], int], ...] = (
+    (LeaseOver, 409),
+    (HostTaken, 423),
+    (MegatronRLError, 400),
+)
+"""The status of each error; the first row that fits counts."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def build_agent_application(engines: HostEngines, token: str) -> ASGIApp:
+    """Build the agent's ASGI application."""
+    app = Starlette(
+        routes=[
+            Route(OPEN, lambda _: JSONResponse({"status": "ok"})),
+            *_lease_routes(engines),
+            *_engine_routes(engines),
+        ],
+        exception_handlers={MegatronRLError: _report},
+    )
+    return Guard(_Forwarding(app, engines), token)
+
+
+def _lease_routes(engines: HostEngines) -> list[Route]:
+    async def take(request: Request) -> Response:
+        return _answer(await engines.take_lease(await _read(request, LeaseRequest)))
+
+    async def leave(request: Request) -> Response:
+        _check_lease(engines, request)
+        await engines.leave()
+        return Response(status_code=204)
+
+    async def beat(request: Request) -> Response:
+        beat = await _read(request, Beat)
+        _check_lease(engines, request)
+        return _answer(engines.beat(beat))
+
+    return [
+        Route("/v1/lease", take, methods=["POST"]),
+        Route("/v1/lease", leave, methods=["DELETE"]),
+        Route("/v1/beat", beat, methods=["POST"]),
+    ]
+
+
+def _engine_routes(engines: HostEngines) -> list[Route]:
+    async def start(request: Request) -> Response:
+        start = await _read(request, EngineStart)
+        _check_lease(engines, request)
+        return _answer(await engines.start(_find_name(request), start))
+
+    async def end(request: Request) -> Response:
+        _check_lease(engines, request)
+        await engines.end(_find_name(request))
+        return Response(status_code=204)
+
+    return [
+        Route(f"{_ENGINES}{{name}}", start, methods=["PUT"]),
+        Route(f"{_ENGINES}{{name}}", end, methods=["DELETE"]),
+    ]
+
+
+class _Forwarding:
+    """Passes requests below an engine's name on to its socket. A plain ASGI layer, because every group passes it."""
+
+    def __init__(self, app: ASGIApp, engines: HostEngines) -> None:
+        self._app = app
+        self._engines = engines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name, slash, path = scope.get("path", "").removeprefix(_ENGINES).partition("/")
+        if scope["type"] != "http" or not scope["path"].startswith(_ENGINES) or not slash:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            body = await _read_body(request)
+            _check_lease(self._engines, request)
+        except MegatronRLError as error:
+            await refuse(send, _find_status(error), str(error))
+            return
+        client = self._engines.find_client(name)
+        if client is None:
+            await refuse(send, 404, f"this host has no engine {name!r}: start it first")
+            return
+        await forward(client, f"/{path}", body, scope, receive, send)
+
+
+def _check_lease(engines: HostEngines, request: Request) -> None:
+    engines.check_lease(request.headers.get(LEASE_HEADER, ""))
+
+
+def _find_name(request: Request) -> str:
+    name: str = request.path_params["name"]
+    if not _NAME.fullmatch(name):
+        raise InputError(f"the engine's name {name!r} must have small letters, digits and hyphens only")
+    return name
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await _read_body(request), type=kind)
+    except msgspec.DecodeError as error:
+        raise InputError(f"not a {kind.__name__}: {error}: install the same megatron_rl on both hosts") from None
+
+
+async def _read_body(request: Request) -> bytes:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise InputError(f"a body must have at most {MAX_BODY_BYTES} bytes")
+    return bytes(data)
+
+
+def _answer(content: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+async def _report(_: Request, error: Exception) -> Response:
+    assert isinstance(error, MegatronRLError)
+    return Response(
+        msgspec.json.encode(AgentRefusal(error=str(error))),
+        status_code=_find_status(error),
+        media_type="application/json",
+    )
+
+
+def _find_status(error: MegatronRLError) -> int:
+    return next(status for kind, status in _STATUS if isinstance(error, kind))

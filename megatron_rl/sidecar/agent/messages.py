@@ -1,0 +1,100 @@
+"""Messages between a rollout service and the agent of a host, as JSON; the routes are in `application.py`.
+
+A lease is the right of one service to run engines on a host. It has a name that cannot be guessed, and every request
+but the first carries it. Its length is a duration that each side counts on its own steady clock: no time of day is
+compared.
+"""
+
+import msgspec
+
+from megatron_rl.sidecar.vllm.server import ServerConfig
+
+PROTOCOL = 1
+"""The version of these messages and of the routes; an agent refuses a service of another one."""
+
+LEASE_HEADER = "x-lease"
+FAULT_HEADER = "x-agent-fault"
+"""Marks an answer that the agent gives in place of an engine. An engine may answer with any status itself."""
+UNAUTHORIZED = 401
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A service's request for the lease."""
+
+    run: str
+    seconds: float
+    """The length of the lease: after so long a silence of the service, the agent ends its engines."""
+    token: str = ""
+    """The secret with which the host and the trainer's ranks know each other when weights are delivered."""
+    protocol: int = PROTOCOL
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent's answer to a request for the lease."""
+
+    lease: str
+    user: int
+    """The number of the agent's user, who owns the weights on its host."""
+    port: int | None = None
+    """The port at which the host takes weights; None if it shares the trainer's folder."""
+    protocol: int = PROTOCOL
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine to start."""
+
+    config: ServerConfig
+    num_workers: int
+    """The processes of all engines of this host. On a CPU they share its cores, if the configuration has no threads."""
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a start."""
+
+    log: str
+    """The file of the engine's output, on its host."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """The service's sign of life, which renews the lease."""
+
+    needed: dict[str, list[int]] = {}
+    """The processes that each engine needs, if they have become known."""
+    num_lines: dict[str, int] = {}
+    """The number of lines of each engine's output that the service has seen."""
+    version: int | None = None
+    """The version of the weights that the service asks about."""
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """The life of an engine's processes."""
+
+    ended: str | None = None
+    """The way in which its server ended; None while it runs."""
+    fault: str | None = None
+    """The process that has ended or is stopped; None while all run."""
+    num_lines: int = 0
+    lines: list[str] = []
+    """The last of its lines, beginning with the first that the service has not seen."""
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the weights that is arriving on a host, or has arrived."""
+
+    folder: str
+    is_being_written: bool
+    is_complete: bool
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a beat: all engines of the lease."""
+
+    engines: dict[str, Life]
+    arrived: Arrived | None = None
+    """The weights that the service asked about; None if they have not begun to arrive."""
+
+
+class AgentRefusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a request that the agent refuses."""
+
+    error: str

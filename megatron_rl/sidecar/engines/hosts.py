@@ -1,0 +1,94 @@
+"""The host of an engine, as far as the sidecar needs to know it: how to reach the engine, and where its weights lie."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import httpx
+
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.arrival import is_being_written
+from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten
+
+# No connection is kept: the server may close an idle one at the moment of its next use.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+def reach_socket(path: str) -> httpx.AsyncBaseTransport:
+    """Make a transport for requests to a unix socket of this host."""
+    # Certificates, which a socket of this host has no use for, take 17 ms to read.
+    return httpx.AsyncHTTPTransport(uds=path, limits=LIMITS, verify=False)
+
+
+class WeightsPlace(NamedTuple):
+    """The folder of a version on the host of an engine."""
+
+    folder: str
+    user: int
+    """The number of the user who owns it there."""
+
+
+class EngineHost(Protocol):
+    """A host that engines run on."""
+
+    async def answers(self) -> bool:
+        """Check whether engines can be started there now."""
+        ...
+
+    async def until_back(self) -> None:
+        """Wait until the host answers."""
+        ...
+
+    def connect(self, address: str) -> httpx.AsyncBaseTransport:
+        """Make a transport for requests to the engine at this address."""
+        ...
+
+    async def is_given(self, weights: Weights) -> bool:
+        """Check whether a publish of these weights reaches the host."""
+        ...
+
+    async def has_copy(self, weights: Weights) -> bool:
+        """Check whether an engine that starts now can load these weights."""
+        ...
+
+    async def find_weights(self, weights: Weights) -> WeightsPlace:
+        """Return the place from which an engine loads them."""
+        ...
+
+    def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
+        """Return the error to raise if an engine finds that parts of these weights will not come."""
+        ...
+
+    def is_being_written(self, weights: Weights) -> bool:
+        """Check whether parts of these weights may still arrive there."""
+        ...
+
+
+class OwnHost:
+    """The sidecar's own host."""
+
+    async def answers(self) -> bool:
+        return True
+
+    async def until_back(self) -> None: ...
+
+    def connect(self, address: str) -> httpx.AsyncBaseTransport:
+        return reach_socket(address)
+
+    async def is_given(self, weights: Weights) -> bool:
+        return True
+
+    async def has_copy(self, weights: Weights) -> bool:
+        return weights.transport == "shm" and Path(weights.location).is_dir()
+
+    async def find_weights(self, weights: Weights) -> WeightsPlace:
+        return WeightsPlace(weights.location, os.getuid())
+
+    def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
+        return error
+
+    def is_being_written(self, weights: Weights) -> bool:
+        return weights.transport == "shm" and is_being_written(Path(weights.location))
+
+
+OWN_HOST = OwnHost()

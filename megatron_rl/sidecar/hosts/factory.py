@@ -1,0 +1,143 @@
+"""Gives each engine a place: on the service's own host, or on another one through its agent."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
+from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience, RemoteHost
+from megatron_rl.sidecar.hosts.static import StaticHosts
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
+from megatron_rl.sidecar.vllm.server import ServerConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Hosts:
+    """The other hosts of a service, from `open` to `close`."""
+
+    def __init__(self, named: StaticHosts, run: str, patience: Patience = PATIENCE) -> None:
+        """Make the hosts of a run; the secret of the weights' delivery is another one for each service."""
+        self._secret = secrets.token_hex(32)
+        self._epoch = 0
+        tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
+        self.all = [RemoteHost(place, run, named.token, self._secret, patience, tls) for place in named.hosts]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines that run on these hosts."""
+        return sum(host.place.engines for host in self.all)
+
+    def open(self) -> None:
+        """Begin to hold the lease of each host."""
+        for host in self.all:
+            host.on_changed = self._change
+        self._tasks = [asyncio.create_task(host.run()) for host in self.all]
+
+    async def close(self) -> None:
+        """Give up all leases, and with them the engines."""
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await asyncio.gather(*(host.close() for host in self.all))
+
+    def list_for_delivery(self) -> DeliveryHosts:
+        """List the hosts to which the trainer delivers weights."""
+        hosts = [
+            DeliveryHost(name=host.name, address=host.address, port=host.port)
+            for host in self.all
+            if host.port is not None
+        ]
+        return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts)
+
+    def leave_out(self, name: str, version: int, reason: str) -> None:
+        """Note that the trainer has not delivered a version to a host."""
+        host = next((host for host in self.all if host.name == name), None)
+        if host is None:
+            raise InputError(f"unknown host {name!r}: write one of {', '.join(host.name for host in self.all)}")
+        _log.warning("host %s was not given version %d: %s", name, version, reason)
+        host.left_out = (version, reason)
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of each host."""
+        return {host.name: host.describe() for host in self.all}
+
+    def _change(self) -> None:
+        self._epoch += 1
+
+
+@dataclasses.dataclass
+class _Room:
+    """Room for one engine."""
+
+    host: RemoteHost | None
+    """None for the service's own host."""
+    devices: tuple[int, ...] = ()
+    holder: str | None = None
+
+
+class HostsFactory:
+    """Makes engines on all hosts. Satisfies `megatron_rl.sidecar.supervisor.EngineFactory`."""
+
+    def __init__(self, own: VllmFactory, num_own: int, hosts: Sequence[RemoteHost], config: ServerConfig) -> None:
+        """Make a factory; `own` makes the first `num_own` engines, and more once all places are taken.
+
+        `config` is for engines on other hosts. If it has no threads, the cores of a host are shared out by its agent.
+        """
+        self._own = own
+        self._config = config
+        self._places = [_Room(None) for _ in range(num_own)] + [
+            _Room(host, devices) for host in hosts for devices in _divide(host, config.tensor_parallel_size)
+        ]
+
+    def create(self, name: str) -> VllmEngine:
+        """Start the processes of an engine; the engine's `start()` waits until they are ready."""
+        place = self._take_place(name)
+        if place is None or place.host is None:
+            return self._own.create(name)
+        host = place.host
+        config = dataclasses.replace(
+            self._config,
+            devices=place.devices,
+            python=host.place.python,
+            model=host.place.model or self._config.model,
+        )
+        num_workers = host.place.engines * config.tensor_parallel_size
+        return self._own.make_engine(name, host.start(name, config, num_workers), host)
+
+    def adopt(self, name: str, address: str) -> VllmEngine:
+        """Use an engine that was started on this host by another process, given the path of its socket."""
+        return self._own.adopt(name, address)
+
+    def release(self, name: str) -> None:
+        """Free the place of an engine that will not return."""
+        for place in self._places:
+            if place.holder == name:
+                place.holder = None
+        self._own.release(name)
+
+    def _take_place(self, name: str) -> _Room | None:
+        """Return the place that the engine has, or else a free one; None if all are taken."""
+        for holder in (name, None):
+            for place in self._places:
+                if place.holder == holder:
+                    place.holder = name
+                    return place
+        return None
+
+
+def _divide(host: RemoteHost, size: int) -> list[tuple[int, ...]]:
+    """Divide a host's devices over its engines."""
+    devices = host.place.devices
+    if devices is None:
+        return [()] * host.place.engines
+    return [devices[start : start + size] for start in range(0, len(devices), size)]

@@ -1,0 +1,385 @@
+"""Another host, seen from the rollout service: the lease of its agent, its engines, and requests to these.
+
+Invariants:
+
+- the service beats several times in the length of a lease. If the agent does not answer for `Patience.lost`, or answers
+  that the lease is over, the host is lost: all its engines have this fault, and their requests end;
+- once a host was lost, the service works there only under another lease, before which the agent ends all engines of the
+  last one. So no engine from before the loss is ever spoken to again;
+- a lost host is asked for a lease with growing pauses, for ever;
+- durations are counted on the service's own steady clock.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.sidecar.agent.messages import (
+    LEASE_HEADER,
+    UNAUTHORIZED,
+    AgentRefusal,
+    Arrived,
+    Beat,
+    EngineStart,
+    LeaseRequest,
+    Pulse,
+    Started,
+    Welcome,
+)
+from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten
+from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST, WeightsPlace
+from megatron_rl.sidecar.hosts.remote_engine import Forwarded, RemoteHandle
+from megatron_rl.sidecar.hosts.static import HostPlace
+from megatron_rl.sidecar.listening import parse_place
+from megatron_rl.sidecar.vllm.server import ServerConfig
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Durations in seconds between a service and an agent."""
+
+    beat: float = 0.5
+    """Seconds between two beats."""
+    answer: float = 5.0
+    """The most seconds for an answer. A link that is cut for less time than this costs nothing but the wait."""
+    lost: float = 15.0
+    """Seconds without an answer after which a host is lost: longer than a link is cut while a switch restarts."""
+    lease: float = 30.0
+    """The length of the lease: longer than `lost`, so that the service names a loss before engines are ended."""
+    ending: float = 60.0
+    """The most seconds for the end of engines, which may have much memory to free."""
+    first_pause: float = 1.0
+    """Seconds before a lost host is asked again; doubled with each time."""
+    longest_pause: float = 30.0
+
+
+PATIENCE = Patience()
+
+
+class HostLost(MegatronRLError):
+    """A host that does not answer, or whose agent has ended the lease."""
+
+
+class HostRefused(MegatronRLError):
+    """A refusal of an agent."""
+
+    may_pass = False
+    """True if a later attempt may succeed."""
+
+
+class HostBusy(HostRefused):
+    """A refusal of an agent that works for another service, whose lease may be about to end."""
+
+    may_pass = True
+
+
+_KINDS: dict[int, type[HostLost | HostRefused]] = {409: HostLost, 423: HostBusy}
+"""The error to raise for a status of the agent's; HostRefused for any other."""
+
+
+class RemoteHost:
+    """A host with an agent. Satisfies `sidecar.engines.hosts.EngineHost`; belongs to the event loop of `run`."""
+
+    def __init__(
+        self,
+        place: HostPlace,
+        run: str,
+        token: str,
+        secret: str,
+        patience: Patience = PATIENCE,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Make a host; `token` is the agents', and `secret` that of the weights' delivery.
+
+        `tls` checks the agent's certificate; without it nothing is encrypted.
+        """
+        self.place = place
+        self.name = place.address
+        parsed = parse_place(place.address)
+        assert parsed is not None
+        self.address = parsed[0]
+        self.port: int | None = None
+        """The port at which the host takes weights; None if it shares the trainer's folder, or holds no lease."""
+        self.on_changed: Callable[[], None] = lambda: None
+        """The callback for a host that has joined or was lost."""
+        self.left_out = (-1, "")
+        """The last version that the trainer did not deliver to it, and the reason."""
+        self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
+        self._patience = patience
+        self._lease = ""
+        self._user = 0
+        self._fault = self._error = ""
+        self._refused: HostRefused | None = None
+        self._begun = self._answered = time.monotonic()
+        self._back = asyncio.Event()
+        self._handles: dict[str, RemoteHandle] = {}
+        self._version: int | None = None
+        self._arrived: Arrived | None = None
+        self._beating = asyncio.Lock()
+        self.url = f"{'https' if tls else 'http'}://{place.address}"
+        self._transport = httpx.AsyncHTTPTransport(limits=LIMITS, verify=tls or False)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            verify=tls or False,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=patience.answer,
+            # A proxy of the environment would be handed the token.
+            trust_env=False,
+        )
+        self._authorization = f"Bearer {token}"
+
+    @property
+    def lease(self) -> str:
+        """The name of the lease; empty while there is none."""
+        return self._lease
+
+    def find_fault(self) -> str | None:
+        """Say why the host's engines cannot work; None while it answers, and for a while before its first answer."""
+        if self._lease:
+            return None
+        silent = time.monotonic() - self._begun
+        refused, is_late = self._refused, silent > self._patience.lost
+        if refused is not None and (is_late or not refused.may_pass):
+            return f"its host {self.name} refuses this run: {refused}"
+        if is_late and not self._fault:
+            return (
+                f"its host {self.name} has not answered for {silent:.0f} s ({self._error}): start its agent, or open "
+                "the way to it"
+            )
+        return self._fault or None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the host's state, for people."""
+        return {
+            "state": "up" if self._lease else "lost",
+            "silent_seconds": round(time.monotonic() - self._answered, 1),
+            "engines": sorted(self._handles),
+            "error": self.find_fault(),
+        }
+
+    async def run(self) -> None:
+        """Hold the lease, for ever."""
+        pause = self._patience.first_pause
+        while True:
+            try:
+                await self._take_lease()
+                pause = self._patience.first_pause
+                await self._keep_lease()
+            except HostRefused as refusal:
+                if str(refusal) != str(self._refused):
+                    _log.warning("host %s: %s", self.name, refusal)
+                self._refused = refusal
+            except HostLost as loss:
+                self._lose(str(loss))
+            except httpx.HTTPError as error:
+                self._error = repr(error)
+            await asyncio.sleep(pause)
+            if self.find_fault():
+                pause = min(2 * pause, self._patience.longest_pause)
+
+    async def close(self) -> None:
+        """End the lease, and with it the host's engines."""
+        if self._lease:
+            with contextlib.suppress(HostLost, HostRefused, httpx.HTTPError):
+                await self._send("DELETE", "/v1/lease", timeout=self._patience.ending)
+        self._lease = ""
+        await self._http.aclose()
+        await self._transport.aclose()
+
+    def start(self, name: str, config: ServerConfig, num_workers: int) -> "RemoteHandle":
+        """Start an engine and return at once; its start may wait for the host."""
+        handle = self._handles[name] = RemoteHandle(self, name)
+        handle.starting = asyncio.create_task(self._start(handle, EngineStart(config=config, num_workers=num_workers)))
+        return handle
+
+    async def end(self, handle: "RemoteHandle") -> None:
+        """End an engine's processes; if the host is lost, its agent ends them with the lease."""
+        if self._handles.get(handle.name) is handle:
+            del self._handles[handle.name]
+        if handle.lease:
+            # The agent must have seen the start before the end.
+            await asyncio.wait((handle.starting,))
+        else:
+            handle.starting.cancel()
+        if handle.lease and handle.lease == self._lease:
+            with contextlib.suppress(HostLost, HostRefused, httpx.HTTPError):
+                await self._send("DELETE", f"/v1/engines/{handle.name}", timeout=self._patience.ending)
+
+    async def beat(self) -> None:
+        """Renew the lease, and learn what became of the engines."""
+        async with self._beating:
+            lease = self._lease
+            handles = {name: handle for name, handle in self._handles.items() if handle.is_started}
+            needed = {name: list(handle.needed) for name, handle in handles.items() if handle.needed}
+            num_lines = {name: handle.num_lines for name, handle in handles.items()}
+            version = self._version
+            beat = Beat(needed=needed, num_lines=num_lines, version=version)
+            try:
+                pulse = await self._ask("POST", "/v1/beat", Pulse, beat)
+            except httpx.HTTPError as error:
+                if _is_refused(error):
+                    self._lose("its agent has ended, and its engines with it")
+                raise
+            if self._lease != lease:
+                return
+            self._answered = time.monotonic()
+            if self._version == version:
+                self._arrived = pulse.arrived
+            for name, handle in handles.items():
+                del handle.needed[: len(needed.get(name, ()))]
+                if handle.lease == lease:
+                    handle.take(pulse.engines.get(name))
+
+    async def answers(self) -> bool:
+        if not self._lease:
+            return False
+        try:
+            await self.beat()
+        except (HostLost, HostRefused, httpx.HTTPError):
+            return False
+        return True
+
+    async def until_back(self) -> None:
+        await self._back.wait()
+
+    def connect(self, address: str) -> httpx.AsyncBaseTransport:
+        return Forwarded(self, address, self._transport, self._authorization)
+
+    async def is_given(self, weights: Weights) -> bool:
+        return self.port is None or await self._arrives(weights)
+
+    async def has_copy(self, weights: Weights) -> bool:
+        if self.port is None:
+            return await OWN_HOST.has_copy(weights)
+        return await self._arrives(weights)
+
+    async def find_weights(self, weights: Weights) -> WeightsPlace:
+        if self.port is None:
+            return await OWN_HOST.find_weights(weights)
+        found = await self._find_arrived(weights)
+        if found is None:
+            raise NotGiven(f"host {self.name} was not given version {weights.version}")
+        return WeightsPlace(found.folder, self._user)
+
+    def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
+        if self.port is None:
+            return error
+        version, reason = self.left_out
+        why = f": {reason}" if version == weights.version else ""
+        return NotGiven(f"{error}: host {self.name} was not given all of version {weights.version}{why}")
+
+    def is_being_written(self, weights: Weights) -> bool:
+        if self.port is None:
+            return OWN_HOST.is_being_written(weights)
+        arrived = self._arrived if self._version == weights.version else None
+        return arrived is not None and arrived.is_being_written
+
+    async def _arrives(self, weights: Weights) -> bool:
+        found = await self._find_arrived(weights)
+        return found is not None and (found.is_complete or found.is_being_written)
+
+    async def _find_arrived(self, weights: Weights) -> Arrived | None:
+        """Ask the host for a version of the weights."""
+        if self._version != weights.version:
+            self._version, self._arrived = weights.version, None
+        is_known = await self.answers() and self._version == weights.version
+        return self._arrived if is_known else None
+
+    async def _take_lease(self) -> None:
+        welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._patience.ending)
+        self._lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
+        self._answered = time.monotonic()
+        self._fault, self._refused = "", None
+        self._back.set()
+        self.on_changed()
+        _log.info("host %s is up", self.name)
+
+    async def _keep_lease(self) -> None:
+        """Beat until the host is lost."""
+        while self._lease:
+            await asyncio.sleep(self._patience.beat)
+            try:
+                await self.beat()
+            except httpx.HTTPError:
+                silent = time.monotonic() - self._answered
+                if silent > self._patience.lost:
+                    raise HostLost(f"it has not answered for {silent:.0f} s") from None
+            except HostRefused as refusal:
+                raise HostLost(str(refusal)) from None
+
+    def _lose(self, reason: str) -> None:
+        if not self._lease:
+            return
+        self._fault = f"its host {self.name} is lost: {reason}"
+        self._lease, self.port = "", None
+        self._back.clear()
+        self.on_changed()
+        _log.warning("host %s is lost: %s; it is asked again until it answers", self.name, reason)
+
+    async def _start(self, handle: "RemoteHandle", start: EngineStart) -> None:
+        await self._back.wait()
+        handle.lease = self._lease
+        try:
+            started = await self._ask("PUT", f"/v1/engines/{handle.name}", Started, start, self._patience.ending)
+        except (HostLost, HostRefused, httpx.HTTPError) as error:
+            handle.fail(f"its host {self.name} did not start it: {str(error) or repr(error)}")
+        else:
+            handle.log, handle.is_started = Path(f"{self.address}:{started.log}"), True
+
+    async def _ask(
+        self, method: str, route: str, kind: type[T], content: msgspec.Struct, timeout: float | None = None
+    ) -> T:
+        answer = await self._send(method, route, msgspec.json.encode(content), timeout)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise HostRefused(
+                f"the answer to {method} {route} cannot be read: {error}: install the same megatron_rl there"
+            ) from None
+
+    async def _send(self, method: str, route: str, content: bytes = b"", timeout: float | None = None) -> bytes:
+        """Send a request; raise HostLost if the lease is over, HostRefused for any other refusal."""
+        connect = self._patience.answer
+        answer = await self._http.request(
+            method,
+            route,
+            content=content,
+            headers={LEASE_HEADER: self._lease},
+            timeout=httpx.Timeout(timeout or connect, connect=connect),
+        )
+        if answer.is_success:
+            return answer.content
+        if answer.status_code == UNAUTHORIZED:
+            raise HostRefused("the token is wrong: give the agent and the file of --rollout-hosts the same")
+        try:
+            said = msgspec.json.decode(answer.content, type=AgentRefusal).error
+        except msgspec.DecodeError:
+            said = f"it answers {answer.status_code}: {answer.text[:200]}"
+        raise _KINDS.get(answer.status_code, HostRefused)(said)
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Check whether the host answers and no process listens at the agent's port."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -1,0 +1,137 @@
+"""The hosts of `--rollout-hosts static:FILE`, whose agents run already.
+
+FILE is TOML. All mistakes in it are reported at once.
+"""
+
+import dataclasses
+import ssl
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.flag import suggest_nearest
+from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.sidecar.listening import parse_place
+
+FLAG = "--rollout-hosts"
+_KIND = "static:"
+_TOKEN_FILE = "token_file"
+_TLS_CA = "tls_ca"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPlace:
+    """A host that runs engines, as its user describes it."""
+
+    address: str
+    """The address of its agent, HOST:PORT. It is also the host's name."""
+    engines: int = 1
+    devices: tuple[int, ...] | None = None
+    """The numbers of the engines' accelerators, in order; None lets each engine take vLLM's choice."""
+    python: str = ""
+    """The Python of the environment that has vLLM; the agent's own if empty."""
+    model: str = ""
+    """The folder of the checkpoint on this host; that of --hf-model if empty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticHosts:
+    """All hosts of a file, and the token of their agents."""
+
+    hosts: tuple[HostPlace, ...]
+    token: str
+    tls_ca: Path | None = None
+    """The certificates that those of the agents must be signed by; None for agents without TLS."""
+
+
+def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
+    """Yield each mistake in a value of the flag and in the file that it names."""
+    try:
+        read_hosts(text, tensor_parallel_size)
+    except UsageError as error:
+        yield from error.problems
+
+
+def read_hosts(text: str, tensor_parallel_size: int) -> StaticHosts:
+    """Read the file that a value of the flag names; a UsageError has all mistakes."""
+    kind, _, name = text.partition(":")
+    if f"{kind}:" != _KIND or not name:
+        raise UsageError(f"{FLAG} {text} must be {_KIND}FILE, a TOML file with a [[host]] for each host")
+    path = Path(name)
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{FLAG} {text} cannot be read: {error}") from None
+    problems = [f"{FLAG} {path}: {problem}" for problem in _check_file(content, tensor_parallel_size)]
+    token = ""
+    if _TOKEN_FILE in content and isinstance(content[_TOKEN_FILE], str):
+        # Imported here: a run without other hosts reads its settings without an HTTP client.
+        from megatron_rl.shared.protocol.client import read_token
+
+        try:
+            token = read_token(path.parent / content[_TOKEN_FILE])
+        except (OSError, MegatronRLError) as error:
+            problems.append(f"{FLAG} {path}: {_TOKEN_FILE}: {error}")
+    tls_ca = path.parent / content[_TLS_CA] if isinstance(content.get(_TLS_CA), str) else None
+    if tls_ca is not None:
+        try:
+            ssl.create_default_context(cafile=tls_ca)
+        except OSError as error:
+            problems.append(f"{FLAG} {path}: {_TLS_CA} {tls_ca} cannot be used: {error}: name a PEM file")
+    if problems:
+        raise UsageError(*problems)
+    return StaticHosts(tuple(_make_place(entry) for entry in content["host"]), token, tls_ca)
+
+
+def _make_place(entry: dict[str, Any]) -> HostPlace:
+    devices = entry.get("devices")
+    return HostPlace(**{**entry, "devices": None if devices is None else tuple(devices)})
+
+
+def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
+    known = (_TOKEN_FILE, _TLS_CA, "host")
+    for key in sorted(content.keys() - set(known)):
+        yield f"unknown key {key!r}{suggest_nearest(key, known)}"
+    if not isinstance(content.get(_TLS_CA, ""), str):
+        yield f"{_TLS_CA} must be the path of a PEM file"
+    if not isinstance(content.get(_TOKEN_FILE), str):
+        yield f'{_TOKEN_FILE} is missing: write {_TOKEN_FILE} = "FILE", the file of the token that the agents have'
+    hosts = content.get("host")
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(entry, dict) for entry in hosts):
+        yield 'no host is named: write a [[host]] with address = "HOST:PORT" for each'
+        return
+    seen: set[str] = set()
+    for number, entry in enumerate(hosts, 1):
+        address = entry.get("address")
+        yield from (f"host {number} ({address}): {problem}" for problem in _check_host(entry, tensor_parallel_size))
+        if address in seen:
+            yield f"host {number} ({address}) is named twice: write it once, with the number of its engines"
+        seen.add(address)
+
+
+def _check_host(entry: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
+    known = [field.name for field in dataclasses.fields(HostPlace)]
+    for key in sorted(entry.keys() - set(known)):
+        yield f"unknown key {key!r}{suggest_nearest(key, known)}"
+    address = entry.get("address")
+    place = parse_place(address) if isinstance(address, str) else None
+    if place is None or place[1] == 0:
+        yield "address must be HOST:PORT, the address at which its agent listens"
+    for key in ("python", "model"):
+        if not isinstance(entry.get(key, ""), str):
+            yield f"{key} must be a path on that host"
+    engines = entry.get("engines", 1)
+    if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
+        yield f"engines = {engines!r} must be a number of at least 1"
+        return
+    devices = entry.get("devices")
+    if devices is None:
+        return
+    if not isinstance(devices, list) or any(not isinstance(device, int) or device < 0 for device in devices):
+        yield f"devices = {devices!r} must be a list of numbers, none negative"
+    elif len(set(devices)) < len(devices) or len(devices) != engines * tensor_parallel_size:
+        yield (
+            f"devices = {devices} must name {engines * tensor_parallel_size} different ones, {tensor_parallel_size} "
+            f"for each of {engines} engines"
+        )

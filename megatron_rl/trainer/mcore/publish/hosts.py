@@ -1,0 +1,253 @@
+"""The trainer's half of a publish to engines on hosts that share no folder with it: ranks send what they own.
+
+Rank 0 asks the sidecar for the hosts and begins a version on each (`delivery.control`). Then each rank sends its own
+parts from the files that it has written. The engines of a host that is late or lost keep the version that they have
+until the next publish, or the run ends, as the settings say.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from megatron_rl.shared.protocol.hosts import DeliveryHosts
+from megatron_rl.shared.weights.delivery.control import Control
+from megatron_rl.shared.weights.delivery.mapped import MappedFiles, identify
+from megatron_rl.shared.weights.delivery.messages import Contents, DeliveryError, File, Hello, Target
+from megatron_rl.shared.weights.delivery.portions import describe_contents, list_portions
+from megatron_rl.shared.weights.delivery.sender import HostSender
+from megatron_rl.shared.weights.delivery.supply import Supply
+from megatron_rl.trainer.mcore.model.weights import FilesBegun, ModelWeights
+from megatron_rl.trainer.mcore.session import Session
+
+LostHost = Literal["leave", "wait"]
+_PATIENCE_SECONDS = 20.0
+"""Seconds of silence after which a host that may be left out is lost: longer than a link that is plugged in again."""
+_NUM_FOLDERS = 2
+_log = logging.getLogger(__name__)
+
+
+class HostDirectory(Protocol):
+    """The rollout client, which knows the hosts of engines."""
+
+    @property
+    def lease(self) -> int: ...
+
+    def hosts(self) -> DeliveryHosts: ...
+
+    def lose_host(self, name: str, version: int, reason: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSettings:
+    """The way in which hosts get weights."""
+
+    num_streams: int = 4
+    """The connections of each rank to each host that it sends to."""
+    lost_host: LostHost = "leave"
+    """The treatment of a host that is late or lost: left out of the version, or waited for until the run ends."""
+    seconds: float = 120.0
+    """Seconds until a host that may be left out is late."""
+
+
+class Deliveries:
+    """Brings versions to hosts. Every rank calls each method."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        session: Session,
+        directory: HostDirectory | None,
+        run: str,
+        settings: HostSettings,
+        deadline_seconds: float,
+    ):
+        """Ask rank 0's `directory` for the hosts."""
+        self._weights = weights
+        self._session = session
+        self._directory = directory
+        self._run = run
+        self._settings = settings
+        self._deadline = deadline_seconds
+        self._contents: Contents | None = None
+        self._mapped: dict[tuple[tuple[int, int], ...], MappedFiles] = {}
+
+    def are_named(self) -> bool:
+        """Return whether the sidecar names any hosts."""
+        found = self._ask()
+        return found is not None and bool(found[0].hosts)
+
+    def forget_files(self) -> None:
+        """Release the files that are kept mapped between publishes."""
+        self._mapped.clear()
+
+    @contextlib.contextmanager
+    def begin(self, version: int, begun: FilesBegun) -> Iterator["Delivery | None"]:
+        """Begin a version on all hosts; None if the sidecar names no hosts. At the end no thread reads the files."""
+        session, directory, found = self._session, self._directory, self._ask()
+        if found is None or not found[0].hosts:
+            yield None
+            return
+        hosts, lease = found
+        contents = self._describe(begun)
+        hello = Hello("control", self._run, lease, version, begun.fingerprint, f"rank {session.rank}")
+        of_stream = msgspec.structs.replace(hello, purpose="stream")
+        targets = [Target(host.name, host.address, host.port) for host in hosts.hosts]
+        key, patience = hosts.token.encode(), self._find_patience()
+        control = None
+        if session.rank == 0:
+            digests = json.dumps(begun.digests).encode()
+            control = Control(targets, key, hello, digests, contents, self._settings.num_streams, patience)
+        mapped = None
+        if session.rank in begun.writers:
+            mapped = self._map(begun.folder, contents.files)
+        supply = Supply(contents, begun.writers.index(session.rank)) if mapped is not None else None
+
+        def send(target: Target) -> HostSender | None:
+            if mapped is None or supply is None:
+                return None
+            return HostSender(target, key, of_stream, contents, mapped, supply, self._settings.num_streams, patience)
+
+        delivery = Delivery(session, directory, self._settings, self._deadline, control, targets, send, version, supply)
+        try:
+            delivery.start()
+            yield delivery
+        finally:
+            delivery.close()
+
+    def _ask(self) -> tuple[DeliveryHosts, int] | None:
+        """Ask for the hosts, and for the trainer's lease."""
+        session, directory = self._session, self._directory
+        return session.broadcast(
+            session.run_or_raise_everywhere(lambda: None if directory is None else (directory.hosts(), directory.lease))
+        )
+
+    def _find_patience(self) -> float:
+        return _PATIENCE_SECONDS if self._settings.lost_host == "leave" else self._deadline
+
+    def _describe(self, begun: FilesBegun) -> Contents:
+        """Describe what all ranks send; this does not change from version to version."""
+        if self._contents is None:
+            session, writers = self._session, begun.writers
+            own = []
+            if session.rank in writers:
+                own = list_portions(self._weights.shards, begun.plan, writers.index(session.rank))
+            portions = [portion for of_rank in session.gather(own) for portion in of_rank]
+            self._contents = describe_contents(begun.plan, len(writers), portions)
+        return self._contents
+
+    def _map(self, folder: Path, files: Sequence[File]) -> MappedFiles:
+        """Map files, or find them mapped: their folders take turns."""
+        name = identify(folder, files)
+        mapped = self._mapped.pop(name, None) or MappedFiles(folder, files)
+        self._mapped[name] = mapped
+        while len(self._mapped) > _NUM_FOLDERS:
+            del self._mapped[next(iter(self._mapped))]
+        return mapped
+
+
+class Delivery:
+    """The delivery of one version. Every rank calls each method but `note`."""
+
+    def __init__(
+        self,
+        session: Session,
+        directory: HostDirectory | None,
+        settings: HostSettings,
+        deadline_seconds: float,
+        control: Control | None,
+        targets: Sequence[Target],
+        send: Callable[[Target], HostSender | None],
+        version: int,
+        supply: Supply | None,
+    ):
+        """Rank 0 has the directory and the control."""
+        self._session = session
+        self._directory = directory
+        self._settings = settings
+        self._end = time.monotonic() + (deadline_seconds if settings.lost_host == "wait" else settings.seconds)
+        self._control = control
+        self._targets = {target.name: target for target in targets}
+        self._send = send
+        self._version = version
+        self._supply = supply
+        self._senders: list[HostSender] = []
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Wait until hosts have begun, and start to send to them."""
+
+        def await_begun() -> list[str]:
+            if self._control is None:
+                return []
+            self._control.await_begun()
+            self._settle()
+            return self._control.roots
+
+        self._send_to(self._on_rank_0(await_begun))
+
+    def note(self, name: str, num_elements: int) -> None:
+        """Note elements that this rank has written."""
+        if self._supply is not None:
+            self._supply.note(name, num_elements)
+
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """Wait until each host holds the version or is left out, or until `is_over`."""
+
+        def finish_round() -> list[str]:
+            if self._control is None:
+                return []
+            if not self._control.await_round(self._end - time.monotonic(), is_over):
+                reason = "the publish has failed" if is_over() else "it did not receive all in time"
+                for name in self._control.list_open():
+                    self._control.give_up(name, f"{name}: {reason}")
+            if is_over():
+                return []
+            self._settle()
+            return self._control.begin_round() if self._control.list_open() else []
+
+        while roots := self._on_rank_0(finish_round):
+            self._stop()
+            self._send_to(roots)
+        self._stop()
+
+    def close(self) -> None:
+        """End all that has not ended."""
+        if self._control is not None:
+            for name in self._control.list_open():
+                self._control.give_up(name, "the trainer ended the publish")
+            self._control.close()
+        self._stop()
+
+    def _on_rank_0(self, action: Callable[[], list[str]]) -> list[str]:
+        return self._session.broadcast(self._session.run_or_raise_everywhere(action))
+
+    def _send_to(self, names: Sequence[str]) -> None:
+        senders = [self._send(self._targets[name]) for name in names]
+        self._senders = [sender for sender in senders if sender is not None]
+
+    def _stop(self) -> None:
+        for sender in self._senders:
+            sender.stop("the delivery is over")
+        self._senders = []
+
+    def _settle(self) -> None:
+        """Name the hosts that are lost, and have the sidecar leave them out, if they may be."""
+        assert self._control is not None and self._directory is not None
+        lost = self._control.list_lost()
+        new = {name: reason for name, reason in lost.items() if name not in self._told}
+        if new and self._settings.lost_host == "wait":
+            raise DeliveryError(
+                f"version {self._version} was not delivered to every host: {'; '.join(new.values())}. Mend or remove "
+                "these hosts, or write --publish-lost-host leave"
+            )
+        for name, reason in new.items():
+            _log.warning("version %d is not delivered to %s: %s", self._version, name, reason)
+            self._directory.lose_host(name, self._version, reason)
+        self._told |= set(new)

@@ -1,0 +1,146 @@
+"""A publish to engines on other hosts: ranks send what they own, and a lost host is left out or ends the run."""
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
+from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.weights.arrival import Arrival
+from megatron_rl.shared.weights.delivery.receiver import Receiver
+from megatron_rl.shared.weights.files import read_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.trainer.mcore.publish import hosts as hosts_module
+from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
+from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from tests import hf_models
+from tests.distributed.layouts import CASES, build, start_session
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.each_change
+
+
+class Hosts:
+    """Receivers, and the service that names them and loads each version from every host that is not left out."""
+
+    lease = 7
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.receivers: list[Receiver] = []
+        for number in range(count):
+            own = folder / f"host-{number}"
+            own.mkdir(mode=0o700)
+            self.receivers.append(Receiver(own, "token", "127.0.0.1"))
+        self.lost: list[tuple[str, int, str]] = []
+        self.loaded: list[int] = []
+
+    def hosts(self) -> DeliveryHosts:
+        named = [
+            DeliveryHost(name=f"host-{number}", address="127.0.0.1", port=receiver.port)
+            for number, receiver in enumerate(self.receivers)
+        ]
+        return DeliveryHosts(epoch=1, token="token", hosts=named)
+
+    def lose_host(self, name: str, version: int, reason: str) -> None:
+        self.lost.append((name, version, reason))
+
+    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
+        num_loaded = 0
+        for receiver in self.receivers:
+            folder = receiver.folder / f"version-{weights.version}"
+            num_loaded += folder.is_dir() and _load(folder, weights.fingerprint)
+        self.loaded.append(num_loaded)
+        return PublishAnswer()
+
+    def probed(self, answer: Any) -> None:
+        raise AssertionError("no probe was given")
+
+
+def _load(folder: Path, fingerprint: str) -> bool:
+    """Read each tensor once it has arrived, as an engine does; return whether all came, and were those announced."""
+    tensors, digests = map_file_tensors(folder), read_digests(folder)
+    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
+    assert compute_fingerprint(specs, digests) == fingerprint
+    with Arrival(folder, specs) as arrival:
+        if not all(map(arrival.wait_for, tensors)):
+            return False
+    assert all(digest(tensor).tolist() == digests[name] for name, tensor in tensors.items())
+    return True
+
+
+@contextlib.contextmanager
+def publishing(case: str, model: Path, folder: Path, settings: HostSettings, is_apart: bool = False) -> Iterator[Any]:
+    """Build a publisher; ranks that are apart do not see each other's folders, as on hosts of their own."""
+    with start_session(CASES[case]) as session:
+        hosts = Hosts(folder, 2) if session.rank == 0 else None
+        weights = build(session, CASES[case], model).weights
+        own = folder / (f"rank-{session.rank}" if is_apart else "ranks")
+        deliveries = Deliveries(weights, session, hosts, "run", settings, deadline_seconds=60)
+        publisher = SharedMemoryPublisher(weights, session, hosts, "run", own / "run", hosts=deliveries)
+        yield hosts, weights, publisher
+        publisher.close()
+        session.barrier()
+        assert list(own.iterdir()) == []
+        for receiver in hosts.receivers if hosts is not None else ():
+            receiver.close()
+
+
+def publish_and_lose_a_host(case: str, model: Path, folder: Path, is_apart: bool) -> Any:
+    """Publish while parameters change; the second host dies before the third publish."""
+    hosts_module._PATIENCE_SECONDS = 0.5
+    with publishing(case, model, folder, HostSettings(), is_apart) as (hosts, weights, publisher):
+        for version in range(4):
+            if version == 2 and hosts is not None:
+                hosts.receivers[1].close()
+            publisher.publish(version)
+            with torch.no_grad():
+                for shard in weights.shards:
+                    shard.parameter.mul_(1.5)
+        return None if hosts is None else (hosts.loaded, hosts.lost)
+
+
+@pytest.mark.parametrize(("case", "is_apart"), [("TP2", True), ("DP2+distopt", False)])
+def test_every_host_loads_what_ranks_send_and_a_lost_host_is_left_out(
+    case: str, is_apart: bool, tmp_path: Path
+) -> None:
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        (loaded, lost), _ = run_ranks(publish_and_lose_a_host, 2, case, model, folder, is_apart)
+    finally:
+        shutil.rmtree(folder)
+    assert loaded == [2, 2, 1, 1]
+    assert [(name, version) for name, version, _ in lost] == [("host-1", 2), ("host-1", 3)]
+    assert "host-1 was silent for" in lost[0][2]
+
+
+def publish_and_wait_for_a_host(model: Path, folder: Path) -> str:
+    hosts_module.Deliveries._find_patience = lambda self: 0.5  # type: ignore[method-assign]
+    logging.disable()
+    with publishing("TP2", model, folder, HostSettings(lost_host="wait")) as (hosts, _, publisher):
+        if hosts is not None:
+            hosts.receivers[1].close()
+        with pytest.raises(MegatronRLError) as caught:
+            publisher.publish(0)
+        return str(caught.value)
+
+
+def test_a_host_that_must_not_be_left_out_ends_the_run_by_name_on_every_rank(tmp_path: Path) -> None:
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        for message in run_ranks(publish_and_wait_for_a_host, 2, model, folder):
+            assert "version 0 was not delivered to every host: host-1 was silent for" in message
+            assert "--publish-lost-host leave" in message
+    finally:
+        shutil.rmtree(folder)

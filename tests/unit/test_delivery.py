@@ -1,0 +1,399 @@
+"""Weights that are sent to hosts over TCP arrive as they are, once, or the host is named."""
+
+import contextlib
+import dataclasses
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.shared.weights.arrival import Arrival, is_being_written
+from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, shut
+from megatron_rl.shared.weights.delivery.messages import Contents, File, Portion, Refused, Strip, Target
+from megatron_rl.shared.weights.delivery.receiver import Receiver
+from megatron_rl.shared.weights.delivery.tree import list_below, plan_tree
+from megatron_rl.shared.weights.files import read_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from tests.deliveries import TOKEN, Ranks, list_supplies, read_tensors
+from tests.unit.test_device_files import MIXED, SMALL, draw_shards
+
+pytestmark = pytest.mark.each_change
+SOON = 60.0
+"""Seconds that no test reaches."""
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def receiving(folder: Path, count: int, token: str = TOKEN, silent: float = SOON) -> Iterator[list[Receiver]]:
+    receivers = []
+    for number in range(count):
+        own = folder / f"host-{number}"
+        own.mkdir(mode=0o700)
+        receivers.append(Receiver(own, token, "127.0.0.1", silent_seconds=silent))
+    try:
+        yield receivers
+    finally:
+        for receiver in receivers:
+            receiver.close()
+
+
+def list_targets(receivers: list[Receiver]) -> list[Target]:
+    return [Target(f"host-{number}", "127.0.0.1", one.port) for number, one in enumerate(receivers)]
+
+
+class Relay:
+    """A port that passes bytes on to a receiver, and counts or changes those that senders send."""
+
+    def __init__(self, port: int, change: Callable[[bytearray, int], bytearray | None] = lambda data, _: data):
+        """Pass on `change` of the bytes and of the number of bytes before them; None cuts the connection."""
+        self.num_bytes = self.num_connections = 0
+        self._port, self._change, self._lock = port, change, threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            sender, _ = self._listener.accept()
+            self.num_connections += 1
+            receiver = socket.create_connection(("127.0.0.1", self._port))
+            for pair in ((sender, receiver, True), (receiver, sender, False)):
+                threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, is_counted: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                if is_counted:
+                    with self._lock:
+                        before, self.num_bytes = self.num_bytes, self.num_bytes + len(data)
+                    changed = self._change(data, before)
+                    if changed is None:
+                        break
+                    data = changed
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def deliver(ranks: Ranks, version: int, begun: list[Target], roots: list[Target] | None = None) -> None:
+    """Deliver a version and wait until all hosts are complete."""
+    control = ranks.begin(begun, version)
+    control.await_begun()
+    started = ranks.send(begun if roots is None else roots, version)
+    ranks.write(list_supplies(started))
+    assert control.await_round(SOON), (control.list_lost(), [sender.failure for _, sender in started])
+    assert (control.list_open(), control.list_lost()) == ([], {})
+    assert all(sender.wait(SOON) and sender.failure is None for _, sender in started)
+    control.close()
+
+
+def read_as_engine(ranks: Ranks, folder: Path) -> None:
+    """Check that what a host holds is what was published."""
+    assert (folder.stat().st_mode & 0o777, is_being_written(folder)) == (0o700, False)
+    tensors = map_file_tensors(folder)
+    assert compute_fingerprint(ranks.specs, read_digests(folder)) == ranks.fingerprint
+    with Arrival(folder, ranks.specs) as arrival:
+        assert all(arrival.wait_for(name) for name in tensors)
+    for name, tensor in tensors.items():
+        assert digest(tensor).tolist() == read_digests(folder)[name], name
+
+
+@pytest.mark.parametrize(("architecture", "size", "most_bytes"), [(SMALL, 2, 5000), (MIXED, 1, 1 << 20)])
+def test_each_host_gets_every_byte_once_from_the_ranks_that_own_it(
+    memory: Path, architecture: object, size: int, most_bytes: int
+) -> None:
+    dtyped = dataclasses.replace(architecture, dtype="bfloat16")  # type: ignore[type-var]
+    ranks = Ranks(memory / "trainer", dtyped, draw_shards(dtyped, size, torch.bfloat16), most_bytes)
+    with receiving(memory, 2) as receivers:
+        relays = [Relay(receiver.port) for receiver in receivers]
+        targets = [Target(f"host-{number}", "127.0.0.1", relay.port) for number, relay in enumerate(relays)]
+        deliver(ranks, 3, list_targets(receivers), targets)
+        for receiver, relay in zip(receivers, relays, strict=True):
+            assert receiver.describe() == {"version": 3, "complete": True, "ended": None}
+            read_as_engine(ranks, receiver.folder / "version-3")
+            # Beside each portion travel two frames and their codes.
+            extra = 100 * len(ranks.contents.portions) + 1000 * relay.num_connections
+            assert ranks.num_bytes <= relay.num_bytes <= ranks.num_bytes + extra
+        assert list(read_tensors(receivers[0].folder / "version-3")) == list(read_tensors(ranks.folder))
+
+
+@pytest.fixture
+def ranks(memory: Path) -> Ranks:
+    return Ranks(memory / "trainer", SMALL, draw_shards(SMALL, 2), 5000)
+
+
+def test_a_broken_connection_resumes_after_the_portions_that_arrived(memory: Path, ranks: Ranks) -> None:
+    def break_twice(data: bytearray, before: int) -> bytearray | None:
+        places = [place for place in places_of_breaks if before < place <= before + len(data)]
+        broken.extend(places)
+        return None if places else data
+
+    places_of_breaks, broken = (ranks.num_bytes // 4, ranks.num_bytes // 2), list[int]()
+    with receiving(memory, 1) as [receiver]:
+        relay = Relay(receiver.port, break_twice)
+        deliver(ranks, 1, list_targets([receiver]), [Target("host-0", "127.0.0.1", relay.port)])
+        read_as_engine(ranks, receiver.folder / "version-1")
+        assert sorted(broken) == [*places_of_breaks]
+        # A stream has at most two portions under way.
+        largest = max(portion.num_bytes for portion in ranks.contents.portions)
+        records = 100 * len(ranks.contents.portions) + 1000 * relay.num_connections
+        assert relay.num_bytes <= ranks.num_bytes + records + 2 * 2 * largest
+        # Ranks that begin again learn that nothing is missing.
+        before = relay.num_bytes
+        for supply, sender in ranks.send([Target("host-0", "127.0.0.1", relay.port)], 1):
+            supply.add(supply.numbers)
+            assert sender.wait(SOON)
+        assert relay.num_bytes < before + 10_000 < before + ranks.num_bytes // 4
+
+
+def test_portions_that_arrive_corrupted_are_sent_again_and_never_counted(memory: Path, ranks: Ranks) -> None:
+    changed: list[int] = []
+
+    def change(data: bytearray, before: int) -> bytearray:
+        if before // 40_000 != (before + len(data)) // 40_000:
+            changed.append(before)
+            data[len(data) // 2] ^= 0x10
+        return data
+
+    with receiving(memory, 1) as [receiver]:
+        relay = Relay(receiver.port, change)
+        deliver(ranks, 1, list_targets([receiver]), [Target("host-0", "127.0.0.1", relay.port)])
+        assert changed
+        read_as_engine(ranks, receiver.folder / "version-1")
+        assert list(read_tensors(receiver.folder / "version-1")) == list(read_tensors(ranks.folder))
+
+
+def test_a_host_that_always_gets_corrupted_bytes_is_named_and_its_lock_released(memory: Path) -> None:
+    # Whole rows of the embedding fill a portion, so a byte in the middle of 64 KiB is one of weights.
+    wide = dataclasses.replace(SMALL, hidden_size=2048)
+    ranks = Ranks(memory / "trainer", wide, draw_shards(wide), 1 << 20)
+
+    def change(data: bytearray, _: int) -> bytearray:
+        if len(data) == 1 << 16:
+            data[1 << 15] ^= 1
+        return data
+
+    with receiving(memory, 1) as [receiver]:
+        relay = Relay(receiver.port, change)
+        control = ranks.begin(list_targets([receiver]), 1)
+        control.await_begun()
+        started = ranks.send([Target("host-0", "127.0.0.1", relay.port)], 1)
+        ranks.write(list_supplies(started))
+        assert control.await_round(SOON)
+        assert "safetensors arrived corrupted 5 times from 127.0.0.1" in control.list_lost()["host-0"]
+        assert all(sender.wait(SOON) for _, sender in started)
+        folder = receiver.folder / "version-1"
+        with Arrival(folder, ranks.specs) as arrival:
+            assert not arrival.is_coming()
+        control.close()
+
+
+def test_a_wrong_token_and_a_stale_trainer_are_refused_by_name(memory: Path, ranks: Ranks) -> None:
+    with receiving(memory, 1) as [receiver]:
+        targets = list_targets([receiver])
+        deliver(ranks, 4, targets)
+        stale = ranks.begin(targets, 3)
+        stale.await_begun()
+        assert "version 3 of run under lease 1 is older than this host's, version 4" in stale.list_lost()["host-0"]
+        for version, lease in ((3, 1), (4, 0)):
+            [(_, sender), *_] = ranks.send(targets, version, lease=lease)
+            assert sender.wait(SOON)
+            assert sender.failure is not None
+            assert f"refuses weights of rank 0: version {version} of run under lease {lease}" in sender.failure
+        read_as_engine(ranks, receiver.folder / "version-4")
+    (memory / "other").mkdir()
+    with receiving(memory / "other", 1, token="another token") as [receiver]:
+        control = ranks.begin(list_targets([receiver]), 1)
+        control.await_begun()
+        assert control.list_lost() == {"host-0": "host-0 refuses: the token is wrong"}
+        assert list(receiver.folder.iterdir()) == []
+
+
+def test_a_host_that_dies_is_lost_and_the_others_are_complete(memory: Path, ranks: Ranks) -> None:
+    with receiving(memory, 2) as receivers:
+        control = ranks.begin(list_targets(receivers), 1, patience=0.5)
+        control.await_begun()
+        receivers[1].close()
+        started = ranks.send(list_targets(receivers), 1, patience=0.5)
+        ranks.write(list_supplies(started))
+        assert control.await_round(SOON)
+        assert list(control.list_lost()) == ["host-1"]
+        assert "host-1 was silent for" in control.list_lost()["host-1"]
+        read_as_engine(ranks, receivers[0].folder / "version-1")
+        control.close()
+
+
+def test_engines_stop_waiting_when_the_trainer_has_gone(memory: Path, ranks: Ranks) -> None:
+    with receiving(memory, 1, silent=0.3) as [receiver]:
+        control = ranks.begin(list_targets([receiver]), 1)
+        control.await_begun()
+        folder = receiver.folder / "version-1"
+        with Arrival(folder, ranks.specs) as arrival:
+            assert arrival.is_coming()
+            control.close()
+            assert not arrival.wait_for(ranks.specs[0].name)
+        assert "no sender was connected" in receiver.describe()["ended"]
+
+
+def test_engines_stop_waiting_when_the_trainer_gives_a_host_up(memory: Path, ranks: Ranks) -> None:
+    with receiving(memory, 1) as [receiver]:
+        control = ranks.begin(list_targets([receiver]), 1)
+        control.await_begun()
+        assert not control.await_round(0.01)
+        control.give_up("host-0", "host-0 is late")
+        with Arrival(receiver.folder / "version-1", ranks.specs) as arrival:
+            assert not arrival.wait_for(ranks.specs[0].name)
+        assert control.list_lost() == {"host-0": "host-0 is late"}
+        assert receiver.describe()["ended"] == "host-0 is late"
+        # The next publish may be of the same version.
+        deliver(ranks, 1, list_targets([receiver]))
+        read_as_engine(ranks, receiver.folder / "version-1")
+
+
+def test_versions_take_turns_in_two_sets_of_files_and_the_last_whole_one_is_kept(memory: Path, ranks: Ranks) -> None:
+    with receiving(memory, 1) as [receiver]:
+        numbers = []
+        for version in range(4):
+            deliver(ranks, version, list_targets([receiver]))
+            folder = receiver.folder / f"version-{version}"
+            read_as_engine(ranks, folder)
+            numbers.append([path.stat().st_ino for path in sorted(folder.glob("*.safetensors"))])
+            names = {path.name for path in receiver.folder.iterdir()}
+            assert names == {f"version-{one}" for one in (version - 1, version) if one >= 0}
+        assert numbers[2:] == numbers[:2] != numbers[1:3]
+
+
+def test_beyond_eight_hosts_the_trainer_sends_the_weights_twice_and_each_host_gets_them_once(memory: Path) -> None:
+    ranks = Ranks(memory / "trainer", SMALL, draw_shards(SMALL), 1 << 15)
+    with receiving(memory, 12) as receivers:
+        relays = [Relay(receiver.port) for receiver in receivers]
+        targets = [Target(f"host-{number}", "127.0.0.1", relay.port) for number, relay in enumerate(relays)]
+        control = ranks.begin(targets, 1, streams=1)
+        control.await_begun()
+        assert control.roots == ["host-0", "host-1"]
+        started = ranks.send(targets[:2], 1, streams=1)
+        ranks.write(list_supplies(started))
+        assert control.await_round(SOON)
+        assert (control.list_open(), control.list_lost()) == ([], {})
+        control.close()
+        for receiver, relay in zip(receivers, relays, strict=True):
+            assert list(read_tensors(receiver.folder / "version-1")) == list(read_tensors(ranks.folder))
+            # Beside the weights: the description of the version, and the frames.
+            assert ranks.num_bytes <= relay.num_bytes <= ranks.num_bytes + 20_000
+
+
+def test_hosts_below_one_that_dies_get_the_rest_in_another_round(memory: Path) -> None:
+    ranks = Ranks(memory / "trainer", SMALL, draw_shards(SMALL), 5000)
+    with receiving(memory, 9) as receivers:
+        targets = list_targets(receivers)
+        control = ranks.begin(targets, 1, patience=0.5, streams=1)
+        control.await_begun()
+        receivers[0].close()
+        started = ranks.send(targets[:2], 1, patience=0.5, streams=1)
+        ranks.write(list_supplies(started))
+        assert control.await_round(SOON)
+        assert list(control.list_lost()) == ["host-0"]
+        below = control.list_open()
+        assert below == ["host-2", "host-3", "host-6", "host-7", "host-8"]
+        roots = control.begin_round()
+        started = ranks.send([target for target in targets if target.name in roots], 1, streams=1)
+        for supply in list_supplies(started):
+            supply.add(supply.numbers)
+        assert control.await_round(SOON)
+        assert (control.list_open(), list(control.list_lost())) == ([], ["host-0"])
+        control.close()
+        for receiver in receivers[1:]:
+            read_as_engine(ranks, receiver.folder / "version-1")
+
+
+def test_a_tree_reaches_each_host_once_and_no_host_forwards_to_more_than_two() -> None:
+    for count in (0, 1, 8, 9, 12, 100):
+        names = [str(number) for number in range(count)]
+        roots, children = plan_tree(names)
+        assert len(roots) == (count if count <= 8 else 2)
+        assert sorted([*roots, *(below for root in roots for below in list_below(root, children))]) == sorted(names)
+        assert max((len(own) for own in children.values()), default=0) <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "portion", "message"),
+    [
+        ("../x.safetensors", Portion(0, 0, (Strip(8, 1, 16, 16),), ((0, 4),)), "must be the plain name"),
+        ("x.safetensors", Portion(0, 0, (Strip(8, 1, 12, 12),), ((0, 3),)), "have 12 bytes, and it needs 16"),
+        ("x.safetensors", Portion(0, 0, (Strip(4, 1, 16, 16),), ((0, 4),)), "lies outside"),
+        ("x.safetensors", Portion(0, 0, (Strip(8, 2, 8, 16),), ((0, 4),)), "lies outside"),
+        ("x.safetensors", Portion(1, 0, (Strip(8, 1, 16, 16),), ((0, 4),)), "names a file or a rank"),
+        ("x.safetensors", Portion(0, 0, (Strip(8, 1, 16, 16),), ((1, 4),)), "names a tensor"),
+    ],
+)
+def test_a_description_that_does_not_cover_its_files_is_refused(name: str, portion: Portion, message: str) -> None:
+    contents = Contents((File(name, 24, bytes(8)),), ("a",), 1, (portion,))
+    with pytest.raises(Refused, match=message):
+        contents.check()
+
+
+def test_a_receiver_that_does_not_know_the_token_gets_nothing_from_a_sender(ranks: Ranks) -> None:
+    heard = bytearray()
+
+    def pretend(listener: socket.socket) -> None:
+        # Whatever a sender proves is accepted.
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(struct.pack("<10sH32s", b"mrlweights", 1, bytes(32)))
+                connection.recv(1 << 16)
+                connection.sendall(bytes(33))
+                heard.extend(connection.recv(1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pretend, args=(listener,), daemon=True).start()
+        control = ranks.begin([Target("host-0", "127.0.0.1", listener.getsockname()[1])], 1)
+        control.await_begun()
+        assert "host-0 refuses: the receiver does not know the token" in control.list_lost()["host-0"]
+        assert not heard
+        control.close()
+        shut(listener)
+
+
+def take_frames(key: bytes, data: bytes, count: int) -> list[Frame]:
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        sender.sendall(data)
+        sender.shutdown(socket.SHUT_WR)
+        channel = Channel(receiver, key, is_sender=False)
+        return [channel.receive() for _ in range(count)]
+
+
+def test_frames_that_are_changed_repeated_reordered_or_sent_back_end_the_connection() -> None:
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        channel = Channel(sender, bytes(32), is_sender=True)
+        for number in range(2):
+            channel.send(FrameKind.CUT_OFF, number, b"payload")
+        data = receiver.recv(1 << 16)
+    first, second = data[: len(data) // 2], data[len(data) // 2 :]
+    frames = [Frame(FrameKind.CUT_OFF, number, b"payload") for number in range(2)]
+    assert take_frames(bytes(32), data, 2) == frames
+    flipped = [first[:place] + bytes([first[place] ^ 1]) + first[place + 1 :] for place in range(len(first))]
+    for changed in (*flipped, first + first, second + first):
+        with pytest.raises(Broken):
+            take_frames(bytes(32), changed, 2)
+    with pytest.raises(Broken):
+        take_frames(bytes([1]) * 32, data, 1)
+    back, end = socket.socketpair()
+    with back, end:
+        back.sendall(data)
+        with pytest.raises(Broken):
+            Channel(end, bytes(32), is_sender=True).receive()

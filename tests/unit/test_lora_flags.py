@@ -1,0 +1,69 @@
+"""The flags of adapters, what they exclude, and the modules that they name."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.adapters import AdapterMapping, check_config
+from megatron_rl.shared.weights.mapping import Coordinates, Mapping
+from megatron_rl.types import Latents
+from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run, run_problems
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return (*CPU, "--hf-model", folder(tmp_path_factory.mktemp("model"), QWEN3), *RUN)
+
+
+@pytest.fixture(autouse=True)
+def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_one_parser(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--lora-rank 4 --lora-dropout 0.1", "--lora-dropout 0.1 must be 0"),
+        ("--lora-alpha 4", "--lora-alpha needs --lora-rank"),
+        ("--lora-rank 4 --lora-targets q_proj query", "--lora-targets query"),
+        ("--lora-rank 4 --load-lora missing", "--load-lora missing must be a folder"),
+        ("--lora-rank 4 --grpo-kl-beta 0.1 --frozen-offload", "--frozen-offload and --lora-rank"),
+        ("--lora-rank 4 --publish-through ipc", "--publish-through ipc and --lora-rank"),
+    ],
+)
+def test_a_flag_that_adapters_exclude_is_refused(run: tuple[str, ...], words: str, problem: str) -> None:
+    assert any(problem in found for found in run_problems(*run, words, world_size=1))
+
+
+def test_alpha_is_twice_the_rank_unless_it_is_given(run: tuple[str, ...]) -> None:
+    assert parse_run(*run, "--lora-rank 4", world_size=1).lora.used_alpha == 8
+    assert parse_run(*run, "--lora-rank 4 --lora-alpha 3", world_size=1).lora.used_alpha == 3
+
+
+def test_each_module_of_a_fused_weight_has_its_own_rows() -> None:
+    adapters = AdapterMapping(Mapping(QWEN3), 4, ["q_proj", "v_proj"])
+    parts = [adapters.place(QKV, Coordinates(tensor_rank=rank, tensor_size=2), 256) for rank in range(2)]
+    for rank, (queries, values) in enumerate(parts):
+        assert (queries.module, values.module) == tuple(f"model.layers.1.self_attn.{one}_proj" for one in "qv")
+        # A rank has two groups of two heads of queries, a key and a value, with 32 rows each.
+        assert queries.rows == (*range(64), *range(128, 192))
+        assert values.rows == (*range(96, 128), *range(224, 256))
+        assert (queries.b.pieces[0].source, values.b.pieces[0].source) == (128 * rank, 64 * rank)
+        assert queries.a.shape == (4, 64)
+        assert (queries.a.owned, queries.b.owned) == (rank == 0, True)
+
+
+def test_multi_latent_attention_is_refused_by_name() -> None:
+    latents = Latents(kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8, query_rank=8)
+    architecture = dataclasses.replace(QWEN3, family="glm4_moe_lite", latents=latents)
+    with pytest.raises(InputError, match="multi-latent attention"):
+        AdapterMapping(Mapping(architecture), 4, ["o_proj"])
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"adapter_config\.json cannot be read"):
+        check_config(tmp_path, 4, 8)

@@ -1,0 +1,131 @@
+"""A publish to engines on several hosts, some of which are lost or were not given the version; no processes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.sidecar.engines import EngineState, NotGiven
+from megatron_rl.sidecar.engines.hosts import OwnHost
+from megatron_rl.sidecar.supervisor import PublishFailed
+from tests.sidecar.fake_engines import FakeEngine, FakeFactory, request, weights
+from tests.sidecar.supervised import CONFIG, supervised, until
+
+
+class Host(OwnHost):
+    """A host that is lost, and given versions, as a test says."""
+
+    def __init__(self) -> None:
+        self.back = asyncio.Event()
+        self.back.set()
+        self.given: set[int] = {1, 2, 3}
+        self.num_asked = 0
+
+    async def answers(self) -> bool:
+        self.num_asked += 1
+        return self.back.is_set()
+
+    async def until_back(self) -> None:
+        await self.back.wait()
+
+    async def is_given(self, weights: Weights) -> bool:
+        return weights.version in self.given
+
+    async def has_copy(self, weights: Weights) -> bool:
+        return weights.version in self.given
+
+
+class Factory(FakeFactory):
+    """Fake engines; the first is on another host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = Host()
+        self.num_torn: dict[int, int] = {}
+        """The number of loads of a version in which the host finds that no more of it will come, by version."""
+
+    def create(self, name: str) -> FakeEngine:
+        engine = super().create(name)
+        if name == "engine-0":
+            engine.host = self.host
+            load = engine.load
+
+            async def torn(weights: Weights) -> Any:
+                if self.num_torn.get(weights.version):
+                    self.num_torn[weights.version] -= 1
+                    if not self.num_torn[weights.version]:
+                        self.host.given.discard(weights.version)
+                    raise NotGiven("the host was not given all")
+                return await load(weights)
+
+            engine.load = torn  # type: ignore[method-assign]
+        return engine
+
+
+def test_a_publish_continues_without_a_lost_host_whose_engine_joins_when_it_is_back():
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, config=CONFIG) as supervisor:
+            factory.host.back.clear()
+            factory.fail("engine-0", "pause", "lost")
+            published = await supervisor.publish(weights(1))
+            assert [proof.engine for proof in published.proofs] == ["engine-1"]
+            first = factory.engine("engine-0")
+            assert first.state is EngineState.DEAD
+            await supervisor.generate(request(0))
+            # Longer than all pauses until an engine is given up.
+            await asyncio.sleep(0.3)
+            assert len(factory.made["engine-0"]) == 1
+            factory.host.back.set()
+            await until(lambda: factory.engine("engine-0").state is EngineState.READY)
+            assert supervisor._members["engine-0"].num_failures == 0
+
+    asyncio.run(check())
+
+
+def test_an_engine_whose_host_was_not_given_a_version_takes_no_groups_until_the_next_one():
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, config=CONFIG) as supervisor:
+            await supervisor.publish(weights(1))
+            engine = factory.engine("engine-0")
+            assert engine.state is EngineState.READY
+            factory.host.given = {3}
+            published = await supervisor.publish(weights(2))
+            assert [proof.engine for proof in published.proofs] == ["engine-1"]
+            assert engine.state is EngineState.DIRTY
+            await supervisor.publish(weights(3))
+            assert engine.state is EngineState.READY
+            assert factory.engine("engine-0") is engine
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("num_torn", [1, 2])
+def test_a_host_that_was_given_a_part_is_left_out_and_its_engine_is_not_restarted(num_torn):
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, config=CONFIG) as supervisor:
+            engine = factory.engine("engine-0")
+            factory.num_torn = {2: num_torn}
+            await supervisor.publish(weights(1))
+            published = await supervisor.publish(weights(2))
+            assert [proof.engine for proof in published.proofs] == ["engine-1"]
+            assert engine.state is not EngineState.READY
+            await supervisor.publish(weights(3))
+            assert factory.engine("engine-0") is engine
+            assert engine.state is EngineState.READY
+
+    asyncio.run(check())
+
+
+def test_a_version_that_reached_no_host_with_engines_is_an_error():
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, 1, CONFIG) as supervisor:
+            factory.host.given = set()
+            with pytest.raises(PublishFailed, match="version 1 reached no host"):
+                await supervisor.publish(weights(1))
+
+    asyncio.run(check())

@@ -1,0 +1,297 @@
+"""A rollout service and an agent in one process, over a real socket: what each learns of the other; no engines."""
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.sidecar.agent.application import build_agent_application
+from megatron_rl.sidecar.agent.messages import LeaseRequest
+from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
+from megatron_rl.sidecar.hosts.factory import Hosts
+from megatron_rl.sidecar.hosts.remote import HostLost, Patience, RemoteHost
+from megatron_rl.sidecar.hosts.remote_engine import RemoteHandle
+from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
+from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.listening import open_listener
+from tests.unit.test_host_engines import World
+
+TOKEN = "0123456789abcdef"
+QUICK = Patience(beat=0.02, lost=0.5, first_pause=0.05, longest_pause=0.1)
+
+
+class Agent:
+    """An agent that can stop to serve, and serve again at the same address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.world = World(folder)
+        self.port = 0
+        self._ended = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, tls: tuple[Path, Path] | None = None) -> None:
+        listener = open_listener("127.0.0.1", self.port)
+        self.port = listener.getsockname()[1]
+        self._ended = asyncio.Event()
+        app = build_agent_application(self.world.engines, TOKEN)
+        self._task = asyncio.create_task(serve(app, listener=listener, until=self._ended, tls=tls))
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._ended.set()
+        await self._task
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    folder: Path, tls: tuple[Path, Path] | None = None
+) -> AsyncIterator[tuple[Agent, Hosts, RemoteHost]]:
+    agent = Agent(folder)
+    await agent.start(tls)
+    tls_ca = None if tls is None else tls[0]
+    hosts = Hosts(StaticHosts((HostPlace(f"127.0.0.1:{agent.port}"),), TOKEN, tls_ca), "run", QUICK)
+    hosts.open()
+    try:
+        await until(lambda: hosts.all[0].lease)
+        yield agent, hosts, hosts.all[0]
+    finally:
+        await hosts.close()
+        await agent.stop()
+        agent.world.close()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def start(agent: Agent, host: RemoteHost, name: str = "engine-0") -> RemoteHandle:
+    handle = host.start(name, agent.world.start.config, 1)
+    await handle.starting
+    return handle
+
+
+def version(number: int, location: str = "/trainer") -> Weights:
+    return Weights(run="run", version=number, fingerprint="f", transport="shm", dtype="float32", location=location)
+
+
+def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processes_it_needs(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, _, host):
+            handle = await start(agent, host)
+            engine = agent.world.launcher.handles[0]
+            assert str(handle.log) == f"127.0.0.1:{tmp_path}/engine-0.log"
+            handle.need(7)
+            await until(lambda: engine.needed == [7])
+            await until(lambda: handle.log_lines() == ["one", "two"])
+            engine.lines.append("three")
+            await until(lambda: handle.log_lines() == ["one", "two", "three"])
+            await asyncio.sleep(0.1)
+            # Nothing is told twice.
+            assert (engine.needed, handle.log_lines()) == ([7], ["one", "two", "three"])
+            assert handle.find_fault() is None
+            watching = asyncio.create_task(agent.world.engines.watch())
+            engine.fault = "its process 7 has ended"
+            await until(lambda: handle.find_fault() == engine.fault)
+            watching.cancel()
+            await asyncio.to_thread(handle.kill)
+            assert engine.is_killed
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_cannot_be_started_has_the_agents_reason(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, _, host):
+            config = dataclasses.replace(agent.world.start.config, model="/no/model")
+            handle = host.start("engine-0", config, 1)
+            await handle.starting
+            assert "did not start it: the folder /no/model of the model does not exist" in (handle.find_fault() or "")
+
+    asyncio.run(check())
+
+
+def test_engines_of_a_lease_that_is_over_are_lost_and_the_host_is_asked_for_another(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, hosts, host):
+            handle, epoch, lease = await start(agent, host), hosts.list_for_delivery().epoch, host.lease
+            await agent.world.engines.leave()
+            await until(lambda: host.lease not in ("", lease))
+            assert "was lost" in (handle.find_fault() or "")
+            assert hosts.list_for_delivery().epoch == epoch + 2
+            # The end of an engine of the first lease does not touch those of the second.
+            again = await start(agent, host)
+            await asyncio.to_thread(handle.kill)
+            assert again.find_fault() is None
+            assert [engine.is_killed for engine in agent.world.launcher.handles] == [True, False]
+
+    asyncio.run(check())
+
+
+def test_a_host_whose_agent_has_ended_is_lost_at_once_and_found_again(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, hosts, host):
+            handle = await start(agent, host)
+            await agent.stop()
+            assert not await host.answers()
+            await until(lambda: "is lost: its agent has ended" in (handle.find_fault() or ""))
+            assert hosts.status()[host.name]["state"] == "lost"
+            assert hosts.list_for_delivery().hosts == []
+            await agent.start()
+            await host.until_back()
+            assert hosts.status()[host.name]["state"] == "up"
+            # What it had started for the earlier lease is ended.
+            assert agent.world.launcher.handles[0].is_killed
+
+    asyncio.run(check())
+
+
+def test_weights_lie_where_the_host_was_given_them(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, hosts, host):
+            (listed,) = hosts.list_for_delivery().hosts
+            assert (listed.address, listed.port) == ("127.0.0.1", agent.world.receivers[0].port)
+            assert agent.world.receivers[0].token == hosts.list_for_delivery().token
+            assert not await host.is_given(version(3))
+            assert not await host.is_given(version(4))
+            with pytest.raises(NotGiven, match="was not given version 4"):
+                await host.find_weights(version(4))
+            (tmp_path / "weights" / "version-4").mkdir()
+            assert await host.is_given(version(4))
+            assert (await host.find_weights(version(4))).folder == str(tmp_path / "weights" / "version-4")
+            # What a host had before it was lost does not count.
+            await agent.stop()
+            assert await host._find_arrived(version(4)) is None
+            await agent.start()
+            await host.until_back()
+            # A version that is neither complete nor being written has come to its end.
+            (tmp_path / "weights" / "version-3").mkdir()
+            assert not await host.is_given(version(3))
+            hosts.leave_out(host.name, 3, "its link was slow")
+            error = host.explain_not_written(version(3), WeightsNotWritten("2 tensors are missing"))
+            assert isinstance(error, NotGiven)
+            assert "2 tensors are missing" in str(error)
+            assert "its link was slow" in str(error)
+
+    asyncio.run(check())
+
+
+class Engine:
+    """An engine's server: it echoes, or holds a request until its caller has left."""
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+        self.was_left = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message.get("more_body"):
+                break
+        if scope["path"] == "/hold":
+            self.has_begun.set()
+            assert (await receive())["type"] == "http.disconnect"
+            self.was_left.set()
+            return
+        told = f"{scope['method']} {scope['path']}?{scope['query_string'].decode()}".encode()
+        names = {name for name, _ in scope["headers"]}
+        assert names.isdisjoint((b"authorization", b"x-lease"))
+        kind = next(value for name, value in scope["headers"] if name == b"content-type")
+        await send({"type": "http.response.start", "status": 418, "headers": [(b"content-type", kind)]})
+        for part in (told, bytes(range(256)), body):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def test_requests_reach_an_engine_and_return_as_they_are_and_end_with_their_caller(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, _, host):
+            await start(agent, host)
+            engine, ended = Engine(), asyncio.Event()
+            address = agent.world.launcher.handles[0].address
+            serving = asyncio.create_task(serve(engine, uds=Path(address), until=ended))
+            await until(Path(address).exists)
+            async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
+                headers = {"content-type": "application/msgpack"}
+                answer = await client.post("/a/b?c=d&e=%20", content=b"\0body", headers=headers)
+                assert answer.status_code == 418
+                assert answer.content == b"POST /a/b?c=d&e=%20" + bytes(range(256)) + b"\0body"
+                assert answer.headers["content-type"] == "application/msgpack"
+                asking = asyncio.create_task(client.get("/hold"))
+                await engine.has_begun.wait()
+                asking.cancel()
+                async with asyncio.timeout(60):
+                    await engine.was_left.wait()
+                ended.set()
+                await serving
+                with pytest.raises(httpx.ReadError, match="the engine gave no answer"):
+                    await client.get("/health")
+                with pytest.raises(httpx.ReadError, match="has no engine 'engine-1'"):
+                    await httpx.AsyncClient(transport=host.connect("engine-1"), base_url="http://e").get("/health")
+
+    asyncio.run(check())
+
+
+def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, hosts, host):
+            await start(agent, host)
+            for task in hosts._tasks:
+                task.cancel()
+            await agent.world.engines.take_lease(LeaseRequest(run="run", seconds=30.0, token=host._request.token))
+            async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
+                with pytest.raises(httpx.ReadError, match="the lease of this host is over"):
+                    await client.get("/health")
+            body = msgspec.json.encode(agent.world.start)
+            for method, route in (("PUT", "/v1/engines/engine-1"), ("DELETE", "/v1/lease"), ("POST", "/v1/beat")):
+                with pytest.raises(HostLost):
+                    await host._send(method, route, body)
+            assert len(agent.world.launcher.handles) == 1
+
+    asyncio.run(check())
+
+
+def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a certificate for the loopback address, which is its own authority, and its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*words, "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_an_agent_with_a_certificate_is_spoken_to_by_tls_and_another_certificate_is_refused(tmp_path):
+    async def check() -> None:
+        tls = make_certificate(tmp_path, "agent")
+        async with connected(tmp_path, tls) as (agent, _, host):
+            await start(agent, host)
+            await host.beat()
+            engine, ended = Engine(), asyncio.Event()
+            address = Path(agent.world.launcher.handles[0].address)
+            serving = asyncio.create_task(serve(engine, uds=address, until=ended))
+            await until(address.exists)
+            async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:
+                assert (await client.post("/a", headers={"content-type": "a/b"})).status_code == 418
+            ended.set()
+            await serving
+            for wrong in (make_certificate(tmp_path, "another")[0], None):
+                others = Hosts(StaticHosts((host.place,), TOKEN, wrong), "run", QUICK)
+                others.open()
+                await until(others.all[0].find_fault)
+                assert "has not answered" in (others.all[0].find_fault() or "")
+                assert wrong is None or "CERTIFICATE_VERIFY_FAILED" in (others.all[0].find_fault() or "")
+                await others.close()
+
+    asyncio.run(check())
