@@ -15,6 +15,7 @@ _COMMANDS = {
     "convert": ("megatron_rl.commands.convert:main", "convert weights between Hugging Face's format and Megatron's"),
     "doctor": ("megatron_rl.commands.doctor:main", "show platform, versions, what is missing, and what to do"),
     "explain": ("megatron_rl.analysis.commands:explain", "say what of a run is out of bounds, and the flags to try"),
+    "hosts": ("megatron_rl.commands.hosts:main", "show the hosts of a live run, and what their engines do"),
     "ledger": (
         "megatron_rl.analysis.commands:ledger",
         "account for every second of a run's ranks and engines, by cause",

@@ -1,0 +1,71 @@
+"""`megatron-rl hosts RUN`: the hosts of a live run, their engines, and what these do now.
+
+RUN is the run's folder, on the sidecar's host: it has the sidecar's address and its token.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.shared.protocol.client import RolloutClient, read_token
+
+_ADDRESS, _TOKEN = "address", "token"
+_PATIENCE_SECONDS = 5.0
+_OWN_HOST = "(own host)"
+_TITLES = ("host", "state", "silent", "engine", "state", "step", "in flight", "restarts")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return ExitCode.OK if argv else ExitCode.USAGE
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]} is one folder too many: name one run")
+    for line in describe(_ask(Path(argv[0]))):
+        print(line)
+    return ExitCode.OK
+
+
+def describe(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines for a status of the sidecar."""
+    engines, hosts = status["engines"]["engines"], status["hosts"]
+    version = status["version"]
+    yield f"run {status['run']}, " + ("nothing is published yet" if version is None else f"version {version}")
+    places = {engine: name for name, host in hosts.items() for engine in host["engines"]}
+    rows = [_TITLES]
+    for name in [_OWN_HOST, *hosts]:
+        host = hosts.get(name)
+        own = [engine for engine in engines if places.get(engine, _OWN_HOST) == name]
+        if host is None and not own:
+            continue
+        state = ("up", "") if host is None else (host["state"], f"{host['silent_seconds']:g} s")
+        first = (name, *state)
+        for engine in own:
+            rows.append((*first, engine, *_describe_engine(engines[engine])))
+            first = ("", "", "")
+        if not own:
+            rows.append((*first, "none", "", "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+    yield from (host["error"].removeprefix("its ") for host in hosts.values() if host["error"])
+    yield from (engine["error"] for engine in engines.values() if engine["error"])
+
+
+def _describe_engine(engine: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    state = f"{engine['state']}, leaving" if engine["leaving"] else str(engine["state"])
+    step = "" if engine["step"] is None else f"{engine['step']}, {engine['step_seconds']:.0f} s"
+    return state, step, str(engine["in_flight"]), str(engine["restarts"])
+
+
+def _ask(folder: Path) -> Mapping[str, Any]:
+    address = folder / _ADDRESS
+    if not address.exists():
+        raise InputError(
+            f"no sidecar serves {folder}, which has no file {_ADDRESS}: name the folder of a live run, on "
+            "the host of its sidecar"
+        )
+    with RolloutClient(address.read_text().strip(), read_token(folder / _TOKEN), _PATIENCE_SECONDS) as client:
+        return client.status()
