@@ -31,8 +31,10 @@ def main(argv: Sequence[str]) -> int:
 def describe(status: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines for a status of the sidecar."""
     engines, hosts = status["engines"]["engines"], status["hosts"]
-    version = status["version"]
-    yield f"run {status['run']}, " + ("nothing is published yet" if version is None else f"version {version}")
+    run, version = status["run"], status["version"]
+    yield (
+        f"run {run}, " + ("nothing is published" if version is None else f"version {version}") if run else "no run yet"
+    )
     places = {engine: name for name, host in hosts.items() for engine in host["engines"]}
     rows = [_TITLES]
     for name in [_OWN_HOST, *hosts]:

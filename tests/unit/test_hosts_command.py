@@ -50,7 +50,8 @@ def test_each_engine_stands_beside_its_host_and_errors_below():
 
 def test_a_run_without_other_hosts_has_its_own_alone():
     lines = list(hosts.describe({**make_status(), "hosts": {}, "version": None}))
-    assert lines[0] == "run maths, nothing is published yet"
+    assert lines[0] == "run maths, nothing is published"
+    assert next(hosts.describe({**make_status(), "run": ""})) == "no run yet"
     assert len(lines) == 5
     assert [line.startswith("(own host)") for line in lines].count(True) == 1
 
