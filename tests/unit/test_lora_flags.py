@@ -32,6 +32,7 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--lora-rank 4 --lora-targets q_proj query", "--lora-targets query"),
         ("--lora-rank 4 --load-lora missing", "--load-lora missing must be a folder"),
         ("--lora-rank 4 --grpo-kl-beta 0.1 --frozen-offload", "--frozen-offload and --lora-rank"),
+        ("--lora-rank 4 --load-lora . --weights-bridge there.py:MINE", "--load-lora . and --weights-bridge"),
         ("--lora-rank 4 --publish-through ipc", "--publish-through ipc and --lora-rank"),
     ],
 )

@@ -26,6 +26,11 @@ def check_lora(settings: DraftSettings) -> Iterator[str]:
         yield f"--lora-rank {lora.rank} needs --hf-model: write the folder of the base, whose weights are frozen"
     if lora.load is not None and not lora.load.is_dir():
         yield f"--load-lora {lora.load} must be a folder: write one in PEFT's format"
+    if lora.load is not None and settings.model.weights_bridge is not None:
+        yield (
+            f"--load-lora {lora.load} and --weights-bridge cannot be given together, because a family of one's own is "
+            f"compared with transformers at the start, and these adapters change the model: drop --load-lora"
+        )
     yield from _check_others(settings)
     if settings.architecture is not None:
         yield from _check_targets(settings, settings.architecture)
