@@ -5,7 +5,6 @@ import math
 import re
 import typing
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,15 +14,11 @@ from megatron_rl.config import settings as config
 from megatron_rl.config.command_line import describe, flags
 from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.config.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
-from megatron_rl.errors import ExitCode, InputError
+from megatron_rl.errors import ExitCode
 from megatron_rl.trainer.mcore.model import gpt
-from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
+from megatron_rl.types import Architecture, Experts, Rope
 from tests import recipes
-from tests.command_lines import CPU, DENSE, LINEAR, QWEN3, RUN, SPARSE, error, folder, parse, parse_run
-
-QWEN3_MOE = dataclasses.replace(
-    QWEN3, family="qwen3_moe", experts=Experts(num_experts=8, num_active=2, ffn_hidden_size=32)
-)
+from tests.command_lines import CPU, DENSE, QWEN3, RUN, SPARSE, error, folder, parse, parse_run
 
 
 @pytest.mark.parametrize("name", recipes.NAMES)
@@ -284,161 +279,6 @@ def test_the_platform_is_found_before_the_other_flags_are_known() -> None:
     assert "the nearest is cpu" in error("--platform cpuu")
 
 
-def test_flags_describe_a_model_as_megatrons_scripts_do() -> None:
-    model = parse(*DENSE).architecture
-    assert model == Architecture(
-        family="llama",
-        num_layers=8,
-        hidden_size=64,
-        ffn_hidden_size=96,
-        num_attention_heads=8,
-        num_query_groups=4,
-        kv_channels=8,
-        vocab_size=100,
-        max_position_embeddings=128,
-        norm_epsilon=1e-5,
-        tied_embeddings=True,
-    )
-
-
-def test_rope_scaling_comes_from_flags() -> None:
-    llama = parse(*DENSE, "--use-rope-scaling --rope-scaling-factor 32").architecture.rope
-    assert llama == Rope(
-        kind=RopeKind.LLAMA3, factor=32.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0
-    )
-    linear = parse(*DENSE, "--rotary-seq-len-interpolation-factor 4").architecture.rope
-    assert (linear.kind, linear.factor) == (RopeKind.LINEAR, 4.0)
-    words = [word for word in DENSE if word not in ("--position-embedding-type", "rope")]
-    yarn = parse(
-        *words,
-        "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64",
-    ).architecture.rope
-    assert (yarn.kind, yarn.factor, yarn.original_max_positions) == (RopeKind.YARN, 4.0, 64)
-
-
-def test_a_window_counts_the_token_itself() -> None:
-    model = parse(*DENSE, "--window-size 31,0").architecture
-    assert (model.family, model.sliding_window) == ("mistral", 32)
-
-
-@pytest.mark.parametrize(
-    ("dropped", "said"),
-    [
-        ("--swiglu", "--swiglu is missing"),
-        ("--normalization", "--normalization RMSNorm is missing"),
-        ("--position-embedding-type", "--position-embedding-type rope is missing"),
-        ("--num-layers", "of which --num-layers is missing"),
-        ("--vocab-size", "of which --vocab-size is missing"),
-        ("--group-query-attention", "--num-query-groups 4 has no effect without --group-query-attention"),
-    ],
-)
-def test_a_model_described_by_flags_needs_all_of_its_flags(dropped: str, said: str) -> None:
-    words = list(DENSE)
-    at = words.index(dropped)
-    del words[at : at + (1 if words[at + 1].startswith("--") else 2)]
-    assert said in error(*words)
-
-
-def test_without_a_model_the_error_points_to_both_ways() -> None:
-    text = error(*CPU)
-    assert "--hf-model" in text
-    assert "--num-layers" in text
-
-
-def test_a_folder_gives_the_architecture(tmp_path: Path) -> None:
-    settings = parse(*CPU, "--hf-model", folder(tmp_path, QWEN3))
-    assert settings.architecture == QWEN3
-    assert settings.model.hf_model == tmp_path
-
-
-def test_flags_that_agree_with_the_folder_are_fine(tmp_path: Path) -> None:
-    words = "--num-layers 4 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights --qk-layernorm"
-    more = "--rotary-base 1000000 --norm-epsilon 1e-6 --group-query-attention --num-query-groups 4 --num-experts 8"
-    assert parse(*CPU, "--hf-model", folder(tmp_path, QWEN3_MOE), words, more).architecture == QWEN3_MOE
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--num-layers 32", "--num-layers 32 contradicts num_hidden_layers = 4"),
-        ("--num-query-groups 8", "contradicts num_key_value_heads = 4"),
-        ("--rotary-base 10000", "contradicts rope_theta = 1000000"),
-        ("--norm-epsilon 1e-5", "contradicts rms_norm_eps = 1e-06"),
-        ("--use-rope-scaling", "contradicts rope_type = default"),
-        ("--position-embedding-type yarn", "contradicts rope_type = default"),
-        ("--rotary-scaling-factor 8", "--rotary-scaling-factor 8 contradicts rope_type = default"),
-        ("--rope-scaling-factor 8", "--rope-scaling-factor 8 contradicts rope_type = default"),
-        ("--num-experts 16", "contradicts num_experts = 8"),
-        ("--num-experts 0", "contradicts num_experts = 8"),
-        ("--moe-router-topk 4", "contradicts num_experts_per_tok = 2"),
-        ("--moe-ffn-hidden-size 64", "contradicts moe_intermediate_size = 32"),
-        ("--moe-router-pre-softmax", "contradicts norm_topk_prob = true"),
-        ("--add-qkv-bias", "contradicts qkv_bias = false"),
-        ("--window-size 7,0", "contradicts sliding_window = null"),
-    ],
-)
-def test_a_flag_that_contradicts_the_folder_is_an_error_naming_both(tmp_path: Path, words: str, said: str) -> None:
-    text = error(*CPU, "--hf-model", folder(tmp_path, QWEN3_MOE), words)
-    assert said in text
-    assert text.endswith(f"in {tmp_path}/config.json: drop the flag")
-
-
-def test_windows_in_some_layers_and_two_ropes_come_from_the_folder(tmp_path: Path) -> None:
-    model = dataclasses.replace(
-        QWEN3, family="gemma3_text", sliding_window=32, full_layers=(1, 3), local_rope=Rope(base=1e4), scale_width=24,
-        activation="gelu_tanh", has_output_norms=True, zero_centered_norms=True, scales_embedding=True,
-    )  # fmt: skip
-    settings = parse(*CPU, "--hf-model", folder(tmp_path, model))
-    transformer = settings.transformer
-    assert settings.architecture == model
-    assert (transformer.window_size, transformer.window_attn_skip_freq) == ((31, 0), [1, 0, 1, 0])
-    assert transformer.layernorm_zero_centered_gamma
-    assert not transformer.bias_activation_fusion
-    text = error(*CPU, "--hf-model", str(tmp_path), "--swiglu")
-    assert "--swiglu contradicts the activation of gemma3_text models, GEGLU: drop the flag" in text
-
-
-GPT_OSS = dataclasses.replace(
-    QWEN3, family="gpt_oss", qk_layernorm=False, linear_bias=True, has_sinks=True, activation="clamped_swiglu",
-    norm_epsilon=1e-5, activation_clamp=7.0, sliding_window=32, full_layers=(1, 3), experts=Experts(8, 2, 128),
-    rope=Rope(kind=RopeKind.YARN, factor=4.0, original_max_positions=64),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        ({"norm_epsilon": 1e-6}, "with norm_epsilon = 1e-05, and this one has norm_epsilon = 1e-06"),
-        ({"activation_clamp": 3.0}, "with activation_clamp = 7.0"),
-        ({"full_layers": (0, 2)}, r"with full_layers = (1, 3), and this one has full_layers = (0, 2)"),
-        ({"tied_embeddings": True}, "with tied_embeddings = False"),
-        ({"rope": Rope()}, "RopeKind.YARN"),
-    ],
-)
-def test_a_model_that_vllm_would_compute_otherwise_is_trained_by_demonstrations_only(
-    tmp_path: Path, changes: dict[str, Any], wanted: str
-) -> None:
-    words = (*CPU, "--hf-model", folder(tmp_path, dataclasses.replace(GPT_OSS, **changes)))
-    text = error(*words)
-    assert "--stage grpo needs a gpt_oss model as vLLM computes it" in text
-    assert wanted in text
-    parse(*words, "--stage sft")
-
-
-def test_a_clamp_sinks_and_windows_come_from_the_folder(tmp_path: Path) -> None:
-    settings = parse(*CPU, "--hf-model", folder(tmp_path, GPT_OSS))
-    transformer = settings.transformer
-    assert settings.architecture == GPT_OSS
-    assert (transformer.activation_func_clamp_value, transformer.glu_linear_offset) == (7.0, 1.0)
-    assert transformer.window_attn_skip_freq == [1, 0, 1, 0]
-    assert transformer.add_bias_linear
-
-
-def test_a_folder_without_a_config_is_an_error_about_the_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="config.json does not exist"):
-        parse(*CPU, "--hf-model", str(tmp_path))
-
-
 def test_dropout_is_off_and_dispatch_takes_any_length_unless_a_flag_says_otherwise() -> None:
     transformer = parse(*DENSE).transformer
     assert transformer.hidden_dropout == transformer.attention_dropout == 0.0
@@ -452,19 +292,6 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
     assert sparse.transformer.moe_aux_loss_coeff == 0.01
     assert sparse.transformer.moe_layer_freq == [1] * 8
-
-
-def test_flags_describe_linear_layers_as_a_family_has_them() -> None:
-    settings = parse(*LINEAR, "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec")
-    assert settings.architecture.family == "qwen3_5_text"
-    assert settings.architecture.linear == LinearAttention(4, 8, 128, 128, 4, 4)
-    assert settings.transformer.attention_output_gate is True
-    assert settings.transformer.layernorm_zero_centered_gamma is True
-    assert settings.transformer.linear_attention_freq == 4
-    assert settings.model.linear_attention_backend == "torch"
-    pattern = [word if word != "4" or LINEAR[at - 1] != "--linear-attention-freq" else "([1]*3+[0])*2"
-               for at, word in enumerate(LINEAR)]  # fmt: skip
-    assert parse(*pattern).architecture == settings.architecture
 
 
 @pytest.mark.parametrize(
@@ -587,15 +414,6 @@ def test_a_command_line_can_be_checked_without_running_anything(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: unknown flag --nonsense")
-
-
-def test_a_rotary_factor_must_agree_with_the_folder(tmp_path: Path) -> None:
-    rope = Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
-    words = [*CPU, "--hf-model", folder(tmp_path, dataclasses.replace(QWEN3, rope=rope))]
-    assert parse(*words, "--rotary-scaling-factor 4").architecture.rope.factor == 4
-    assert "--rotary-scaling-factor 8 contradicts factor = 4" in error(*words, "--rotary-scaling-factor 8")
-    # Megatron's own value, which scales nothing.
-    assert parse(*CPU, "--hf-model", folder(tmp_path, QWEN3), "--rotary-scaling-factor 1").architecture == QWEN3
 
 
 def test_recompute_modules_that_need_transformer_engine_are_left_out_and_said() -> None:
