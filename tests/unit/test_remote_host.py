@@ -172,6 +172,14 @@ def test_weights_lie_where_the_host_was_given_them(tmp_path):
             # What a host had before it was lost does not count.
             await agent.stop()
             assert await host._find_arrived(version(4)) is None
+            # A lost host takes no weights; that does not mean that it shares the trainer's folder.
+            await until(lambda: not host.lease)
+            shared = version(4, location=str(tmp_path))
+            assert not await host.is_given(shared)
+            assert not await host.has_copy(shared)
+            with pytest.raises(NotGiven, match="was not given version 4"):
+                await host.find_weights(shared)
+            assert isinstance(host.explain_not_written(shared, WeightsNotWritten("2 tensors are missing")), NotGiven)
             await agent.start()
             await host.until_back()
             # A version that is neither complete nor being written has come to its end.

@@ -124,6 +124,8 @@ class RemoteHost:
         self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
         self._patience = patience
         self._lease = ""
+        self._shares_folder = False
+        """True if its engines load the trainer's folder; known from the first lease on, and kept while it is lost."""
         self._user = 0
         self._fault = self._error = ""
         self._refused: HostRefused | None = None
@@ -263,15 +265,15 @@ class RemoteHost:
         return Forwarded(self, address, self._transport, self._authorization)
 
     async def is_given(self, weights: Weights) -> bool:
-        return self.port is None or await self._arrives(weights)
+        return self._shares_folder or await self._arrives(weights)
 
     async def has_copy(self, weights: Weights) -> bool:
-        if self.port is None:
+        if self._shares_folder:
             return await OWN_HOST.has_copy(weights)
         return await self._arrives(weights)
 
     async def find_weights(self, weights: Weights) -> WeightsPlace:
-        if self.port is None:
+        if self._shares_folder:
             return await OWN_HOST.find_weights(weights)
         found = await self._find_arrived(weights)
         if found is None:
@@ -279,14 +281,14 @@ class RemoteHost:
         return WeightsPlace(found.folder, self._user)
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
-        if self.port is None:
+        if self._shares_folder:
             return error
         version, reason = self.left_out
         why = f": {reason}" if version == weights.version else ""
         return NotGiven(f"{error}: host {self.name} was not given all of version {weights.version}{why}")
 
     def is_being_written(self, weights: Weights) -> bool:
-        if self.port is None:
+        if self._shares_folder:
             return OWN_HOST.is_being_written(weights)
         arrived = self._arrived if self._version == weights.version else None
         return arrived is not None and arrived.is_being_written
@@ -305,6 +307,7 @@ class RemoteHost:
     async def _take_lease(self) -> None:
         welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._patience.ending)
         self._lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
+        self._shares_folder = welcome.port is None
         self._answered = time.monotonic()
         self._fault, self._refused = "", None
         self._back.set()
