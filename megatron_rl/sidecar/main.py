@@ -26,7 +26,7 @@ from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.static import read_hosts
+from megatron_rl.sidecar.hosts.kinds import find_hosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -86,7 +86,9 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
-        hosts = _build_hosts(settings)
+        hosts = await _unless(ended, _build_hosts(settings))
+        if ended.is_set():
+            return
         if hosts is not None:
             hosts.open()
             # The engines are closed before their hosts are left.
@@ -160,11 +162,11 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 
-def _build_hosts(settings: SidecarSettings) -> Hosts | None:
+async def _build_hosts(settings: SidecarSettings) -> Hosts | None:
     rollout = settings.rollout
     if rollout.hosts is None:
         return None
-    named = read_hosts(rollout.hosts, rollout.tensor_parallel_size)
+    named = await find_hosts(rollout.hosts, rollout.tensor_parallel_size, rollout.start_minutes * 60)
     if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
         _log.warning(
             "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
