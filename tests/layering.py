@@ -29,7 +29,7 @@ LAYERS = (
     {"trainer.loop"},
     {"trainer.recipe"},
     {"recipe"},
-    {"analysis", "commands", "migrate"},
+    {"analysis", "commands", "launch", "migrate"},
     {"cli"},
 )
 # Packages that belong to some parts only. What is not listed may be imported anywhere.
