@@ -34,6 +34,7 @@ class _KubernetesSettings:
     common: LaunchSettings
     namespace: str
     image: str
+    engine_image: str
     resource: str
     """The name of a host's accelerators among the resources of a container."""
     claims: tuple[tuple[str, str], ...]
@@ -167,7 +168,7 @@ def _build_container(settings: _KubernetesSettings, part: str, command: str, env
     claims = [{"name": f"claim-{number}", "mountPath": folder} for number, (_, folder) in enumerate(settings.claims)]
     return {
         "name": part,
-        "image": settings.image,
+        "image": settings.engine_image if part == _ENGINES else settings.image,
         "command": ["bash", "-c", command],
         "env": environment,
         "resources": {"limits": limits},
@@ -199,6 +200,7 @@ def _parse(argv: Sequence[str], words: Sequence[str]) -> _KubernetesSettings:
     parser = FlagParser(prog="megatron-rl launch kubernetes", description=(__doc__ or "").partition(": ")[2])
     add_flags(parser)
     parser.add_argument("--image", help="the image of docker/Dockerfile, for ranks and engines")
+    parser.add_argument("--engine-image", help="the image of docker/engines.Dockerfile; that of --image if not given")
     parser.add_argument("--namespace", help="the namespace of all objects; default if not given")
     parser.add_argument("--resource", help="the name of accelerators among resources; nvidia.com/gpu if not given")
     parser.add_argument("--claim", action="append", help="CLAIM:FOLDER, a claim of a volume and where it is mounted")
@@ -215,4 +217,5 @@ def _parse(argv: Sequence[str], words: Sequence[str]) -> _KubernetesSettings:
     if problems:
         raise UsageError(*problems)
     namespace, resource = getattr(given, "namespace", "default"), getattr(given, "resource", "nvidia.com/gpu")
-    return _KubernetesSettings(common, namespace, given.image, resource, tuple(claims))
+    engine_image = getattr(given, "engine_image", given.image)
+    return _KubernetesSettings(common, namespace, given.image, engine_image, resource, tuple(claims))

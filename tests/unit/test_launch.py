@@ -16,6 +16,7 @@ from megatron_rl.launch.yaml import write_yaml
 from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import HostPlace
+from tests.processes import ROOT
 
 WORDS = ["pretrain_grpo.py", "--hf-model", "my model", "--rollout-tensor-parallel-size", "2", "--save"]
 
@@ -105,6 +106,14 @@ def test_the_manifests_name_each_other_and_the_secret_alone_has_the_token(place,
     assert first == f"{trainer['metadata']['name']}-0.{ranks['subdomain']}"
     assert ranks["subdomain"] == service["metadata"]["name"]
     assert trainer["spec"]["completions"] == trainer["spec"]["parallelism"] == int(words[words.index("--nnodes") + 1])
+
+
+def test_the_example_is_what_its_command_prints(place):
+    example = (ROOT / "examples" / "kubernetes" / "maths.yaml").read_text()
+    comment, _, manifests = example.partition("\n---\n")
+    words = shlex.split(comment.replace("\\\n#", " ").partition("megatron-rl ")[2])
+    assert megatron_rl(words) == 0
+    assert (place / "maths-launch" / "run.yaml").read_text() == manifests
 
 
 def check_pod(pod: dict[str, Any], secret: str, settings: str) -> None:
