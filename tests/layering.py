@@ -39,6 +39,7 @@ OWNERS = {
     "mindspeed": {"platforms"},
     "torch_npu": {"platforms", "ops"},
     "vllm": {"sidecar"},
+    "ray": {"sidecar"},
     "triton": {"ops"},
     "flash_attn": {"ops"},
 }

@@ -86,7 +86,7 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
-        hosts = await _unless(ended, _build_hosts(settings))
+        hosts = await _unless(ended, _build_hosts(settings, stack))
         if ended.is_set():
             return
         if hosts is not None:
@@ -162,11 +162,12 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 
-async def _build_hosts(settings: SidecarSettings) -> Hosts | None:
+async def _build_hosts(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Hosts | None:
     rollout = settings.rollout
     if rollout.hosts is None:
         return None
-    named = await find_hosts(rollout.hosts, rollout.tensor_parallel_size, rollout.start_minutes * 60)
+    found = await find_hosts(rollout.hosts, rollout.tensor_parallel_size, rollout.start_minutes * 60, stack)
+    named = found.hosts
     if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
         _log.warning(
             "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "

@@ -1,6 +1,7 @@
 """Hosts that a scheduler has started: found by their names, described by one table, waited for."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -48,7 +49,7 @@ def find_without_waiting(monkeypatch: pytest.MonkeyPatch, value: str) -> tuple[H
     async def skip(*_: object) -> None: ...
 
     monkeypatch.setattr(kinds, "_await_agents", skip)
-    return asyncio.run(find_hosts(value, 1, 1.0)).hosts
+    return asyncio.run(find_hosts(value, 1, 1.0, contextlib.AsyncExitStack())).hosts.hosts
 
 
 def test_the_hosts_of_a_het_job_are_those_of_its_second_component_and_alike(tmp_path, monkeypatch):
@@ -110,7 +111,13 @@ def test_all_mistakes_of_a_file_about_found_hosts_are_named_at_once(tmp_path, mo
     (problem,) = find_problems("slurm", 1)
     assert f"{kinds.VARIABLE} is not set: start the run by megatron-rl launch slurm" in problem
     (problem,) = find_problems("slum:x", 1)
-    assert "must be one of static:FILE, slurm[:FILE], kubernetes[:FILE] (the nearest is slurm)" in problem
+    assert "must be one of static:FILE, slurm[:FILE], kubernetes[:FILE], ray[:FILE] (the nearest is slurm)" in problem
+
+
+def test_ray_is_asked_for_if_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda _: None)
+    (problem,) = find_problems(f"ray:{write(tmp_path, TEXT + '[ray]' + chr(10) + 'hosts = 2')}", 1)
+    assert "ray is not installed: pip install 'megatron-rl[ray]'" in problem
 
 
 def test_agents_are_waited_for_and_those_that_are_missing_are_named(tmp_path, monkeypatch):
@@ -121,8 +128,8 @@ def test_agents_are_waited_for_and_those_that_are_missing_are_named(tmp_path, mo
     async def wait(port: str, names: list[str], seconds: float) -> list[str]:
         monkeypatch.setattr(kinds._Kubernetes, "list_names", lambda _: names)
         path = write(tmp_path, TEXT.replace("7300", port) + PODS)
-        found = await find_hosts(f"kubernetes:{path}", 1, seconds)
-        return [place.address for place in found.hosts]
+        found = await find_hosts(f"kubernetes:{path}", 1, seconds, contextlib.AsyncExitStack())
+        return [place.address for place in found.hosts.hosts]
 
     async def check() -> None:
         waiting = asyncio.create_task(wait(port, ["127.0.0.1"], 60.0))

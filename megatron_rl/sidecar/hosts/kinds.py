@@ -1,24 +1,27 @@
 """The kinds of `--rollout-hosts`: `static:FILE`, and hosts whose agents a scheduler has started.
 
-`slurm` and `kubernetes` lead to addresses of agents, as a file of static hosts does. All their hosts are alike, and
-FILE describes one of them. `megatron-rl launch` writes FILE, and names it in the environment of the run.
+`slurm`, `kubernetes` and `ray` lead to addresses of agents, as a file of static hosts does. All their hosts are alike,
+and FILE describes one of them. `megatron-rl launch` writes FILE, and names it in the environment of the run.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.sidecar.hosts import static
+from megatron_rl.sidecar.hosts.ray_cluster import RayCluster, RayHosts
 from megatron_rl.sidecar.hosts.static import FLAG, HostPlace, StaticHosts
 
 _log = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ _log = logging.getLogger(__name__)
 VARIABLE = "MEGATRON_RL_HOSTS"
 """The variable with the path of FILE, for a value of the flag that names none."""
 DEFAULT_PORT = 7100
+_RAY = "ray"
 _EVERY = "every_host"
 _PAUSE_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
@@ -77,7 +81,11 @@ class _Kubernetes:
         return [f"{self.stateful_set}-{number}.{self.service}" for number in range(self.replicas)]
 
 
-_KINDS: Mapping[str, type[_Slurm] | type[_Kubernetes]] = {"slurm": _Slurm, "kubernetes": _Kubernetes}
+_KINDS: Mapping[str, type[_Slurm] | type[_Kubernetes] | type[RayHosts]] = {
+    "slurm": _Slurm,
+    "kubernetes": _Kubernetes,
+    _RAY: RayHosts,
+}
 _VALUES = f"{static.KIND}:FILE, {', '.join(f'{kind}[:FILE]' for kind in _KINDS)}"
 
 
@@ -85,11 +93,25 @@ _VALUES = f"{static.KIND}:FILE, {', '.join(f'{kind}[:FILE]' for kind in _KINDS)}
 class _Found:
     """The content of a file about hosts that a scheduler has started."""
 
-    source: _Slurm | _Kubernetes
+    source: _Slurm | _Kubernetes | RayHosts
     every: HostPlace
     port: int
     token: str
     tls_ca: Path | None
+
+    def place(self, addresses: Sequence[str]) -> StaticHosts:
+        """Return the hosts with agents at these addresses."""
+        places = tuple(dataclasses.replace(self.every, address=address) for address in addresses)
+        return StaticHosts(places, self.token, self.tls_ca)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundHosts:
+    """The hosts of a run when it starts."""
+
+    hosts: StaticHosts
+    watch: Callable[[Callable[[StaticHosts], None]], Coroutine[Any, Any, None]] | None = None
+    """Replaces lost hosts for ever, and reports all hosts when one has changed; None if a host keeps its address."""
 
 
 def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
@@ -100,20 +122,26 @@ def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
         yield from error.problems
 
 
-async def find_hosts(text: str, tensor_parallel_size: int, seconds: float) -> StaticHosts:
+async def find_hosts(
+    text: str, tensor_parallel_size: int, seconds: float, stack: contextlib.AsyncExitStack
+) -> FoundHosts:
     """Return the hosts of a value of the flag; those of a scheduler as soon as all their agents answer.
 
-    They are waited for as long as `seconds` says.
+    They are waited for as long as `seconds` says. Agents that this starts are ended with the stack.
     """
     found = _read(text, tensor_parallel_size)
     if isinstance(found, StaticHosts):
-        return found
-    places = tuple(
-        dataclasses.replace(found.every, address=f"{name}:{found.port}") for name in found.source.list_names()
-    )
-    hosts = StaticHosts(places, found.token, found.tls_ca)
+        return FoundHosts(found)
+    if isinstance(found.source, RayHosts):
+        cluster = RayCluster(found.source, found.token, found.port, len(found.every.devices or ()))
+        await stack.enter_async_context(cluster.opened(seconds))
+        return FoundHosts(
+            found.place(cluster.addresses),
+            lambda follow: cluster.watch(lambda addresses: follow(found.place(addresses))),
+        )
+    hosts = found.place([f"{name}:{found.port}" for name in found.source.list_names()])
     await _await_agents(hosts, seconds)
-    return hosts
+    return FoundHosts(hosts)
 
 
 def _read(text: str, tensor_parallel_size: int) -> StaticHosts | _Found:
@@ -132,6 +160,8 @@ def _read(text: str, tensor_parallel_size: int) -> StaticHosts | _Found:
     content = static.read_toml(text, path)
     token, tls_ca, problems = static.read_access(content, path)
     own = content.get(kind, {})
+    if kind == _RAY and importlib.util.find_spec(_RAY) is None:
+        problems.append(f"{FLAG} {text}: ray is not installed: pip install 'megatron-rl[ray]'")
     problems += [f"{FLAG} {path}: {problem}" for problem in _check(content, kind, tensor_parallel_size)]
     if problems:
         raise UsageError(*problems)
