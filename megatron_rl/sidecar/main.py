@@ -27,6 +27,7 @@ from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.kinds import find_hosts
+from megatron_rl.sidecar.hosts.static import StaticHosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -173,7 +174,21 @@ async def _build_hosts(settings: SidecarSettings, stack: contextlib.AsyncExitSta
             "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
             "only your hosts share, or give the agents certificates (tls_ca)"
         )
+    if found.watch is not None:
+        watching = asyncio.create_task(found.watch(_report_moved))
+        watching.add_done_callback(_report_end)
+        stack.callback(watching.cancel)
     return Hosts(named, settings.run)
+
+
+def _report_moved(hosts: StaticHosts) -> None:
+    addresses = ", ".join(host.address for host in hosts.hosts)
+    _log.warning("the hosts of --rollout-hosts are now %s: resume the run, and it uses those that are new", addresses)
+
+
+def _report_end(watching: asyncio.Task[None]) -> None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        _log.error("lost hosts are not replaced from now on", exc_info=error)
 
 
 def _build_factory(

@@ -9,14 +9,17 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from megatron_rl.cli import main as megatron_rl
 from megatron_rl.sidecar.hosts import ray_cluster
 from megatron_rl.sidecar.hosts.kinds import find_hosts
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
 from megatron_rl.sidecar.hosts.static import StaticHosts
+from tests.e2e import loop
 from tests.hosts.worlds import TOKEN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,13 +40,13 @@ def cluster() -> Iterator[Cluster]:
         made.remove_node(made.head_node, allow_graceful=False)
 
 
-def write(folder: Path, address: str, hosts: int, port: int = 7100) -> str:
+def write(folder: Path, address: str, hosts: int, port: int = 7100, engines: int = 3) -> str:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     path = folder / "hosts.toml"
     table = f'[ray]\naddress = "{address}"\nhosts = {hosts}\n'
-    path.write_text(f'token_file = "token"\n[every_host]\nengines = 3\nport = {port}\n{table}')
+    path.write_text(f'token_file = "token"\n[every_host]\nengines = {engines}\nport = {port}\n{table}')
     return f"ray:{path}"
 
 
@@ -85,6 +88,21 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
     assert set(Path("/dev/shm").glob("megatron_rl-agent-*")) == left
     logs = Path(tempfile.gettempdir(), f"megatron_rl-agents-{os.getuid()}", str(port))
     assert [path.name for path in logs.iterdir() if TOKEN in path.read_text()] == []
+
+
+def test_a_run_trains_on_groups_of_an_engine_that_ray_has_placed(cluster, tmp_path, capsys):
+    node = cluster.add_node(num_cpus=1)
+    world = loop.make_world(tmp_path, head_dim=32)
+    words = world.words(
+        "run", train_iters=2, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
+        rollout_hosts=write(tmp_path, cluster.address, 1, engines=1), rollout_max_num_seqs=8,
+    )  # fmt: skip
+    loop.run(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1")
+    assert megatron_rl(["audit", str(tmp_path / "runs" / "run")]) == 0
+    assert "2 of 2 iterations complete, 0 breaches" in capsys.readouterr().out
+    # Its actor and its agent have ended.
+    workers = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
+    assert [one.cmdline() for one in workers if "megatron_rl.sidecar.agent" in one.cmdline()] == []
 
 
 def test_a_wait_for_room_says_what_it_waits_for(cluster, tmp_path):
