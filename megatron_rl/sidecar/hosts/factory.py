@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 import ssl
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError
@@ -50,14 +50,16 @@ class Hosts:
                 await task
         await asyncio.gather(*(host.close() for host in self.all))
 
-    def list_for_delivery(self) -> DeliveryHosts:
-        """List the hosts to which the trainer delivers weights."""
+    def list_for_delivery(self, engines: Collection[str]) -> DeliveryHosts:
+        """List the hosts to which the trainer delivers weights; `engines` are all that the service has."""
         hosts = [
             DeliveryHost(name=host.name, address=host.address, port=host.port)
             for host in self.all
             if host.port is not None
         ]
-        return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts)
+        elsewhere = {name for host in self.all for name in host.engines}
+        num_own = sum(name not in elsewhere for name in engines)
+        return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts, num_own_engines=num_own)
 
     def leave_out(self, name: str, version: int, reason: str) -> None:
         """Note that the trainer has not delivered a version to a host."""

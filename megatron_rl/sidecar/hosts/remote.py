@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,6 +146,11 @@ class RemoteHost:
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
+
+    @property
+    def engines(self) -> Collection[str]:
+        """The names of the host's engines."""
+        return self._handles.keys()
 
     @property
     def lease(self) -> str:
