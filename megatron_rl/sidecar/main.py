@@ -225,7 +225,8 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    return SupervisorConfig(max_responses=_count_in_flight(settings.rollout))
+    rollout = settings.rollout
+    return SupervisorConfig(max_responses=_count_in_flight(rollout), lost_seconds=60 * rollout.lost_minutes)
 
 
 def _count_in_flight(rollout: RolloutConfig) -> int:

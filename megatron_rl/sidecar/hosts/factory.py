@@ -6,11 +6,14 @@ import dataclasses
 import logging
 import secrets
 import ssl
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.sidecar.hosts.redelivery import redeliver
 from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience, RemoteHost
 from megatron_rl.sidecar.hosts.static import StaticHosts
 from megatron_rl.sidecar.vllm.engine import VllmEngine
@@ -30,6 +33,8 @@ class Hosts:
         tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
         self.all = [RemoteHost(place, run, named.token, self._secret, patience, tls) for place in named.hosts]
         self._tasks: list[asyncio.Task[None]] = []
+        self.find_trainer_lease: Callable[[], int] = lambda: 0
+        """Finds the number of the lease of the trainer that the service works for."""
 
     @property
     def num_engines(self) -> int:
@@ -39,7 +44,7 @@ class Hosts:
     def open(self) -> None:
         """Begin to hold the lease of each host."""
         for host in self.all:
-            host.on_changed = self._change
+            host.on_changed, host.bring = self._change, self._bring
         self._tasks = [asyncio.create_task(host.run()) for host in self.all]
 
     async def close(self) -> None:
@@ -75,6 +80,17 @@ class Hosts:
 
     def _change(self) -> None:
         self._epoch += 1
+
+    async def _bring(self, host: RemoteHost, weights: Weights) -> bool:
+        if host.port is None:
+            return False
+        target, key, lease = (
+            Target(host.name, host.address, host.port),
+            self._secret.encode(),
+            self.find_trainer_lease(),
+        )
+        _log.info("version %d is sent to host %s, which has joined since its publish", weights.version, host.name)
+        return await asyncio.to_thread(redeliver, weights, target, key, lease)
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import ssl
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,6 +119,8 @@ class RemoteHost:
         """The port at which the host takes weights; None if it shares the trainer's folder, or holds no lease."""
         self.on_changed: Callable[[], None] = lambda: None
         """The callback for a host that has joined or was lost."""
+        self.bring: Callable[[RemoteHost, Weights], Awaitable[bool]] = bring_nothing
+        """Begins to send a version to the host between two publishes; returns whether it arrives now."""
         self.left_out = (-1, "")
         """The last version that the trainer did not deliver to it, and the reason."""
         self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
@@ -275,7 +277,7 @@ class RemoteHost:
     async def has_copy(self, weights: Weights) -> bool:
         if self._shares_folder:
             return await OWN_HOST.has_copy(weights)
-        return await self._arrives(weights)
+        return await self._arrives(weights) or (await self.bring(self, weights) and await self._arrives(weights))
 
     async def find_weights(self, weights: Weights) -> WeightsPlace:
         if self._shares_folder:
@@ -381,6 +383,11 @@ class RemoteHost:
         except msgspec.DecodeError:
             said = f"it answers {answer.status_code}: {answer.text[:200]}"
         raise _KINDS.get(answer.status_code, HostRefused)(said)
+
+
+async def bring_nothing(host: RemoteHost, weights: Weights) -> bool:
+    """Send nothing: the host waits for the next publish."""
+    return False
 
 
 def _is_refused(error: BaseException) -> bool:
