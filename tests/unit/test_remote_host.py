@@ -255,7 +255,7 @@ def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, hosts, host):
             await start(agent, host)
-            for task in hosts._tasks:
+            for task in hosts._tasks.values():
                 task.cancel()
             await agent.world.engines.take_lease(LeaseRequest(run="run", seconds=30.0, token=host._request.token))
             async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:

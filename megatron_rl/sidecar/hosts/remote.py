@@ -117,6 +117,10 @@ class RemoteHost:
         self.address = parsed[0]
         self.port: int | None = None
         """The port at which the host takes weights; None if it shares the trainer's folder, or holds no lease."""
+        self.is_leaving = False
+        """True once it is to get no further version of the weights."""
+        self.is_listed = False
+        """True if the trainer's last list of hosts has it: a version may be on its way there."""
         self.on_changed: Callable[[], None] = lambda: None
         """The callback for a host that has joined or was lost."""
         self.bring: Callable[[RemoteHost, Weights], Awaitable[bool]] = bring_nothing
@@ -177,7 +181,7 @@ class RemoteHost:
     def describe(self) -> dict[str, Any]:
         """Return the host's state, for people."""
         return {
-            "state": "up" if self._lease else "lost",
+            "state": ("leaving" if self.is_leaving else "up") if self._lease else "lost",
             "silent_seconds": round(time.monotonic() - self._answered, 1),
             "engines": sorted(self._handles),
             "error": self.find_fault(),
