@@ -26,9 +26,8 @@ from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.kinds import find_hosts
+from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts
 from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.hosts.static import StaticHosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -88,9 +87,10 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
-        hosts = await _unless(ended, _build_hosts(settings, stack))
+        found = await _unless(ended, _find_hosts(settings.rollout, stack))
         if ended.is_set():
             return
+        hosts = None if found is None else Hosts(found.read(), settings.run)
         if hosts is not None:
             hosts.open()
             # The engines are closed before their hosts are left.
@@ -113,10 +113,10 @@ async def run(settings: SidecarSettings) -> None:
             made = await _unless(ended, notes.parts.run(actions))
         if made is None or ended.is_set():
             return
-        if hosts is not None and isinstance(factory, HostsFactory):
+        if hosts is not None and found is not None and isinstance(factory, HostsFactory):
             membership = Membership(hosts, factory, supervisor)
             stack.push_async_callback(membership.close)
-            membership.follow_file(settings.rollout.hosts or "", settings.rollout.tensor_parallel_size)
+            membership.follow_source(found.read)
         scorer, lease_seconds = PoolScorer(pool, made[starting.TOKENIZER]), settings.rollout.lease_seconds
         service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts)
         stack.push_async_callback(service.close)
@@ -168,32 +168,17 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 
-async def _build_hosts(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Hosts | None:
-    rollout = settings.rollout
+async def _find_hosts(rollout: RolloutConfig, stack: contextlib.AsyncExitStack) -> FoundHosts | None:
     if rollout.hosts is None:
         return None
     found = await find_hosts(rollout.hosts, rollout.tensor_parallel_size, rollout.start_minutes * 60, stack)
-    named = found.hosts
+    named = found.read()
     if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
         _log.warning(
             "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
             "only your hosts share, or give the agents certificates (tls_ca)"
         )
-    if found.watch is not None:
-        watching = asyncio.create_task(found.watch(_report_moved))
-        watching.add_done_callback(_report_end)
-        stack.callback(watching.cancel)
-    return Hosts(named, settings.run)
-
-
-def _report_moved(hosts: StaticHosts) -> None:
-    addresses = ", ".join(host.address for host in hosts.hosts)
-    _log.warning("the hosts of --rollout-hosts are now %s: resume the run, and it uses those that are new", addresses)
-
-
-def _report_end(watching: asyncio.Task[None]) -> None:
-    if not watching.cancelled() and (error := watching.exception()) is not None:
-        _log.error("lost hosts are not replaced from now on", exc_info=error)
+    return found
 
 
 def _build_factory(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.sidecar.hosts.static import read_hosts
 from tests.hosts.test_agents import find_free_address
 from tests.hosts.worlds import TOKEN, Agent, agents, serving, until, until_gone
 from tests.sidecar.standin_engines import request
@@ -29,7 +30,8 @@ def test_hosts_join_while_groups_are_sampled_and_leave_with_a_publish_without_a_
             await world.publish()
             sampling = asyncio.create_task(supervisor.generate(request()))
             await until(lambda: supervisor.pool.in_flight("engine-0"))
-            world.membership.follow_file(write_hosts(tmp_path, [first.address, second.address]), 1, seconds=0.1)
+            value = write_hosts(tmp_path, [first.address, second.address])
+            world.membership.follow_source(lambda: read_hosts(value, 1), seconds=0.1)
             await until(lambda: supervisor.names() == ["engine-0", "engine-1"] and world.is_ready(1))
             # The one that joins samples at once, with the version that was published before.
             (joined,) = await supervisor.generate(request())

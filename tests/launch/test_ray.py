@@ -5,26 +5,28 @@ import contextlib
 import os
 import socket
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from megatron_rl.cli import main as megatron_rl
+from megatron_rl.observe import metrics
 from megatron_rl.sidecar.hosts import ray_cluster
 from megatron_rl.sidecar.hosts.kinds import find_hosts
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
-from megatron_rl.sidecar.hosts.static import StaticHosts
 from tests.e2e import loop
+from tests.hosts.listeners import find_free_address
 from tests.hosts.worlds import TOKEN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECONDS = 240.0
+ITERATIONS = 20
 
 
 @pytest.fixture
@@ -59,17 +61,14 @@ def is_healthy(address: str) -> bool:
 def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_LOOK_SECONDS", 0.2)
     first = cluster.add_node(num_cpus=1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
 
     async def check() -> None:
         async with contextlib.AsyncExitStack() as stack:
             found = await find_hosts(write(tmp_path, cluster.address, 1, port), 1, SECONDS, stack)
-            (place,) = found.hosts.hosts
-            assert (place.engines, found.hosts.token) == (3, TOKEN)
+            (place,) = found.read().hosts
+            assert (place.engines, found.read().token) == (3, TOKEN)
             assert is_healthy(place.address)
-            changed: asyncio.Queue[StaticHosts] = asyncio.Queue()
-            watching = asyncio.create_task(found.watch(changed.put_nowait))
             await asyncio.to_thread(cluster.remove_node, first, False)
             while is_healthy(place.address):
                 await asyncio.sleep(0.1)
@@ -77,10 +76,11 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
             # Another program has the port: the agent takes another one.
             with socket.create_server((host, int(number))):
                 cluster.add_node(num_cpus=1)
-                (replaced,) = (await asyncio.wait_for(changed.get(), SECONDS)).hosts
-            assert replaced.address != place.address
+                async with asyncio.timeout(SECONDS):
+                    while found.read().hosts == (place,):
+                        await asyncio.sleep(0.1)
+            (replaced,) = found.read().hosts
             assert is_healthy(replaced.address)
-            watching.cancel()
         assert not is_healthy(replaced.address)
 
     left = set(Path("/dev/shm").glob("megatron_rl-agent-*"))
@@ -90,19 +90,43 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
     assert [path.name for path in logs.iterdir() if TOKEN in path.read_text()] == []
 
 
-def test_a_run_trains_on_groups_of_an_engine_that_ray_has_placed(cluster, tmp_path, capsys):
+def test_a_run_survives_the_loss_of_its_only_node_of_engines(cluster, tmp_path, capsys):
     node = cluster.add_node(num_cpus=1)
     world = loop.make_world(tmp_path, head_dim=32)
+    run = tmp_path / "runs" / "run"
+    hosts = write(tmp_path, cluster.address, 1, find_free_port(), engines=1)
     words = world.words(
-        "run", train_iters=2, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
-        rollout_hosts=write(tmp_path, cluster.address, 1, engines=1), rollout_max_num_seqs=8,
+        "run", train_iters=ITERATIONS, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
+        rollout_hosts=hosts, rollout_max_num_seqs=8,
     )  # fmt: skip
-    loop.run(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1")
-    assert megatron_rl(["audit", str(tmp_path / "runs" / "run")]) == 0
-    assert "2 of 2 iterations complete, 0 breaches" in capsys.readouterr().out
-    # Its actor and its agent have ended.
-    workers = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
-    assert [one.cmdline() for one in workers if "megatron_rl.sidecar.agent" in one.cmdline()] == []
+    with loop.running(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1") as ranks:
+        wait(lambda: count_iterations(run) >= 2, ranks)
+        cluster.remove_node(node, allow_graceful=False)
+        assert count_iterations(run) < ITERATIONS
+        cluster.add_node(num_cpus=1)
+        assert ranks.wait() == [0, 0], ranks.text()
+    assert megatron_rl(["audit", str(run)]) == 0
+    assert f"{ITERATIONS} of {ITERATIONS} iterations complete, 0 breaches" in capsys.readouterr().out
+    log = (run / "sidecar.log").read_text()
+    assert "of the Ray cluster is lost" in log
+    assert log.count("is up") >= 2
+
+
+def count_iterations(run: Path) -> int:
+    path = run / metrics.FILE_NAME
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait(condition: Callable[[], bool], ranks: loop.Ranks) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, ranks.text()
+        assert all(process.poll() is None for process in ranks.processes), ranks.text()
+        time.sleep(0.1)
+
+
+def find_free_port() -> int:
+    return int(find_free_address().rpartition(":")[2])
 
 
 def test_a_wait_for_room_says_what_it_waits_for(cluster, tmp_path):

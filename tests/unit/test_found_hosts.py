@@ -46,10 +46,14 @@ def give_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def find_without_waiting(monkeypatch: pytest.MonkeyPatch, value: str) -> tuple[HostPlace, ...]:
+    return find_source(monkeypatch, value).read().hosts
+
+
+def find_source(monkeypatch: pytest.MonkeyPatch, value: str) -> kinds.FoundHosts:
     async def skip(*_: object) -> None: ...
 
     monkeypatch.setattr(kinds, "_await_agents", skip)
-    return asyncio.run(find_hosts(value, 1, 1.0, contextlib.AsyncExitStack())).hosts.hosts
+    return asyncio.run(find_hosts(value, 1, 1.0, contextlib.AsyncExitStack()))
 
 
 def test_the_hosts_of_a_het_job_are_those_of_its_second_component_and_alike(tmp_path, monkeypatch):
@@ -80,6 +84,24 @@ def test_a_sidecar_outside_of_a_het_job_says_what_is_missing(tmp_path, monkeypat
 def test_the_hosts_of_kubernetes_are_pods_by_names_that_they_keep(tmp_path, monkeypatch):
     found = find_without_waiting(monkeypatch, f"kubernetes:{write(tmp_path, TEXT + PODS)}")
     assert [place.address for place in found] == ["maths-engines-0.maths:7300", "maths-engines-1.maths:7300"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("kubernetes", TEXT + PODS, TEXT + PODS.replace("replicas = 2", "replicas = 3")),
+        ("static", "token_file = 'token'\n[[host]]\naddress = 'a:1'\n[[host]]\naddress = 'b:1'",
+         "token_file = 'token'\n" + "".join(f"[[host]]\naddress = '{name}:1'\n" for name in "abc")),
+    ],
+)  # fmt: skip
+def test_a_file_that_changes_is_followed(tmp_path, monkeypatch, kind, first, second):
+    found = find_source(monkeypatch, f"{kind}:{write(tmp_path, first)}")
+    assert len(found.read().hosts) == 2
+    write(tmp_path, second)
+    assert len(found.read().hosts) == 3
+    write(tmp_path, "[[host")
+    with pytest.raises(UsageError, match="cannot be read"):
+        found.read()
 
 
 def test_all_mistakes_of_a_file_about_found_hosts_are_named_at_once(tmp_path, monkeypatch):
@@ -129,7 +151,7 @@ def test_agents_are_waited_for_and_those_that_are_missing_are_named(tmp_path, mo
         monkeypatch.setattr(kinds._Kubernetes, "list_names", lambda _: names)
         path = write(tmp_path, TEXT.replace("7300", port) + PODS)
         found = await find_hosts(f"kubernetes:{path}", 1, seconds, contextlib.AsyncExitStack())
-        return [place.address for place in found.hosts.hosts]
+        return [place.address for place in found.read().hosts]
 
     async def check() -> None:
         waiting = asyncio.create_task(wait(port, ["127.0.0.1"], 60.0))

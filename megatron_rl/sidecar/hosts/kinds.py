@@ -14,7 +14,7 @@ import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,10 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class FoundHosts:
-    """The hosts of a run when it starts."""
+    """The hosts of a run, which may change while it runs."""
 
-    hosts: StaticHosts
-    watch: Callable[[Callable[[StaticHosts], None]], Coroutine[Any, Any, None]] | None = None
-    """Replaces lost hosts for ever, and reports all hosts when one has changed; None if a host keeps its address."""
+    read: Callable[[], StaticHosts]
+    """Returns the hosts as they are now; a UsageError has the mistakes that a file has meanwhile."""
 
 
 def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
@@ -131,17 +130,20 @@ async def find_hosts(
     """
     found = _read(text, tensor_parallel_size)
     if isinstance(found, StaticHosts):
-        return FoundHosts(found)
+        return FoundHosts(lambda: static.read_hosts(text, tensor_parallel_size))
     if isinstance(found.source, RayHosts):
         cluster = RayCluster(found.source, found.token, found.port, len(found.every.devices or ()))
         await stack.enter_async_context(cluster.opened(seconds))
-        return FoundHosts(
-            found.place(cluster.addresses),
-            lambda follow: cluster.watch(lambda addresses: follow(found.place(addresses))),
-        )
-    hosts = found.place([f"{name}:{found.port}" for name in found.source.list_names()])
-    await _await_agents(hosts, seconds)
-    return FoundHosts(hosts)
+        return FoundHosts(lambda: found.place(cluster.addresses))
+    await _await_agents(_list_named(found), seconds)
+    return FoundHosts(lambda: _list_named(_read(text, tensor_parallel_size)))
+
+
+def _list_named(found: StaticHosts | _Found) -> StaticHosts:
+    """Return the hosts whose names a scheduler knows."""
+    assert isinstance(found, _Found)
+    assert not isinstance(found.source, RayHosts)
+    return found.place([f"{name}:{found.port}" for name in found.source.list_names()])
 
 
 def _read(text: str, tensor_parallel_size: int) -> StaticHosts | _Found:

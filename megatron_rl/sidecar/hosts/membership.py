@@ -11,12 +11,13 @@ Invariants:
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.hosts.static import StaticHosts, read_hosts
+from megatron_rl.sidecar.hosts.static import StaticHosts
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +56,9 @@ class Membership:
                 names = self._engines.add(place.engines)
                 _log.info("host %s joins with %s", place.address, ", ".join(names))
 
-    def follow_file(self, text: str, tensor_parallel_size: int, seconds: float = _LOOK_SECONDS) -> None:
-        """Follow the file that a value of --rollout-hosts names, until `close`."""
-        self._following = asyncio.create_task(self._follow_file(text, tensor_parallel_size, seconds))
+    def follow_source(self, read: Callable[[], StaticHosts], seconds: float = _LOOK_SECONDS) -> None:
+        """Follow the hosts that are read again and again, until `close`."""
+        self._following = asyncio.create_task(self._follow_source(read, seconds))
 
     async def close(self) -> None:
         """End what runs in the background; the hosts stay as they are."""
@@ -81,12 +82,12 @@ class Membership:
         ending.add_done_callback(self._ending.discard)
         _log.info("host %s has left", host.name)
 
-    async def _follow_file(self, text: str, tensor_parallel_size: int, seconds: float) -> None:
+    async def _follow_source(self, read: Callable[[], StaticHosts], seconds: float) -> None:
         said = ""
         while True:
             await asyncio.sleep(seconds)
             try:
-                named = await asyncio.to_thread(read_hosts, text, tensor_parallel_size)
+                named = await asyncio.to_thread(read)
             except UsageError as error:
                 if str(error) != said:
                     _log.warning("the hosts stay as they are until this is mended: %s", error)

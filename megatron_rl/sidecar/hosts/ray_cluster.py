@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,8 @@ class RayCluster:
         self._hosts: list[_Host] = []
 
     @contextlib.asynccontextmanager
-    async def opened(self, seconds: float) -> AsyncIterator["RayCluster"]:
-        """Connect to the cluster, and start all agents within the context."""
+    async def opened(self, seconds: float) -> AsyncIterator[None]:
+        """Connect to the cluster, start all agents, and replace those that are lost within the context."""
         # Imported here: only this kind of hosts needs the extra.
         import ray
         from ray.util.placement_group import placement_group
@@ -131,7 +131,12 @@ class RayCluster:
             for host in self._hosts:
                 self._start(host)
             await self._wait(seconds)
-            yield self
+            watching = asyncio.create_task(self._watch())
+            watching.add_done_callback(_report_end)
+            try:
+                yield
+            finally:
+                watching.cancel()
         finally:
             await asyncio.gather(*map(self._end, self._hosts))
             await asyncio.to_thread(ray.shutdown)
@@ -141,14 +146,11 @@ class RayCluster:
         """The addresses of the agents; that of a lost one until another has taken its place."""
         return [host.address for host in self._hosts]
 
-    async def watch(self, on_changed: Callable[[list[str]], None]) -> None:
-        """Replace agents and nodes that are lost, for ever, and report all addresses when one has changed."""
+    async def _watch(self) -> None:
+        """Replace agents and nodes that are lost, for ever."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            before = self.addresses
             await asyncio.gather(*map(self._look_after, self._hosts))
-            if self.addresses != before:
-                on_changed(self.addresses)
 
     async def _look_after(self, host: _Host) -> None:
         import ray
@@ -238,6 +240,11 @@ class RayCluster:
             f"{num_missing} of {len(self._hosts)} hosts have no agent in the Ray cluster after {seconds:.0f} s: each "
             f"needs a placement group of {self._bundle}, and {free} of {present} are free"
         )
+
+
+def _report_end(watching: asyncio.Task[None]) -> None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        _log.error("lost hosts of the Ray cluster are not replaced from now on", exc_info=error)
 
 
 def _find_ports(host: str, first: int) -> int:
