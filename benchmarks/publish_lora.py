@@ -1,15 +1,20 @@
 """Time publishes of a policy with adapters in turn: merged into its weights, and alone to an engine that has the base.
 
 One rank and two vLLM engines, which get every version; shared memory. The bytes that each publish writes are counted.
+Beside whole publishes stand their parts that depend on the form: the trainer's writing, and the engine's load. The rest
+is the probe, which both compute.
 """
 
 import argparse
 import contextlib
 import os
+import re
+import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +23,12 @@ from benchmarks.publish import ARCHITECTURES, SHARED, SMALLEST
 from tests.ranks import run_ranks
 from tests.sidecar.sidecar_process import sidecar
 
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.model.weights import ModelWeights
+
 FORMS = ("merged", "adapter")
+# The sidecar's line about each publish.
+LOADS = re.compile(r"version \d+ is published; .*\bload (\d+)")
 
 
 def main() -> None:
@@ -38,12 +48,22 @@ def main() -> None:
             words += ["--rollout-lora-rank", str(arguments.rank)] if form == "adapter" else []
             stack.enter_context(sidecar(run, *words))
         times, sizes = run_ranks(_measure, 1, model, runs, arguments.rank, rounds)[0]
+        for run, form in zip(runs, FORMS, strict=True):
+            output = run.with_name(f"{run.name}.output").read_text()
+            times[f"{form}, load"] = [float(found) / 1e3 for found in LOADS.findall(output)][1:]
+    for form in FORMS:
+        pairs = zip(times[f"{form}, write"], times[f"{form}, load"], strict=True)
+        times[f"{form}, write and load"] = [write + load for write, load in pairs]
     report.table(f"{name}, rank {arguments.rank}", times, "s")
-    ratios = [a / b for a, b in zip(times["adapter"], times["merged"], strict=True)]
-    report.table("ratio", {"adapter / merged": ratios}, "")
+    whole, moved = (
+        [a / b for a, b in zip(times[f"adapter{part}"], times[f"merged{part}"], strict=True)]
+        for part in ("", ", write and load")
+    )
+    report.table("ratio", {"adapter / merged": whole, "of write and load": moved}, "")
     print("bytes:", ", ".join(f"{form} {sizes[form]:,}" for form in FORMS))
     of_bytes = sizes["adapter"] / sizes["merged"]
-    report.finish({"lora_vs_merged": statistics.median(ratios), "bytes_vs_merged": of_bytes})
+    medians = {"lora_vs_merged": statistics.median(whole), "moved_vs_merged": statistics.median(moved)}
+    report.finish({**medians, "bytes_vs_merged": of_bytes})
 
 
 def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
@@ -52,18 +72,19 @@ def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dic
     from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
     from tests.distributed.training import training
 
-    times: dict[str, list[float]] = {form: [] for form in FORMS}
+    times: dict[str, list[float]] = {f"{form}{part}": [] for part in ("", ", write") for form in FORMS}
     sizes: dict[str, int] = {}
     torch.distributed.init_process_group("gloo")
     with training(model, f"--lora-rank {rank} --lr 1e-3") as trained, contextlib.ExitStack() as stack:
         base = trained.base
         assert base is not None
-        publishers = {}
+        publishers, exported = {}, {}
         for run, form in zip(runs, FORMS, strict=True):
             address = (run / "address").read_text().strip()
             client = stack.enter_context(RolloutClient(address, read_token(run / "token")))
             client.use_lease(client.take_lease(run.name))
             weights = trained.weights if form == "merged" else base.weights.without_base(base.adapters, None)
+            exported[form] = weights
             folder = SHARED / f"megatron-rl-{os.getuid()}" / run.name
             probe = Probe(trained.chunks, trained.session, run.name, 64)
             publishers[form] = SharedMemoryPublisher(weights, trained.session, client, run.name, folder, probe=probe)
@@ -78,9 +99,20 @@ def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dic
                 # The first one starts what the others find running, and proves the base.
                 if version:
                     times[form].append(seconds)
+                    times[f"{form}, write"].append(_write(exported[form]))
             for shard in base.adapters.shards:
                 shard.parameter.detach().add_(1e-3)
     return times, sizes
+
+
+def _write(weights: "ModelWeights") -> float:
+    folder = SHARED / f"benchmark-{os.getpid()}"
+    start = time.perf_counter()
+    with weights.begin_files(folder) as begun:
+        begun.write()
+    seconds = time.perf_counter() - start
+    shutil.rmtree(folder)
+    return seconds
 
 
 if __name__ == "__main__":
