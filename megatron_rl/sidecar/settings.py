@@ -33,7 +33,7 @@ from megatron_rl.sidecar.hosts import static
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
-from megatron_rl.sidecar.vllm.server import find_longest
+from megatron_rl.sidecar.vllm.server import LORA_RANKS, find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
 
@@ -394,6 +394,8 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
         yield from vllm_flags.find_problems_of_replay(rollout.vllm_args)
         if settings.device == "cpu":
             yield "--rollout-replay-routing: vLLM on a CPU does not return experts; drop it, or use accelerators"
+    if rollout.lora_rank > (most := LORA_RANKS[-1]):
+        yield f"--rollout-lora-rank {rollout.lora_rank} is above {most}, the largest rank of vLLM's: lower --lora-rank"
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if rollout.max_model_len is None and settings.seq_length is None:

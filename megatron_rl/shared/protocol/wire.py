@@ -229,6 +229,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The names, dtypes and shapes in the order in which a stream sends them; files carry their own."""
     world_size: int = 0
     """The size of the group that the trainer opens with nccl or hccl: itself and all workers of engines."""
+    base: str = ""
+    """The fingerprint of the base, if only adapters come: `fingerprint` covers both. Empty for whole weights."""
     probe: bytes = b""
     """The tokens whose log-probs the trainer sends in a `ProbeAnswer`, for which the publish waits; may be empty."""
     deadline_seconds: float | None = None

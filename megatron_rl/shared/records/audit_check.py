@@ -51,6 +51,8 @@ class Proofs:
     """Reports of engines whose log-probs were compared with the trainer's."""
     furthest: float = 0.0
     """Largest mean difference in these reports."""
+    bases: list[str] = dataclasses.field(default_factory=list)
+    """Fingerprints of the bases on which engines got adapters alone."""
 
     def count(self, report: audit_log.EngineReport, proof: Proof | None) -> None:
         self.num_reports += 1
@@ -187,6 +189,11 @@ class _EventChecker:
         if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
             self._engines, self._compared = set(), None
         self._published = event
+        if isinstance(event.base, str) and event.base not in self.proofs.bases:
+            if self.proofs.bases:
+                detail = f"version {event.version}: {event.base[:12]} after {self.proofs.bases[-1][:12]}"
+                yield BreachName.OTHER_BASE, detail
+            self.proofs.bases.append(event.base)
         for report in event.engines:
             self._engines.add(report.engine)
             self.proofs.count(report, event.proof)

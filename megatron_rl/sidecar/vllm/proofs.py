@@ -37,6 +37,10 @@ def keep_sources(
         yield name, tensor
 
 
+def _name_plainly(parameter: str) -> str:
+    return parameter.replace(".base_layer.", ".")
+
+
 class LoadProver:
     """The base of `worker.WorkerExtension`; vLLM's worker owns `rank`, `vllm_config` and `model_runner`."""
 
@@ -71,14 +75,15 @@ class LoadProver:
         """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
         model = self.model_runner.get_model()
         derived = list_derived(model)
-        record = Record({name for name, _ in model.named_parameters()} - derived)
+        # vLLM reports a layer that adapters wrap by the name that it has without them.
+        record = Record({_name_plainly(name) for name, _ in model.named_parameters()} - derived)
         sources: dict[str, torch.Tensor] = {}
         original = model.load_weights
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
             noted = record.noted(weights, with_digests)
             loaded = original(keep_sources(noted, sources) if derived else noted, *args, **kwargs)
-            record.loaded |= set(loaded or ())
+            record.loaded |= {_name_plainly(name) for name in loaded or ()}
             return loaded
 
         model.load_weights = load_weights

@@ -39,6 +39,8 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM has slots for."""
 COMPILATION_FLAG = "--compilation-config"
 PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 """The value of that flag with which vLLM rotates queries and keys in torch (`rotation.py`)."""
@@ -92,6 +94,8 @@ class ServerConfig:
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     replays_routing: bool = False
     """True: an engine returns the experts of each token."""
+    lora_rank: int = 0
+    """The largest rank of adapters that it takes; 0 for none."""
     attends_plainly: bool = False
     """True: vLLM computes attention in plain ways, since its faster ones for CPUs are wrong or refuse updates here."""
     eager: bool | None = None
@@ -130,6 +134,7 @@ def configure_server(
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
+        lora_rank=rollout.lora_rank,
         attends_plainly=device == "cpu" and read_architecture(model, weights_bridge).latents is not None,
         transport=rollout.transport,
         flags=flags,
@@ -173,6 +178,9 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         command += [_SCHEDULER_FLAG, SCHEDULER]
     if config.replays_routing:
         command.append(EXPERTS_FLAG)
+    if config.lora_rank:
+        rank = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if eager:
         command.append("--enforce-eager")
     # Where the user has flags of the same kind, the engine is tried with them, and refused if they lack this one.

@@ -33,6 +33,7 @@ from megatron_rl.shared.weights.shards import (
     load_shards,
     map_shards,
 )
+from megatron_rl.trainer.mcore.model.adapter_shards import list_scaled
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard
 from megatron_rl.trainer.mcore.session import Session
@@ -59,7 +60,9 @@ class ModelWeights:
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
         self.adapters: Adapters | None = None
-        """The adapters that are merged into what is exported."""
+        """The adapters that are merged into what is exported, or exported without their base."""
+        self.base = ""
+        """The fingerprint of the base of adapters that are exported without it; empty for whole weights."""
         self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
@@ -76,6 +79,19 @@ class ModelWeights:
             for shard in self.shards
         ]
         return merged
+
+    def without_base(self, adapters: Adapters, dtype: str | None) -> "ModelWeights":
+        """Return the adapters of these weights in their place, for engines that hold the weights in this dtype."""
+        alone = copy.copy(self)
+        alone._device_weights, alone._stream = {}, None
+        alone.adapters, alone.base, alone.shards = adapters, self.fingerprint(dtype), list_scaled(adapters)
+        return alone
+
+    def list_specs(self, dtype: str | None = None) -> list[TensorSpec]:
+        """List the tensors that are exported."""
+        if self.adapters is None or not self.base:
+            return self.mapping.manifest(dtype)
+        return self.adapters.mapping.manifest(dtype or self.architecture.dtype)
 
     @property
     def is_written_here(self) -> bool:
@@ -98,7 +114,7 @@ class ModelWeights:
     def fingerprint(self, dtype: str | None = None) -> str:
         """Compute the fingerprint that these weights would have after an export."""
         digests = self._digest(dtype)
-        return compute_fingerprint(self.mapping.manifest(dtype), digests)
+        return compute_fingerprint(self.list_specs(dtype), digests, self.base)
 
     def save_hf(
         self,
@@ -172,7 +188,7 @@ class ModelWeights:
         is renamed, and its files are overwritten. Ranks other than rank 0 lay files out too if `is_laid_out_here`: a
         folder of another host, which only gets what that host's ranks own.
         """
-        plan = files.FilePlan(self.mapping.manifest(dtype))
+        plan = files.FilePlan(self.list_specs(dtype))
         digests, session = self._digest(dtype), self._session
         writers = [rank for rank, is_writer in enumerate(session.gather(self.is_written_here)) if is_writer]
         opened = contextlib.ExitStack()
@@ -200,7 +216,7 @@ class ModelWeights:
         return FilesBegun(self, session, folder, plan, dtype, digests, writers, is_read_early, opened, lays_out)
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
-        digests = Digests(self.mapping.manifest(dtype))
+        digests = Digests(self.list_specs(dtype))
         if self._is_exported_from_host:
             for shard in self.shards:
                 digests.add_shard(shard)
@@ -302,7 +318,7 @@ class FilesBegun:
         lays_out: bool,
     ):
         """Count what the ranks `writers` write if it is read early; close `opened` when all ranks have written."""
-        self.fingerprint = compute_fingerprint(plan.specs.values(), digests)
+        self.fingerprint = compute_fingerprint(plan.specs.values(), digests, weights.base)
         self.folder, self.plan, self.writers = folder, plan, writers
         self.digests = digests
         self._weights = weights
