@@ -50,6 +50,13 @@ class RolloutConfig:
     start_minutes: float = own_flag(
         10.0, "Minutes that engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
     )
+    # A host that starts again with its system and an engine takes less: engines have `start_minutes`.
+    lost_minutes: float = own_flag(
+        15.0,
+        "Minutes that an iteration waits for engines to return while none is left, before it fails.",
+        "--rollout-lost-minutes",
+        bound="a finite duration above 0",
+    )
     num_threads: int | None = own_flag(
         None,
         "Threads of each process of an engine on a CPU; a share of the host's cores if not given.",

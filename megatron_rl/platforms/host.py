@@ -12,7 +12,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 _log = logging.getLogger(__name__)
-_NEEDED = ("_Options", "create_default_device")
+_NEEDED = ("_Options", "create_default_device", "create_device")
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 _MARK = "_shares_device"
 _CPUINFO = Path("/proc/cpuinfo")
 # The registration of a kernel lasts as long as this object.
@@ -54,8 +55,10 @@ def share_gloo_device() -> None:
     original = group.__init__
 
     @functools.cache
-    def find_device() -> Any:
-        return group.create_default_device()
+    def find_devices() -> list[Any]:
+        # The default device is that of the host's name, which may be the loopback.
+        names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
+        return [group.create_device(interface=name) for name in names] or [group.create_default_device()]
 
     @functools.wraps(original)
     def make(self: Any, store: Any, rank: int, size: int, *others: Any, **keywords: Any) -> None:
@@ -65,7 +68,7 @@ def share_gloo_device() -> None:
             original(self, store, rank, size, *others, **keywords)
             return
         options = group._Options()
-        options._devices = [find_device()]
+        options._devices = find_devices()
         options._timeout = timeout
         original(self, store, rank, size, options)
 

@@ -176,7 +176,7 @@ def _host_routes(app: FastAPI, service: RolloutService) -> None:
         service.renew_lease(_read_lease(request))
         listed = DeliveryHosts(epoch=0, token="", hosts=[])
         if service.hosts is not None:
-            listed = service.hosts.list_for_delivery()
+            listed = service.hosts.list_for_delivery(service.engines.status()["engines"])
         return Response(wire.encode(listed), media_type=wire.MEDIA_TYPE)
 
     @app.post("/v1/hosts/{name}/lost")

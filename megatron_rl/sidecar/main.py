@@ -26,6 +26,7 @@ from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
+from megatron_rl.sidecar.hosts.membership import Membership
 from megatron_rl.sidecar.hosts.static import read_hosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
@@ -109,6 +110,10 @@ async def run(settings: SidecarSettings) -> None:
             made = await _unless(ended, notes.parts.run(actions))
         if made is None or ended.is_set():
             return
+        if hosts is not None and isinstance(factory, HostsFactory):
+            membership = Membership(hosts, factory, supervisor)
+            stack.push_async_callback(membership.close)
+            membership.follow_file(settings.rollout.hosts or "", settings.rollout.tensor_parallel_size)
         scorer, lease_seconds = PoolScorer(pool, made[starting.TOKENIZER]), settings.rollout.lease_seconds
         service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts)
         stack.push_async_callback(service.close)
@@ -225,7 +230,8 @@ def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
 
 
 def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    return SupervisorConfig(max_responses=_count_in_flight(settings.rollout))
+    rollout = settings.rollout
+    return SupervisorConfig(max_responses=_count_in_flight(rollout), lost_seconds=60 * rollout.lost_minutes)
 
 
 def _count_in_flight(rollout: RolloutConfig) -> int:

@@ -114,6 +114,8 @@ class RolloutService:
         """
         self.engines = engines
         self.hosts = hosts
+        if hosts is not None:
+            hosts.find_trainer_lease = lambda: self.lease.number
         self._records = records
         self._lease_seconds = lease_seconds
         self._only_run = run

@@ -6,8 +6,9 @@ Invariants:
   token from it;
 - a publish brings all engines that are up to a version, or leaves none of them READY;
 - an engine that dies is restarted with growing pauses, and brought to the current version from the copy that the
-  transport keeps. Without a copy it waits for the next publish;
-- an engine that fails too often in a row is given up. When none is left, waiting requests fail with the reason;
+  transport keeps, which is sent to its host if it does not lie there. Without a copy it waits for the next publish;
+- an engine that fails too often in a row is given up. When none is left, or none has become READY again in time,
+  waiting requests fail with the reason;
 - an engine that is not up is being started, by its task or by a publish, or has been given up.
 """
 
@@ -104,6 +105,8 @@ class SupervisorConfig:
     """The deaths in a row after which an engine is given up."""
     healthy_seconds: float = 300.0
     """Seconds of life after which an engine's earlier deaths no longer count."""
+    lost_seconds: float = 900.0
+    """Seconds for which groups wait while no engine is READY."""
     deadlines: StepDeadlines = StepDeadlines()
 
 
@@ -145,6 +148,8 @@ class Supervisor:
         self._published: Published | None = None
         """The version that engines were last brought to. It is current until another publish begins."""
         self._is_current = False
+        self._none_since: float | None = None
+        """The time since which no engine takes groups, outside of a publish."""
         self._steps = Steps(config.deadlines, self._recorder)
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
         """The callback for engines that were brought to the current version after its publish."""
@@ -379,6 +384,8 @@ class Supervisor:
                 if member.engine.state in _UP and (member.check is None or member.check.done()):
                     # A slow answer must not delay the checks of the others.
                     member.check = asyncio.create_task(self._check(member, member.engine))
+                if self._count_seconds_without() > self._config.lost_seconds:
+                    self.pool.engines_changed()
                 await asyncio.sleep(self._find_pause_between_looks())
             if not self._members:
                 await asyncio.sleep(self._config.watch_seconds)
@@ -451,11 +458,20 @@ class Supervisor:
             published = self._published
             if member.engine.state is EngineState.READY or published is None or not self._is_current:
                 return
-            if await member.engine.host.has_copy(published.weights):
-                answer = None if published.answer is None else _given(published.answer)
+            if not await member.engine.host.has_copy(published.weights):
+                member.error = f"engine {member.name} waits for the next publish: its host was not given this version"
+                return
+            answer = None if published.answer is None else _given(published.answer)
+            try:
                 joined = await self._steps.publish([member.engine], published.weights, published, answer)
-                self.on_joined(joined.weights, joined.proofs)
-                self._note_up()
+            except StepFailed as failure:
+                if not isinstance(failure.errors[member.name], NotGiven):
+                    raise
+                # The trainer has begun the next version, which takes this one's place.
+                member.engine.state, member.error = EngineState.DIRTY, str(failure)
+                return
+            self.on_joined(joined.weights, joined.proofs)
+            self._note_up()
 
     def _note_up(self) -> None:
         """Record the downtime of engines that take groups again."""
@@ -490,12 +506,28 @@ class Supervisor:
 
     def _none_left(self) -> str | None:
         """Say why no engine will be READY before the next publish; None while one is or may become READY."""
+        seconds = self._count_seconds_without()
+        if seconds > self._config.lost_seconds:
+            return (
+                f"no engine has taken groups for {seconds:.0f} s: {self._errors()}. Mend what is said there and resume "
+                "from the last checkpoint, or allow more time (--rollout-lost-minutes)"
+            )
         if self._lock.locked():
             return None
         for member in self._members.values():
             if member.engine.state is EngineState.READY or (member.task is not None and not member.task.done()):
                 return None
         return f"no engine is left for this version: {self._errors() or 'none was started'}"
+
+    def _count_seconds_without(self) -> float:
+        """Count the seconds for which no engine has taken groups; those of a publish do not count."""
+        is_any_ready = any(member.engine.state is EngineState.READY for member in self._members.values())
+        if is_any_ready or not self._is_current:
+            self._none_since = None
+            return 0.0
+        if self._none_since is None:
+            self._none_since = time.monotonic()
+        return time.monotonic() - self._none_since
 
     def _errors(self) -> str:
         return "; ".join(

@@ -37,6 +37,7 @@ class Hosts:
     """Receivers, and the service that names them and loads each version from every host that is not left out."""
 
     lease = 7
+    num_own_engines = 0
 
     def __init__(self, folder: Path, count: int) -> None:
         self.receivers: list[Receiver] = []
@@ -52,7 +53,7 @@ class Hosts:
             DeliveryHost(name=f"host-{number}", address="127.0.0.1", port=receiver.port)
             for number, receiver in enumerate(self.receivers)
         ]
-        return DeliveryHosts(epoch=1, token="token", hosts=named)
+        return DeliveryHosts(epoch=1, token="token", hosts=named, num_own_engines=self.num_own_engines)
 
     def lose_host(self, name: str, version: int, reason: str) -> None:
         self.lost.append((name, version, reason))
@@ -187,3 +188,17 @@ def test_a_host_that_must_not_be_left_out_ends_the_run_by_name_on_every_rank(tmp
             assert "--publish-lost-host leave" in message
     finally:
         shutil.rmtree(folder)
+
+
+def publish_with_an_engine_on_the_services_host(model: Path, folder: Path) -> str:
+    Hosts.num_own_engines = 1
+    with pytest.raises(MegatronRLError) as caught, publishing("TP2", model, folder, HostSettings(), is_apart=True):
+        pass
+    return str(caught.value)
+
+
+def test_ranks_on_several_hosts_refuse_engines_that_read_the_folder_of_one_of_them(tmp_path: Path) -> None:
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    for message in run_ranks(publish_with_an_engine_on_the_services_host, 2, model, tmp_path):
+        assert message.startswith("rank 1 on ")
+        assert "The engines of the sidecar's own host, 1, read that folder alone: start an agent there" in message

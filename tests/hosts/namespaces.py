@@ -1,6 +1,7 @@
 """Hosts as network namespaces of this machine, on a bridge, each with an address and a link of its own.
 
-Files are shared: a test gives each host folders of its own.
+Hosts share all files, unless a test gives each of them a folder. Then a host has a name, a /tmp and a /dev/shm of its
+own, and its folder as /mnt. What hosts still share is what an image of them would have: programs and home folders.
 """
 
 import contextlib
@@ -11,25 +12,75 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 OWN_ADDRESS = "10.77.0.1"
 """The address at which hosts reach the test's own process."""
+INSIDE = Path("/mnt")
+"""The folder of a host, as its own processes see it."""
 _PREFIX = 16
+_SEPARATE = """
+hostname "$1"
+mount --bind "$2" /mnt
+mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs /dev/shm
+echo
+cat
+"""
 
 
 class Host:
     """One namespace."""
 
-    def __init__(self, namespace: str, address: str, link: str) -> None:
+    def __init__(self, namespace: str, address: str, link: str, folder: Path | None = None) -> None:
+        """Make a host over a namespace; with a folder, it has files of its own."""
         self.namespace = namespace
         self.address = address
+        self.folder = folder
+        """The folder that its processes see as `INSIDE`."""
         self._link = link
         """The end of its link at the bridge."""
+        self._enter = ["ip", "netns", "exec", namespace]
+        self._holder: subprocess.Popen[bytes] | None = None
+        """The process that keeps the host's files apart while it runs."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            words = [*self._enter, "unshare", "--mount", "--uts", "sh", "-ec", _SEPARATE, "sh", namespace, str(folder)]
+            holder = self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"\n"
+            target = ["--target", str(holder.pid)]
+            self._enter = ["nsenter", *target, "--net", "--mount", "--uts", f"--wd={Path.cwd()}", "--"]
 
     def popen(self, words: Sequence[str], **arguments: Any) -> "subprocess.Popen[bytes]":
         """Start a process on this host; its number is that of the process itself."""
-        return subprocess.Popen(["ip", "netns", "exec", self.namespace, *words], **arguments)
+        return subprocess.Popen([*self._enter, *words], **arguments)
+
+    def list_processes(self) -> list[psutil.Process]:
+        """List the processes that run on this host."""
+        words = ["ip", "netns", "pids", self.namespace]
+        found = {int(word) for word in subprocess.run(words, capture_output=True, check=True).stdout.split()}
+        own = set() if self._holder is None else {self._holder.pid}
+        own |= {child.pid for pid in own for child in psutil.Process(pid).children()}
+        return [psutil.Process(pid) for pid in found - own if psutil.pid_exists(pid)]
+
+    def list_files(self, folder: str) -> list[str]:
+        """List the files below a folder, as the host's processes see it."""
+        words = [*self._enter, "find", folder, "-type", "f"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+
+    def kill(self) -> None:
+        """Kill all processes of this host at once, as a power cut does; what it had in memory is lost."""
+        self.set_link(False)
+        for process in self.list_processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def close(self) -> None:
+        """End the process that keeps its files apart."""
+        if self._holder is not None:
+            self._holder.communicate()
 
     def set_link(self, is_up: bool) -> None:
         """Cut the link, or mend it."""
@@ -51,32 +102,41 @@ class Host:
 
 
 @contextlib.contextmanager
-def network(num_hosts: int) -> Iterator[list[Host]]:
-    """Make hosts on a bridge, and remove them; skip the test where that is not possible."""
+def network(num_hosts: int, folder: Path | None = None) -> Iterator[list[Host]]:
+    """Make hosts on a bridge, and remove them; skip the test where that is not possible.
+
+    With a folder each host has files of its own, and a folder in that one.
+    """
     if reason := _find_obstacle():
         pytest.skip(reason)
     bridge = f"mrl{os.getpid()}b"
     names = [f"mrl{os.getpid()}h{number}" for number in range(num_hosts)]
+    hosts: list[Host] = []
     try:
         _call("ip", "link", "add", bridge, "type", "bridge")
         _call("ip", "address", "add", f"{OWN_ADDRESS}/{_PREFIX}", "dev", bridge)
         _call("ip", "link", "set", bridge, "up")
-        yield [_make_host(name, f"10.77.1.{number}", bridge) for number, name in enumerate(names, 1)]
+        for number, name in enumerate(names, 1):
+            own = None if folder is None else folder / f"host-{number}"
+            hosts.append(_make_host(name, f"10.77.1.{number}", bridge, own))
+        yield hosts
     finally:
+        for host in hosts:
+            host.close()
         for name in names:
             _call("ip", "link", "delete", name, check=False)
             _call("ip", "netns", "delete", name, check=False)
         _call("ip", "link", "delete", bridge, check=False)
 
 
-def _make_host(name: str, address: str, bridge: str) -> Host:
+def _make_host(name: str, address: str, bridge: str, folder: Path | None) -> Host:
     _call("ip", "netns", "add", name)
     _call("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
     _call("ip", "link", "set", name, "master", bridge, "up")
     _call("ip", "-n", name, "address", "add", f"{address}/{_PREFIX}", "dev", "eth0")
     for device in ("lo", "eth0"):
         _call("ip", "-n", name, "link", "set", device, "up")
-    return Host(name, address, name)
+    return Host(name, address, name, folder)
 
 
 def _find_obstacle() -> str | None:

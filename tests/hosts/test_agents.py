@@ -97,7 +97,7 @@ def test_an_agent_ends_the_engines_of_a_service_that_is_silent(tmp_path):
             # Later than the lease is long: beats have renewed it.
             await asyncio.sleep(2 * patience.lease)
             assert not world.error()
-            for task in world.hosts._tasks:
+            for task in world.hosts._tasks.values():
                 task.cancel()
             await until_gone(processes)
             assert "has been silent for 3 s" in agent.output

@@ -19,6 +19,7 @@ import psutil
 from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
+from megatron_rl.sidecar.hosts.membership import Membership
 from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -132,6 +133,7 @@ class World:
 
     supervisor: Supervisor
     hosts: Hosts
+    membership: Membership
     folder: Path
     """The folder of the weights, which the hosts share."""
 
@@ -160,12 +162,11 @@ async def serving(
     sockets = run_folder()
     hosts = Hosts(StaticHosts(tuple(HostPlace(address) for address in addresses), token), run, patience)
     own = VllmFactory(config, sockets, LocalLauncher())
-    supervisor = Supervisor(
-        HostsFactory(own, 0, hosts.all, config), SupervisorConfig(first_pause=0.1, watch_seconds=0.2)
-    )
+    factory = HostsFactory(own, 0, hosts.all, config)
+    supervisor = Supervisor(factory, SupervisorConfig(first_pause=0.1, watch_seconds=0.2))
     hosts.open()
     try:
-        yield World(supervisor, hosts, model)
+        yield World(supervisor, hosts, Membership(hosts, factory, supervisor), model)
     finally:
         await supervisor.close()
         await hosts.close()

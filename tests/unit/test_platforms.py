@@ -1,5 +1,6 @@
 """The platforms: which one is chosen, the changes of installing one, and all that it leaves alone."""
 
+import datetime
 import importlib.machinery
 import mmap
 import sys
@@ -7,10 +8,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from megatron_rl import platforms, versions
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.platforms import cuda, megatron_patches, npu, select
+from megatron_rl.platforms import cuda, host, megatron_patches, npu, select
 from tests.processes import run_python
 
 
@@ -371,3 +373,25 @@ def test_groups_of_gloo_share_a_thread_on_a_cpu_and_compute_as_others_do(tmp_pat
         """
     )
     assert output.splitlines()[-2:] == ["1 [0.0, 1.0, 2.0] gloo", "0:01:17"]
+
+
+@pytest.mark.parametrize(("named", "devices"), [("", ["default"]), ("eth1", ["eth1"]), ("eth1,eth2", ["eth1", "eth2"])])
+def test_groups_of_gloo_listen_on_the_interfaces_that_the_user_names(named, devices, monkeypatch):
+    class Group:
+        _Options = SimpleNamespace
+
+        def __init__(self, store, rank, size, options):
+            self.devices = options._devices
+
+        @staticmethod
+        def create_default_device():
+            return "default"
+
+        @staticmethod
+        def create_device(interface):
+            return interface
+
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", Group)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    host.share_gloo_device()
+    assert Group(None, 0, 1, timeout=datetime.timedelta(seconds=7)).devices == devices

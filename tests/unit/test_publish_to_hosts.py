@@ -1,12 +1,13 @@
 """A publish to engines on several hosts, some of which are lost or were not given the version; no processes."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.sidecar.engines import EngineState, NotGiven
+from megatron_rl.sidecar.engines import EngineLost, EngineState, NotGiven
 from megatron_rl.sidecar.engines.hosts import OwnHost
 from megatron_rl.sidecar.supervisor import PublishFailed
 from tests.sidecar.fake_engines import FakeEngine, FakeFactory, request, weights
@@ -127,5 +128,46 @@ def test_a_version_that_reached_no_host_with_engines_is_an_error():
             factory.host.given = set()
             with pytest.raises(PublishFailed, match="version 1 reached no host"):
                 await supervisor.publish(weights(1))
+
+    asyncio.run(check())
+
+
+def test_groups_wait_for_the_last_engine_while_its_host_returns_and_fail_by_name_after_the_limit():
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, 1, dataclasses.replace(CONFIG, lost_seconds=0.5)) as supervisor:
+            await supervisor.publish(weights(1))
+            for is_in_time in (True, False):
+                factory.host.back.clear()
+                factory.engine("engine-0").state = EngineState.READY
+                factory.fail("engine-0", "generate", "lost")
+                sampling = asyncio.create_task(supervisor.generate(request(0)))
+                await until(lambda: supervisor.pool.num_waiting)
+                if is_in_time:
+                    # The time until it is back counts from each loss.
+                    await asyncio.sleep(0.3)
+                    factory.host.back.set()
+                    await sampling
+                    continue
+                with pytest.raises(EngineLost, match=r"no engine has taken groups for .* s: .*--rollout-lost-minutes"):
+                    await sampling
+
+    asyncio.run(check())
+
+
+def test_an_engine_whose_next_version_has_begun_to_arrive_waits_for_it_and_is_not_restarted():
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, config=CONFIG) as supervisor:
+            await supervisor.publish(weights(1))
+            factory.num_torn = {1: 1}
+            factory.killed["engine-0"] = True
+            await until(lambda: factory.engine("engine-0").state is EngineState.DEAD)
+            factory.killed["engine-0"] = False
+            await until(lambda: factory.engine("engine-0").state is EngineState.DIRTY)
+            num_made = len(factory.made["engine-0"])
+            await supervisor.publish(weights(2))
+            assert factory.engine("engine-0").state is EngineState.READY
+            assert len(factory.made["engine-0"]) == num_made
 
     asyncio.run(check())

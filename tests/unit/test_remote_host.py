@@ -124,11 +124,11 @@ def test_an_engine_that_cannot_be_started_has_the_agents_reason(tmp_path):
 def test_engines_of_a_lease_that_is_over_are_lost_and_the_host_is_asked_for_another(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, hosts, host):
-            handle, epoch, lease = await start(agent, host), hosts.list_for_delivery().epoch, host.lease
+            handle, epoch, lease = await start(agent, host), hosts.list_for_delivery([]).epoch, host.lease
             await agent.world.engines.leave()
             await until(lambda: host.lease not in ("", lease))
             assert "was lost" in (handle.find_fault() or "")
-            assert hosts.list_for_delivery().epoch == epoch + 2
+            assert hosts.list_for_delivery([]).epoch == epoch + 2
             # The end of an engine of the first lease does not touch those of the second.
             again = await start(agent, host)
             await asyncio.to_thread(handle.kill)
@@ -146,7 +146,7 @@ def test_a_host_whose_agent_has_ended_is_lost_at_once_and_found_again(tmp_path):
             assert not await host.answers()
             await until(lambda: "is lost: its agent has ended" in (handle.find_fault() or ""))
             assert hosts.status()[host.name]["state"] == "lost"
-            assert hosts.list_for_delivery().hosts == []
+            assert hosts.list_for_delivery([]).hosts == []
             await agent.start()
             await host.until_back()
             assert hosts.status()[host.name]["state"] == "up"
@@ -159,9 +159,9 @@ def test_a_host_whose_agent_has_ended_is_lost_at_once_and_found_again(tmp_path):
 def test_weights_lie_where_the_host_was_given_them(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, hosts, host):
-            (listed,) = hosts.list_for_delivery().hosts
+            (listed,) = hosts.list_for_delivery([]).hosts
             assert (listed.address, listed.port) == ("127.0.0.1", agent.world.receivers[0].port)
-            assert agent.world.receivers[0].token == hosts.list_for_delivery().token
+            assert agent.world.receivers[0].token == hosts.list_for_delivery([]).token
             assert not await host.is_given(version(3))
             assert not await host.is_given(version(4))
             with pytest.raises(NotGiven, match="was not given version 4"):
@@ -255,7 +255,7 @@ def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, hosts, host):
             await start(agent, host)
-            for task in hosts._tasks:
+            for task in hosts._tasks.values():
                 task.cancel()
             await agent.world.engines.take_lease(LeaseRequest(run="run", seconds=30.0, token=host._request.token))
             async with httpx.AsyncClient(transport=host.connect("engine-0"), base_url="http://engine") as client:

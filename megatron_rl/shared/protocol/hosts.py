@@ -20,6 +20,8 @@ class DeliveryHosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     token: str
     """The secret that the hosts of this service and the trainer's ranks share."""
     hosts: list[DeliveryHost]
+    num_own_engines: int = 0
+    """The number of engines on the service's own host, which load the folder of the trainer's rank 0."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,13 +6,15 @@ import dataclasses
 import logging
 import secrets
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
-from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.sidecar.hosts.redelivery import redeliver
 from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience, RemoteHost
-from megatron_rl.sidecar.hosts.static import StaticHosts
+from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import ServerConfig
@@ -27,9 +29,12 @@ class Hosts:
         """Make the hosts of a run; the secret of the weights' delivery is another one for each service."""
         self._secret = secrets.token_hex(32)
         self._epoch = 0
-        tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
-        self.all = [RemoteHost(place, run, named.token, self._secret, patience, tls) for place in named.hosts]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._run = run
+        self._patience = patience
+        self.all = [self._make(place, named) for place in named.hosts]
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.find_trainer_lease: Callable[[], int] = lambda: 0
+        """Finds the number of the lease of the trainer that the service works for."""
 
     @property
     def num_engines(self) -> int:
@@ -39,40 +44,76 @@ class Hosts:
     def open(self) -> None:
         """Begin to hold the lease of each host."""
         for host in self.all:
-            host.on_changed = self._change
-        self._tasks = [asyncio.create_task(host.run()) for host in self.all]
+            self._open(host)
+
+    def add(self, place: HostPlace, named: StaticHosts) -> RemoteHost:
+        """Begin to hold the lease of one more host, which is one of those named."""
+        host = self._make(place, named)
+        self.all.append(host)
+        self._open(host)
+        return host
+
+    def drop(self, host: RemoteHost) -> Coroutine[Any, Any, None]:
+        """Forget a host at once; what is returned gives up its lease, and with it its engines."""
+        self.all.remove(host)
+        self._change()
+        return self._leave(host, self._tasks.pop(host.name))
+
+    @staticmethod
+    async def _leave(host: RemoteHost, task: "asyncio.Task[None]") -> None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await host.close()
 
     async def close(self) -> None:
         """Give up all leases, and with them the engines."""
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await asyncio.gather(*(host.close() for host in self.all))
+        await asyncio.gather(*map(self.drop, list(self.all)))
 
-    def list_for_delivery(self) -> DeliveryHosts:
-        """List the hosts to which the trainer delivers weights."""
-        hosts = [
-            DeliveryHost(name=host.name, address=host.address, port=host.port)
-            for host in self.all
-            if host.port is not None
-        ]
-        return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts)
+    def list_for_delivery(self, engines: Collection[str]) -> DeliveryHosts:
+        """List the hosts to which the trainer delivers weights; `engines` are all that the service has."""
+        hosts = []
+        for host in self.all:
+            host.is_listed = host.port is not None and not host.is_leaving
+            if host.port is not None and host.is_listed:
+                hosts.append(DeliveryHost(name=host.name, address=host.address, port=host.port))
+        elsewhere = {name for host in self.all for name in host.engines}
+        num_own = sum(name not in elsewhere for name in engines)
+        return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts, num_own_engines=num_own)
 
     def leave_out(self, name: str, version: int, reason: str) -> None:
         """Note that the trainer has not delivered a version to a host."""
-        host = next((host for host in self.all if host.name == name), None)
-        if host is None:
-            raise InputError(f"unknown host {name!r}: write one of {', '.join(host.name for host in self.all)}")
         _log.warning("host %s was not given version %d: %s", name, version, reason)
-        host.left_out = (version, reason)
+        for host in self.all:
+            # It may have left meanwhile.
+            if host.name == name:
+                host.left_out = (version, reason)
 
     def status(self) -> dict[str, Any]:
         """Return the state of each host."""
         return {host.name: host.describe() for host in self.all}
 
+    def _make(self, place: HostPlace, named: StaticHosts) -> RemoteHost:
+        tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
+        return RemoteHost(place, self._run, named.token, self._secret, self._patience, tls)
+
+    def _open(self, host: RemoteHost) -> None:
+        host.on_changed, host.bring = self._change, self._bring
+        self._tasks[host.name] = asyncio.create_task(host.run())
+
     def _change(self) -> None:
         self._epoch += 1
+
+    async def _bring(self, host: RemoteHost, weights: Weights) -> bool:
+        if host.port is None:
+            return False
+        target, key, lease = (
+            Target(host.name, host.address, host.port),
+            self._secret.encode(),
+            self.find_trainer_lease(),
+        )
+        _log.info("version %d is sent to host %s, which has joined since its publish", weights.version, host.name)
+        return await asyncio.to_thread(redeliver, weights, target, key, lease)
 
 
 @dataclasses.dataclass
@@ -95,9 +136,21 @@ class HostsFactory:
         """
         self._own = own
         self._config = config
-        self._places = [_Room(None) for _ in range(num_own)] + [
-            _Room(host, devices) for host in hosts for devices in _divide(host, config.tensor_parallel_size)
-        ]
+        self._places = [_Room(None) for _ in range(num_own)]
+        for host in hosts:
+            self.add_host(host)
+
+    def add_host(self, host: RemoteHost) -> None:
+        """Make room for the engines of one more host."""
+        self._places += [_Room(host, devices) for devices in _divide(host, self._config.tensor_parallel_size)]
+
+    def withdraw_host(self, host: RemoteHost) -> None:
+        """Give no further engine a place on this host."""
+        self._places = [place for place in self._places if place.host is not host or place.holder is not None]
+
+    def list_engines(self, host: RemoteHost) -> list[str]:
+        """List the engines that have a place on this host."""
+        return [place.holder for place in self._places if place.host is host and place.holder is not None]
 
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
@@ -123,6 +176,10 @@ class HostsFactory:
         for place in self._places:
             if place.holder == name:
                 place.holder = None
+        # A host that leaves takes no other engine.
+        self._places = [
+            place for place in self._places if place.holder or place.host is None or not place.host.is_leaving
+        ]
         self._own.release(name)
 
     def _take_place(self, name: str) -> _Room | None:

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,8 +117,14 @@ class RemoteHost:
         self.address = parsed[0]
         self.port: int | None = None
         """The port at which the host takes weights; None if it shares the trainer's folder, or holds no lease."""
+        self.is_leaving = False
+        """True once it is to get no further version of the weights."""
+        self.is_listed = False
+        """True if the trainer's last list of hosts has it: a version may be on its way there."""
         self.on_changed: Callable[[], None] = lambda: None
         """The callback for a host that has joined or was lost."""
+        self.bring: Callable[[RemoteHost, Weights], Awaitable[bool]] = bring_nothing
+        """Begins to send a version to the host between two publishes; returns whether it arrives now."""
         self.left_out = (-1, "")
         """The last version that the trainer did not deliver to it, and the reason."""
         self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
@@ -148,6 +154,11 @@ class RemoteHost:
         self._authorization = f"Bearer {token}"
 
     @property
+    def engines(self) -> Collection[str]:
+        """The names of the host's engines."""
+        return self._handles.keys()
+
+    @property
     def lease(self) -> str:
         """The name of the lease; empty while there is none."""
         return self._lease
@@ -170,7 +181,7 @@ class RemoteHost:
     def describe(self) -> dict[str, Any]:
         """Return the host's state, for people."""
         return {
-            "state": "up" if self._lease else "lost",
+            "state": ("leaving" if self.is_leaving else "up") if self._lease else "lost",
             "silent_seconds": round(time.monotonic() - self._answered, 1),
             "engines": sorted(self._handles),
             "error": self.find_fault(),
@@ -270,7 +281,7 @@ class RemoteHost:
     async def has_copy(self, weights: Weights) -> bool:
         if self._shares_folder:
             return await OWN_HOST.has_copy(weights)
-        return await self._arrives(weights)
+        return await self._arrives(weights) or (await self.bring(self, weights) and await self._arrives(weights))
 
     async def find_weights(self, weights: Weights) -> WeightsPlace:
         if self._shares_folder:
@@ -376,6 +387,11 @@ class RemoteHost:
         except msgspec.DecodeError:
             said = f"it answers {answer.status_code}: {answer.text[:200]}"
         raise _KINDS.get(answer.status_code, HostRefused)(said)
+
+
+async def bring_nothing(host: RemoteHost, weights: Weights) -> bool:
+    """Send nothing: the host waits for the next publish."""
+    return False
 
 
 def _is_refused(error: BaseException) -> bool:

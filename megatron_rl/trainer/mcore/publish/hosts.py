@@ -78,10 +78,20 @@ class Deliveries:
         self._contents: Contents | None = None
         self._mapped: dict[tuple[tuple[int, int], ...], MappedFiles] = {}
 
-    def are_named(self) -> bool:
-        """Return whether the sidecar names any hosts."""
+    def find_obstacle(self, without_hosts: str) -> str | None:
+        """Say why ranks cannot write into folders of their own hosts; None if all engines are on hosts with agents.
+
+        `without_hosts` is what to do if the sidecar names no hosts.
+        """
         found = self._ask()
-        return found is not None and bool(found[0].hosts)
+        if found is None or not found[0].hosts:
+            return without_hosts
+        if num_own := found[0].num_own_engines:
+            return (
+                f"The engines of the sidecar's own host, {num_own}, read that folder alone: start an agent there, name "
+                "it in the file of --rollout-hosts with these engines, and write --rollout-num-engines 0"
+            )
+        return None
 
     def forget_files(self) -> None:
         """Release the files that are kept mapped between publishes."""

@@ -29,6 +29,10 @@ from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.session import Session
 
 T = TypeVar("T")
+_REMEDY = (
+    "Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all hosts share, or have one "
+    "host hold a whole replica"
+)
 
 
 class Publisher(Protocol):
@@ -164,8 +168,9 @@ class SharedMemoryPublisher:
         session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
         is_apart = self._weights.is_written_here and not mark.exists()
         places = session.gather((socket.gethostname(), str(folder)) if is_apart else None)
-        if any(places) and not (self._hosts is not None and self._hosts.are_named()):
-            session.run_or_raise_everywhere(lambda: _refuse(folder, session.rank) if is_apart else None)
+        if any(places):
+            obstacle = _REMEDY if self._hosts is None else self._hosts.find_obstacle(_REMEDY)
+            session.run_or_raise_everywhere(lambda: _refuse(folder, session.rank, obstacle) if is_apart else None)
         is_first = is_apart and places.index(places[session.rank]) == session.rank
         session.run_or_raise_everywhere(lambda: _own_folder(folder) if is_first else None)
         self._lays_out = session.rank == 0 or is_first
@@ -201,12 +206,12 @@ def _own_folder(folder: Path) -> None:
             )
 
 
-def _refuse(folder: Path, rank: int) -> None:
-    raise PlatformError(
-        f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find rank 0's folder "
-        f"{folder}. Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all hosts "
-        "share, or have one host hold a whole replica"
-    )
+def _refuse(folder: Path, rank: int, obstacle: str | None) -> None:
+    if obstacle is not None:
+        raise PlatformError(
+            f"rank {rank} on {socket.gethostname()} writes a part of the weights, and does not find rank 0's folder "
+            f"{folder}. {obstacle}"
+        )
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
