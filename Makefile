@@ -15,12 +15,13 @@ MCORE_VERSIONS := 0.17.1 0.18.2 0.19.2
 DOCS_VENV := .venv-docs
 NPU_VENV := .venv-npu
 REPORT_VENV := .venv-report
+LAUNCH_VENV := .venv-launch
 CUDA_VENV := .venv-cuda
 RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda test-hosts python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,12 +38,12 @@ test-first: env
 	$(FIRST)
 
 test-all: ## what CI runs for each change: make test and all other tests that are fast enough; 30 minutes
-	@echo "Now style, types and seven lots of tests, three at once; each is shown when it is through, in some 15 minutes."
+	@echo "Now style, types and eight lots of tests, three at once; each is shown when it is through, in some 15 minutes."
 	$(MAKE) --jobs 3 --keep-going --output-sync=line $(LOTS)
 
 # Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin, and the shortest
 # end.
-LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix
+LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-launch-quick test-each-change-matrix
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
 OF_RANKS := tests/distributed
 OF_RUNS := tests/e2e
@@ -107,6 +108,13 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 test-hosts: env ## engines on other hosts, which are network namespaces; needs root and iproute2
 	$(VENV)/bin/python -m pytest tests/hosts
 
+test-launch: test-launch-quick ## launches: manifests by Kubernetes' schemas, Dockerfiles by a linter, and a Ray cluster
+	$(LAUNCH_VENV)/bin/python -m pytest -m slow tests/launch
+
+test-launch-quick: env
+	@tools/make_environment $(LAUNCH_VENV) requirements/launch.lock --on $(VENV)
+	$(LAUNCH_VENV)/bin/python -m pytest -m "not slow" tests/launch
+
 test-cuda: env cuda ## the environment for GPUs, as far as a machine without one can try it
 	CUDA_PYTHON=$(CUDA_VENV)/bin/python $(VENV)/bin/python -m pytest tests/cuda
 
@@ -162,5 +170,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(REPORT_VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ _COMMANDS = {
     "doctor": ("megatron_rl.commands.doctor:main", "show platform, versions, what is missing, and what to do"),
     "explain": ("megatron_rl.analysis.commands:explain", "say what of a run is out of bounds, and the flags to try"),
     "hosts": ("megatron_rl.commands.hosts:main", "show the hosts of a live run, and what their engines do"),
+    "launch": ("megatron_rl.launch.command:main", "start a run on many hosts, by Slurm or Kubernetes"),
     "ledger": (
         "megatron_rl.analysis.commands:ledger",
         "account for every second of a run's ranks and engines, by cause",

@@ -29,7 +29,7 @@ LAYERS = (
     {"trainer.loop"},
     {"trainer.recipe"},
     {"recipe"},
-    {"analysis", "commands", "migrate"},
+    {"analysis", "commands", "launch", "migrate"},
     {"cli"},
 )
 # Packages that belong to some parts only. What is not listed may be imported anywhere.
@@ -39,6 +39,7 @@ OWNERS = {
     "mindspeed": {"platforms"},
     "torch_npu": {"platforms", "ops"},
     "vllm": {"sidecar"},
+    "ray": {"sidecar"},
     "triton": {"ops"},
     "flash_attn": {"ops"},
 }

@@ -30,7 +30,8 @@ class RolloutConfig:
     )
     hosts: str | None = own_flag(
         None,
-        "Other hosts with engines, whose agents run already: `static:FILE`, a TOML file.",
+        "Other hosts with engines, each with an agent. `static:FILE`: those of a TOML file. `slurm`, `kubernetes`: "
+        "those that `megatron-rl launch` has started. `ray:FILE`: those that FILE asks of a Ray cluster.",
         "--rollout-hosts",
     )
     tensor_parallel_size: int = own_flag(

@@ -26,8 +26,9 @@ from megatron_rl.sidecar import parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
+from megatron_rl.sidecar.hosts.kinds import find_hosts
 from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.hosts.static import read_hosts
+from megatron_rl.sidecar.hosts.static import StaticHosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
@@ -87,7 +88,9 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
-        hosts = _build_hosts(settings)
+        hosts = await _unless(ended, _build_hosts(settings, stack))
+        if ended.is_set():
+            return
         if hosts is not None:
             hosts.open()
             # The engines are closed before their hosts are left.
@@ -165,17 +168,32 @@ async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 
-def _build_hosts(settings: SidecarSettings) -> Hosts | None:
+async def _build_hosts(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Hosts | None:
     rollout = settings.rollout
     if rollout.hosts is None:
         return None
-    named = read_hosts(rollout.hosts, rollout.tensor_parallel_size)
+    found = await find_hosts(rollout.hosts, rollout.tensor_parallel_size, rollout.start_minutes * 60, stack)
+    named = found.hosts
     if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
         _log.warning(
             "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
             "only your hosts share, or give the agents certificates (tls_ca)"
         )
+    if found.watch is not None:
+        watching = asyncio.create_task(found.watch(_report_moved))
+        watching.add_done_callback(_report_end)
+        stack.callback(watching.cancel)
     return Hosts(named, settings.run)
+
+
+def _report_moved(hosts: StaticHosts) -> None:
+    addresses = ", ".join(host.address for host in hosts.hosts)
+    _log.warning("the hosts of --rollout-hosts are now %s: resume the run, and it uses those that are new", addresses)
+
+
+def _report_end(watching: asyncio.Task[None]) -> None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        _log.error("lost hosts are not replaced from now on", exc_info=error)
 
 
 def _build_factory(

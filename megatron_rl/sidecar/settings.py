@@ -29,7 +29,8 @@ from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
-from megatron_rl.sidecar.hosts import static
+from megatron_rl.sidecar.hosts import kinds
+from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
@@ -329,20 +330,20 @@ def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
     if hosts is None:
         if rollout.num_engines == 0:
             yield (
-                f"--rollout-num-engines 0 must be at least 1 without {static.FLAG}: write 1 or more, or name hosts "
+                f"--rollout-num-engines 0 must be at least 1 without {FLAG_OF_HOSTS}: write 1 or more, or name hosts "
                 "with engines"
             )
         return
-    yield from static.find_problems(hosts, rollout.tensor_parallel_size)
+    yield from kinds.find_problems(hosts, rollout.tensor_parallel_size)
     if rollout.engine != "vllm":
-        yield f"{static.FLAG} {hosts} is for --rollout-engine vllm, not {rollout.engine}: drop one"
+        yield f"{FLAG_OF_HOSTS} {hosts} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     if rollout.transport != "shm":
         yield (
-            f"{static.FLAG} {hosts}: --rollout-transport {rollout.transport} streams to engines of the sidecar's own "
+            f"{FLAG_OF_HOSTS} {hosts}: --rollout-transport {rollout.transport} streams to engines of the sidecar's own "
             "host alone: write shm"
         )
     if rollout.is_colocated:
-        yield f"{static.FLAG} {hosts}: engines on other hosts cannot share the ranks' devices: drop {FLAG_OF_SHARING}"
+        yield f"{FLAG_OF_HOSTS} {hosts}: engines on other hosts cannot share the ranks' devices: drop {FLAG_OF_SHARING}"
 
 
 def check_sharing(settings: SidecarSettings, num_ranks: int) -> Iterator[str]:

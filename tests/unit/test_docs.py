@@ -118,7 +118,13 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
             "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
         ),
     },
-    "docs/hosts.md": {"python -m megatron_rl.sidecar.agent": By("tests/hosts/test_agents.py")},
+    "docs/hosts.md": {
+        "python -m megatron_rl.sidecar.agent": By("tests/hosts/test_agents.py"),
+        "megatron-rl launch slurm": By("tests/hosts/test_slurm.py"),
+        "megatron-rl launch kubernetes": By("tests/unit/test_launch.py"),
+        "docker build --file docker/Dockerfile": By("tests/unit/test_docker.py"),
+        "docker build --file docker/engines.Dockerfile": By("tests/unit/test_docker.py"),
+    },
     "docs/rollout.md": {"python -m megatron_rl.sidecar": Parsed(None)},
     "docs/training.md": {
         "torchrun --standalone --nproc-per-node 1": Here(),

@@ -11,7 +11,7 @@ from megatron_rl import versions
 from tests import extras
 from tests.ranks import ROOT
 
-GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "report", "tensorboard")
+GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard")
 # Imported if installed, and named by an error if needed.
 FREE = {"fla", "flash_attn", "mindspeed", "transformer_engine", "triton", "wandb", "vllm_ascend"}
 
@@ -20,7 +20,7 @@ def read_lock(path: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text().lower().replace("_", "-"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock", "cuda.lock"])
+@pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock", "cuda.lock", "launch.lock"])
 def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
     lock = read_lock(ROOT / "requirements" / name)
     needs = [need for group in GROUPS for need in versions.read_needs(group) if need.package in lock]
@@ -32,7 +32,8 @@ def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
 @pytest.mark.parametrize(("name", "platform"), [("cpu.lock", "cpu"), ("cuda.lock", "cuda")])
 def test_the_environments_of_the_demos_hold_all_that_commands_need(name, platform):
     lock = read_lock(ROOT / "requirements" / name)
-    for group in {*GROUPS} - {"cpu", "cuda", "npu"} | {platform}:
+    # A Ray cluster brings its own.
+    for group in {*GROUPS} - {"cpu", "cuda", "npu", "ray"} | {platform}:
         for need in versions.read_needs(group):
             assert need.package in lock
 

@@ -96,5 +96,5 @@ def test_a_sidecar_without_any_engine_and_hosts_without_vllm_are_refused(tmp_pat
     with pytest.raises(UsageError, match="is for --rollout-engine vllm") as raised:
         parse([*words, "--rollout-hosts", value])
     assert "must be at least 1 without" not in str(raised.value)
-    with pytest.raises(UsageError, match="must be static:FILE"):
+    with pytest.raises(UsageError, match="must be one of static:FILE"):
         parse([*words, "--rollout-hosts", "somewhere"])

@@ -5,8 +5,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-# Its input ends when this process closes it, or when the kernel does so.
-_SCRIPT = 'cat > /dev/null; rm -rf -- "$@"'
+# Its input ends when this process closes it, or when the kernel does so. A scheduler sends SIGTERM to all processes of
+# a job.
+_SCRIPT = 'trap "" TERM; cat > /dev/null; rm -rf -- "$@"'
 
 
 @contextlib.contextmanager

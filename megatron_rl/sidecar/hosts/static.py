@@ -15,9 +15,11 @@ from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.sidecar.listening import parse_place
 
 FLAG = "--rollout-hosts"
-_KIND = "static:"
+KIND = "static"
 _TOKEN_FILE = "token_file"
 _TLS_CA = "tls_ca"
+OF_ACCESS = (_TOKEN_FILE, _TLS_CA)
+"""The keys of a file that `read_access` reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,58 +47,64 @@ class StaticHosts:
     """The certificates that those of the agents must be signed by; None for agents without TLS."""
 
 
-def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
-    """Yield each mistake in a value of the flag and in the file that it names."""
-    try:
-        read_hosts(text, tensor_parallel_size)
-    except UsageError as error:
-        yield from error.problems
-
-
 def read_hosts(text: str, tensor_parallel_size: int) -> StaticHosts:
     """Read the file that a value of the flag names; a UsageError has all mistakes."""
     kind, _, name = text.partition(":")
-    if f"{kind}:" != _KIND or not name:
-        raise UsageError(f"{FLAG} {text} must be {_KIND}FILE, a TOML file with a [[host]] for each host")
+    if kind != KIND or not name:
+        raise UsageError(f"{FLAG} {text} must be {KIND}:FILE, a TOML file with a [[host]] for each host")
     path = Path(name)
+    content = read_toml(text, path)
+    token, tls_ca, problems = read_access(content, path)
+    problems = [*(f"{FLAG} {path}: {problem}" for problem in _check_file(content, tensor_parallel_size)), *problems]
+    if problems:
+        raise UsageError(*problems)
+    return StaticHosts(tuple(make_place(entry) for entry in content["host"]), token, tls_ca)
+
+
+def read_toml(text: str, path: Path) -> dict[str, Any]:
+    """Read the file at a path that a value of the flag names."""
     try:
-        content = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{FLAG} {text} cannot be read: {error}") from None
-    problems = [f"{FLAG} {path}: {problem}" for problem in _check_file(content, tensor_parallel_size)]
+
+
+def read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, list[str]]:
+    """Return the agents' token and the certificates that theirs must be signed by, and what is wrong with them."""
+    problems = []
     token = ""
-    if _TOKEN_FILE in content and isinstance(content[_TOKEN_FILE], str):
+    if not isinstance(content.get(_TOKEN_FILE), str):
+        problems.append(f'{_TOKEN_FILE} is missing: write {_TOKEN_FILE} = "FILE", the file of the token of all agents')
+    else:
         # Imported here: a run without other hosts reads its settings without an HTTP client.
         from megatron_rl.shared.protocol.client import read_token
 
         try:
             token = read_token(path.parent / content[_TOKEN_FILE])
         except (OSError, MegatronRLError) as error:
-            problems.append(f"{FLAG} {path}: {_TOKEN_FILE}: {error}")
-    tls_ca = path.parent / content[_TLS_CA] if isinstance(content.get(_TLS_CA), str) else None
-    if tls_ca is not None:
+            problems.append(f"{_TOKEN_FILE}: {error}")
+    tls_ca = None
+    if not isinstance(content.get(_TLS_CA, ""), str):
+        problems.append(f"{_TLS_CA} must be the path of a PEM file")
+    elif _TLS_CA in content:
+        tls_ca = path.parent / content[_TLS_CA]
         try:
             ssl.create_default_context(cafile=tls_ca)
         except OSError as error:
-            problems.append(f"{FLAG} {path}: {_TLS_CA} {tls_ca} cannot be used: {error}: name a PEM file")
-    if problems:
-        raise UsageError(*problems)
-    return StaticHosts(tuple(_make_place(entry) for entry in content["host"]), token, tls_ca)
+            problems.append(f"{_TLS_CA} {tls_ca} cannot be used: {error}: name a PEM file")
+    return token, tls_ca, [f"{FLAG} {path}: {problem}" for problem in problems]
 
 
-def _make_place(entry: dict[str, Any]) -> HostPlace:
+def make_place(entry: dict[str, Any]) -> HostPlace:
+    """Make a place from a table that has been checked."""
     devices = entry.get("devices")
     return HostPlace(**{**entry, "devices": None if devices is None else tuple(devices)})
 
 
 def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
-    known = (_TOKEN_FILE, _TLS_CA, "host")
+    known = (*OF_ACCESS, "host")
     for key in sorted(content.keys() - set(known)):
         yield f"unknown key {key!r}{suggest_nearest(key, known)}"
-    if not isinstance(content.get(_TLS_CA, ""), str):
-        yield f"{_TLS_CA} must be the path of a PEM file"
-    if not isinstance(content.get(_TOKEN_FILE), str):
-        yield f'{_TOKEN_FILE} is missing: write {_TOKEN_FILE} = "FILE", the file of the token that the agents have'
     hosts = content.get("host")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(entry, dict) for entry in hosts):
         yield 'no host is named: write a [[host]] with address = "HOST:PORT" for each'
@@ -104,13 +112,14 @@ def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[
     seen: set[str] = set()
     for number, entry in enumerate(hosts, 1):
         address = entry.get("address")
-        yield from (f"host {number} ({address}): {problem}" for problem in _check_host(entry, tensor_parallel_size))
+        yield from (f"host {number} ({address}): {problem}" for problem in check_host(entry, tensor_parallel_size))
         if address in seen:
             yield f"host {number} ({address}) is named twice: write it once, with the number of its engines"
         seen.add(address)
 
 
-def _check_host(entry: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
+def check_host(entry: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
+    """Yield each mistake in the description of a host."""
     known = [field.name for field in dataclasses.fields(HostPlace)]
     for key in sorted(entry.keys() - set(known)):
         yield f"unknown key {key!r}{suggest_nearest(key, known)}"

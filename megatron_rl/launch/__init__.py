@@ -1,0 +1,1 @@
+"""Starts a run on many hosts by their scheduler: `megatron-rl launch`."""

@@ -1,0 +1,117 @@
+"""Agents on a Ray cluster of two nodes on this machine: one is lost and replaced, and a wait says what it waits for."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from megatron_rl.cli import main as megatron_rl
+from megatron_rl.sidecar.hosts import ray_cluster
+from megatron_rl.sidecar.hosts.kinds import find_hosts
+from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
+from megatron_rl.sidecar.hosts.static import StaticHosts
+from tests.e2e import loop
+from tests.hosts.worlds import TOKEN
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SECONDS = 240.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Make a cluster whose first node has no room for a host."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        yield made
+    finally:
+        ray.shutdown()
+        for node in list(made.worker_nodes):
+            made.remove_node(node, allow_graceful=False)
+        made.remove_node(made.head_node, allow_graceful=False)
+
+
+def write(folder: Path, address: str, hosts: int, port: int = 7100, engines: int = 3) -> str:
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    path = folder / "hosts.toml"
+    table = f'[ray]\naddress = "{address}"\nhosts = {hosts}\n'
+    path.write_text(f'token_file = "token"\n[every_host]\nengines = {engines}\nport = {port}\n{table}')
+    return f"ray:{path}"
+
+
+def is_healthy(address: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
+
+
+def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "_LOOK_SECONDS", 0.2)
+    first = cluster.add_node(num_cpus=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def check() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            found = await find_hosts(write(tmp_path, cluster.address, 1, port), 1, SECONDS, stack)
+            (place,) = found.hosts.hosts
+            assert (place.engines, found.hosts.token) == (3, TOKEN)
+            assert is_healthy(place.address)
+            changed: asyncio.Queue[StaticHosts] = asyncio.Queue()
+            watching = asyncio.create_task(found.watch(changed.put_nowait))
+            await asyncio.to_thread(cluster.remove_node, first, False)
+            while is_healthy(place.address):
+                await asyncio.sleep(0.1)
+            host, _, number = place.address.rpartition(":")
+            # Another program has the port: the agent takes another one.
+            with socket.create_server((host, int(number))):
+                cluster.add_node(num_cpus=1)
+                (replaced,) = (await asyncio.wait_for(changed.get(), SECONDS)).hosts
+            assert replaced.address != place.address
+            assert is_healthy(replaced.address)
+            watching.cancel()
+        assert not is_healthy(replaced.address)
+
+    left = set(Path("/dev/shm").glob("megatron_rl-agent-*"))
+    asyncio.run(check())
+    assert set(Path("/dev/shm").glob("megatron_rl-agent-*")) == left
+    logs = Path(tempfile.gettempdir(), f"megatron_rl-agents-{os.getuid()}", str(port))
+    assert [path.name for path in logs.iterdir() if TOKEN in path.read_text()] == []
+
+
+def test_a_run_trains_on_groups_of_an_engine_that_ray_has_placed(cluster, tmp_path, capsys):
+    node = cluster.add_node(num_cpus=1)
+    world = loop.make_world(tmp_path, head_dim=32)
+    words = world.words(
+        "run", train_iters=2, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
+        rollout_hosts=write(tmp_path, cluster.address, 1, engines=1), rollout_max_num_seqs=8,
+    )  # fmt: skip
+    loop.run(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1")
+    assert megatron_rl(["audit", str(tmp_path / "runs" / "run")]) == 0
+    assert "2 of 2 iterations complete, 0 breaches" in capsys.readouterr().out
+    # Its actor and its agent have ended.
+    workers = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
+    assert [one.cmdline() for one in workers if "megatron_rl.sidecar.agent" in one.cmdline()] == []
+
+
+def test_a_wait_for_room_says_what_it_waits_for(cluster, tmp_path):
+    cluster.add_node(num_cpus=1)
+
+    async def check() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await find_hosts(write(tmp_path, cluster.address, 2), 1, 15.0, stack)
+
+    said = r"1 of 2 hosts have no agent .* group of \{'CPU': 1.0\}, and \{'CPU': 0.0\} of \{'CPU': 1.0\} are free"
+    with pytest.raises(NoRoomInCluster, match=said):
+        asyncio.run(check())

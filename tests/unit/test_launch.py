@@ -1,0 +1,194 @@
+"""megatron-rl launch: what a scheduler is given, what is refused, and that no token is in what others can read."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from megatron_rl.cli import main as megatron_rl
+from megatron_rl.errors import ExitCode
+from megatron_rl.launch.yaml import write_yaml
+from megatron_rl.sidecar.agent.remains import removed_afterwards
+from megatron_rl.sidecar.hosts import kinds
+from megatron_rl.sidecar.hosts.static import HostPlace
+from tests.processes import ROOT
+
+WORDS = ["pretrain_grpo.py", "--hf-model", "my model", "--rollout-tensor-parallel-size", "2", "--save"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(scheduler: str, *words: str, save: str = "runs/maths") -> int:
+    flags = ["--trainer-hosts", "2", "--engine-hosts", "3", *words]
+    return megatron_rl(["launch", scheduler, *flags, "--", *WORDS, save])
+
+
+def read_hosts(folder: Path, value: str) -> kinds._Found:
+    found = kinds._read(f"{value}:{folder / 'hosts.toml'}", 2)
+    assert isinstance(found, kinds._Found)
+    return found
+
+
+def find_words(script: str, program: str) -> list[str]:
+    """Return the words of the one shell command that has this program, with all that the shell would replace."""
+    (line,) = (line for line in script.replace("\\\n", " ").splitlines() if program in line)
+    words = shlex.split(line)
+    return shlex.split(words[words.index("-c") + 1])
+
+
+def test_a_job_of_slurm_has_ranks_in_its_first_component_and_agents_in_its_second(place, capsys):
+    assert launch("slurm", "--dry-run", "--sbatch=--partition=gpu", "--engine-sbatch=--constraint=old") == 0
+    folder = place / "runs/maths/rollout/maths/launch"
+    script = (folder / "job.sh").read_text()
+    printed = capsys.readouterr().out
+    assert script in printed
+    assert "nothing was started: sbatch" in printed
+    subprocess.run(["bash", "-n", str(folder / "job.sh")], check=True)
+    both = "--ntasks-per-node=1 --exclusive --mem=0 --gpus-per-node=8 --partition=gpu"
+    first, second = script.split("#SBATCH hetjob\n")
+    assert f"#SBATCH --nodes=2 {both}\n" in first
+    assert f"#SBATCH --nodes=3 --no-kill {both} --constraint=old\n" in second
+    ranks = find_words(script, "torch.distributed.run")
+    assert ranks[4:14] == [
+        "--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "$SLURM_PROCID", "--master-addr", "$first",
+        "--master-port", "29400",
+    ]  # fmt: skip
+    assert ranks[14:] == [
+        *WORDS, "runs/maths", "--rollout-hosts", "slurm", "--rollout-num-engines", "0",
+        "--rollout-listen", "0.0.0.0:7099",
+    ]  # fmt: skip
+    agent = find_words(script, "megatron_rl.sidecar.agent")
+    assert agent[agent.index("--listen") + 1] == "$SLURMD_NODENAME:7100"
+    assert Path(agent[agent.index("--token-file") + 1]) == folder / "token"
+    found = read_hosts(folder, "slurm")
+    assert (found.port, found.every) == (7100, HostPlace("", 4, (0, 1, 2, 3, 4, 5, 6, 7)))
+    # The trainer refuses a folder that others can read.
+    assert (place / "runs/maths/rollout/maths").stat().st_mode & 0o077 == 0
+    assert (folder / "token").stat().st_mode & 0o077 == 0
+    assert found.token not in script + printed
+
+
+def test_the_manifests_name_each_other_and_the_secret_alone_has_the_token(place, capsys):
+    assert launch("kubernetes", "--dry-run", "--image", "images/megatron-rl:1", "--claim", "shared:/shared") == 0
+    folder = place / "maths-launch"
+    text = (folder / "run.yaml").read_text()
+    printed = capsys.readouterr().out
+    assert text in printed
+    service, settings, engines, trainer = yaml.safe_load_all(text)
+    (secret,) = yaml.safe_load_all((folder / "secret.yaml").read_text())
+    found = read_hosts(folder, "kubernetes")
+    assert secret["stringData"]["token"] == found.token
+    assert found.token not in text + printed
+    assert (folder / "secret.yaml").stat().st_mode & 0o077 == 0
+    assert settings["data"]["hosts.toml"] == (folder / "hosts.toml").read_text()
+    # The names at which the sidecar looks are those that the StatefulSet and its Service give.
+    name, spec = engines["metadata"]["name"], engines["spec"]
+    assert spec["serviceName"] == service["metadata"]["name"]
+    assert found.source.list_names() == [f"{name}-{number}.{spec['serviceName']}" for number in range(spec["replicas"])]
+    for part in (engines, trainer):
+        template = part["spec"]["template"]
+        assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+        check_pod(template["spec"], secret["metadata"]["name"], settings["metadata"]["name"])
+    assert service["spec"]["clusterIP"] == "None"
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    ranks = trainer["spec"]["template"]["spec"]
+    words = shlex.split(ranks["containers"][0]["command"][-1])
+    first = words[words.index("--master-addr") + 1]
+    assert first == f"{trainer['metadata']['name']}-0.{ranks['subdomain']}"
+    assert ranks["subdomain"] == service["metadata"]["name"]
+    assert trainer["spec"]["completions"] == trainer["spec"]["parallelism"] == int(words[words.index("--nnodes") + 1])
+
+
+def test_the_example_is_what_its_command_prints(place):
+    example = (ROOT / "examples" / "kubernetes" / "maths.yaml").read_text()
+    comment, _, manifests = example.partition("\n---\n")
+    words = shlex.split(comment.replace("\\\n#", " ").partition("megatron-rl ")[2])
+    assert megatron_rl(words) == 0
+    assert (place / "maths-launch" / "run.yaml").read_text() == manifests
+
+
+def check_pod(pod: dict[str, Any], secret: str, settings: str) -> None:
+    """Check that all that a container mounts exists, and that only the container's user can read the token."""
+    (container,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/etc/megatron_rl", "/dev/shm", "/shared"}
+    hosts = volumes["hosts"]["projected"]
+    assert hosts["sources"] == [{"secret": {"name": secret}}, {"configMap": {"name": settings}}]
+    assert hosts["defaultMode"] & 0o077 == 0
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_the_program_of_the_scheduler_is_given_the_files(place, monkeypatch, capfd):
+    for program in ("sbatch", "kubectl"):
+        path = place / program
+        path.write_text('#!/bin/sh\necho "$0 $@" >&2\nexit 0\n')
+        path.chmod(0o700)
+    monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
+    assert launch("slurm") == 0
+    assert f"sbatch {place}/runs/maths/rollout/maths/launch/job.sh\n" in capfd.readouterr().err
+    assert launch("kubernetes", "--image", "image") == 0
+    folder = place / "maths-launch"
+    assert f"kubectl apply -f {folder}/secret.yaml -f {folder}/run.yaml\n" in capfd.readouterr().err
+    (place / "kubectl").write_text("#!/bin/sh\nexit 3\n")
+    assert launch("kubernetes", "--image", "image") == ExitCode.ENVIRONMENT
+    assert "has failed with exit code 3" in capfd.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert launch("slurm") == ExitCode.ENVIRONMENT
+    assert "sbatch is not found here: run sbatch" in capfd.readouterr().err
+
+
+def test_all_mistakes_of_a_launch_are_named_at_once_and_nothing_is_written(place, capsys):
+    words = ["--name", "My_Run", "--engines-per-host", "5", "--port", "65535", "--source", "none"]
+    assert megatron_rl(["launch", "slurm", *words, "--", "x.py", "--rollout-hosts", "slurm"]) == ExitCode.USAGE
+    errors = capsys.readouterr().err.splitlines()
+    expected = (
+        "--rollout-hosts must not be given after --", "--rollout-folder is missing after --", "--name My_Run must have",
+        "--engine-hosts 0 must be at least 1", "--port 65535 must be", "--source none must be a file",
+    )  # fmt: skip
+    assert len(errors) == len(expected), errors
+    for error, words_of_error in zip(errors, expected, strict=True):
+        assert f"megatron-rl launch: {words_of_error}" in error
+    assert launch("slurm", "--engines-per-host", "5") == ExitCode.USAGE
+    assert "--engines-per-host 5 with 2 accelerators each must not need more than the 8" in capsys.readouterr().err
+    assert launch("kubernetes", "--claim", "shared:runs") == ExitCode.USAGE
+    errors = capsys.readouterr().err
+    assert "--claim shared:runs must be CLAIM:FOLDER" in errors
+    assert "--image is missing" in errors
+    assert megatron_rl(["launch", "pbs"]) == ExitCode.USAGE
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": "no", "b": "1e3", "c": 'quotes " and \\', "d": "x: y", "e": None, "f": True, "g": 0.5, "h": "", "i": "-"},
+        {"text": "one\n\n  two\n# three\n\n", "list": [[1, []], {"a": {}, "b": ["x", {"c": "d\n"}]}], "odd": " x\n"},
+    ],
+)
+def test_yaml_is_read_back_as_it_was(value):
+    text = write_yaml([value, value])
+    assert list(yaml.safe_load_all(text)) == [value, value]
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_folders_are_removed_though_all_processes_are_told_to_end(tmp_path):
+    folder = tmp_path / "left"
+    folder.mkdir()
+    others = set(psutil.Process().children())
+    with removed_afterwards(folder):
+        (guard,) = set(psutil.Process().children()) - others
+        while not guard.children():
+            pass
+        for process in (*guard.children(), guard):
+            process.terminate()
+    assert not folder.exists()
