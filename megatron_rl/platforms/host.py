@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 _log = logging.getLogger(__name__)
-_NEEDED = ("_Options", "create_default_device")
+_NEEDED = ("_Options", "create_default_device", "create_device")
 _MARK = "_shares_device"
 _CPUINFO = Path("/proc/cpuinfo")
 # The registration of a kernel lasts as long as this object.
@@ -40,7 +40,7 @@ def bind_to_cores(cores: set[int]) -> None:
 
 
 def share_gloo_device() -> None:
-    """Give all groups that this process makes the same device of gloo; a second call does nothing.
+    """Give all groups that this process makes the same devices of gloo; a second call does nothing.
 
     torch makes a device for each group, and a device's thread wakes up a hundred times a second to check whether it
     must end. Megatron makes some forty groups, so a rank that only waits takes 4 % of a core, which other ranks need.
@@ -54,8 +54,12 @@ def share_gloo_device() -> None:
     original = group.__init__
 
     @functools.cache
-    def find_device() -> Any:
-        return group.create_default_device()
+    def find_devices() -> list[Any]:
+        # Where torch makes the devices, it does the same.
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        if not interfaces:
+            return [group.create_default_device()]
+        return [group.create_device(interface=interface) for interface in interfaces.split(",")]
 
     @functools.wraps(original)
     def make(self: Any, store: Any, rank: int, size: int, *others: Any, **keywords: Any) -> None:
@@ -65,7 +69,7 @@ def share_gloo_device() -> None:
             original(self, store, rank, size, *others, **keywords)
             return
         options = group._Options()
-        options._devices = [find_device()]
+        options._devices = find_devices()
         options._timeout = timeout
         original(self, store, rank, size, options)
 
