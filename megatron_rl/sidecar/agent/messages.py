@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of these messages and of the routes; an agent refuses a service of another one."""
 
 LEASE_HEADER = "x-lease"

@@ -51,8 +51,8 @@ class EngineHost(Protocol):
         """Check whether an engine that starts now can load these weights."""
         ...
 
-    async def find_weights(self, weights: Weights) -> WeightsPlace:
-        """Return the place from which an engine loads them."""
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
+        """Return the places from which an engine's workers load them, one for each of its hosts."""
         ...
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
@@ -81,8 +81,8 @@ class OwnHost:
     async def has_copy(self, weights: Weights) -> bool:
         return weights.transport == "shm" and Path(weights.location).is_dir()
 
-    async def find_weights(self, weights: Weights) -> WeightsPlace:
-        return WeightsPlace(weights.location, os.getuid())
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
+        return (WeightsPlace(weights.location, os.getuid()),)
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
         return error

@@ -13,11 +13,16 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience, RemoteHost
 from megatron_rl.sidecar.hosts.static import StaticHosts
+from megatron_rl.sidecar.hosts.together import HandleOfParts, HostsTogether
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
+from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
 _log = logging.getLogger(__name__)
+
+_FIRST_PORT_OF_ENGINES = 2
+"""The distance from an agent's port to that of the first engine whose parts meet there; the next one takes weights."""
 
 
 class Hosts:
@@ -34,7 +39,7 @@ class Hosts:
     @property
     def num_engines(self) -> int:
         """The number of engines that run on these hosts."""
-        return sum(host.place.engines for host in self.all)
+        return sum(hosts[0].place.engines for hosts in _group(self.all))
 
     def open(self) -> None:
         """Begin to hold the lease of each host."""
@@ -79,9 +84,12 @@ class Hosts:
 class _Room:
     """Room for one engine."""
 
-    host: RemoteHost | None
-    """None for the service's own host."""
-    devices: tuple[int, ...] = ()
+    hosts: tuple[RemoteHost, ...] = ()
+    """The hosts that it is divided over; none for the service's own host."""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """Its devices on each of them."""
+    number: int = 0
+    """Its place among the engines of these hosts."""
     holder: str | None = None
 
 
@@ -95,24 +103,23 @@ class HostsFactory:
         """
         self._own = own
         self._config = config
-        self._places = [_Room(None) for _ in range(num_own)] + [
-            _Room(host, devices) for host in hosts for devices in _divide(host, config.tensor_parallel_size)
+        self._places = [_Room() for _ in range(num_own)] + [
+            room for together in _group(hosts) for room in _make_rooms(together, config.tensor_parallel_size)
         ]
 
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         place = self._take_place(name)
-        if place is None or place.host is None:
+        if place is None or not place.hosts:
             return self._own.create(name)
-        host = place.host
-        config = dataclasses.replace(
-            self._config,
-            devices=place.devices,
-            python=host.place.python,
-            model=host.place.model or self._config.model,
-        )
-        num_workers = host.place.engines * config.tensor_parallel_size
-        return self._own.make_engine(name, host.start(name, config, num_workers), host)
+        num_workers = self._config.tensor_parallel_size // len(place.hosts)
+        handles = [
+            host.start(name, self._configure(place, rank), host.place.engines * num_workers)
+            for rank, host in enumerate(place.hosts)
+        ]
+        if len(handles) == 1:
+            return self._own.make_engine(name, handles[0], place.hosts[0])
+        return self._own.make_engine(name, HandleOfParts(handles), HostsTogether(place.hosts))
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started on this host by another process, given the path of its socket."""
@@ -125,6 +132,21 @@ class HostsFactory:
                 place.holder = None
         self._own.release(name)
 
+    def _configure(self, place: _Room, rank: int) -> ServerConfig:
+        """Configure an engine, or its part, on one of its hosts."""
+        host, leader = place.hosts[rank], place.hosts[0]
+        part = None
+        if len(place.hosts) > 1:
+            port = leader.agent_port + _FIRST_PORT_OF_ENGINES + place.number
+            part = EnginePart(rank, len(place.hosts), host.address, leader.address, port)
+        return dataclasses.replace(
+            self._config,
+            devices=place.devices[rank],
+            python=host.place.python,
+            model=host.place.model or self._config.model,
+            part=part,
+        )
+
     def _take_place(self, name: str) -> _Room | None:
         """Return the place that the engine has, or else a free one; None if all are taken."""
         for holder in (name, None):
@@ -135,9 +157,20 @@ class HostsFactory:
         return None
 
 
-def _divide(host: RemoteHost, size: int) -> list[tuple[int, ...]]:
-    """Divide a host's devices over its engines."""
-    devices = host.place.devices
-    if devices is None:
-        return [()] * host.place.engines
-    return [devices[start : start + size] for start in range(0, len(devices), size)]
+def _group(hosts: Sequence[RemoteHost]) -> list[list[RemoteHost]]:
+    """Group the hosts that run engines together, in their order; most are alone."""
+    groups: dict[tuple[str, str], list[RemoteHost]] = {}
+    for host in hosts:
+        word = host.place.together
+        groups.setdefault((word, "" if word else host.name), []).append(host)
+    return list(groups.values())
+
+
+def _make_rooms(hosts: Sequence[RemoteHost], size: int) -> list[_Room]:
+    """Divide the devices of hosts over their engines, each of which has as many on every host."""
+    share = size // len(hosts)
+    rooms = []
+    for number in range(hosts[0].place.engines):
+        part = slice(number * share, (number + 1) * share)
+        rooms.append(_Room(tuple(hosts), tuple((host.place.devices or ())[part] for host in hosts), number))
+    return rooms

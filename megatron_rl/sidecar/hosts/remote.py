@@ -114,7 +114,7 @@ class RemoteHost:
         self.name = place.address
         parsed = parse_place(place.address)
         assert parsed is not None
-        self.address = parsed[0]
+        self.address, self.agent_port = parsed
         self.port: int | None = None
         """The port at which the host takes weights; None if it shares the trainer's folder, or holds no lease."""
         self.on_changed: Callable[[], None] = lambda: None
@@ -272,13 +272,13 @@ class RemoteHost:
             return await OWN_HOST.has_copy(weights)
         return await self._arrives(weights)
 
-    async def find_weights(self, weights: Weights) -> WeightsPlace:
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
         if self._shares_folder:
             return await OWN_HOST.find_weights(weights)
         found = await self._find_arrived(weights)
         if found is None:
             raise NotGiven(f"host {self.name} was not given version {weights.version}")
-        return WeightsPlace(found.folder, self._user)
+        return (WeightsPlace(found.folder, self._user),)
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
         if self._shares_folder:

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ class RemoteHandle:
 
     def __init__(self, host: "RemoteHost", name: str) -> None:
         self.name = self.address = name
+        self.host_name = host.name
         self.log = Path(f"{host.address}:{name}.log")
         self.lease = ""
         """The lease under which it was started."""
@@ -35,8 +37,8 @@ class RemoteHandle:
     def poll(self) -> str | None:
         return self._life.ended
 
-    def need(self, pid: int) -> None:
-        self.needed.append(pid)
+    def need(self, pids: Sequence[int]) -> None:
+        self.needed.extend(pids)
 
     def find_fault(self) -> str | None:
         if fault := self._host.find_fault():

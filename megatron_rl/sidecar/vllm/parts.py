@@ -8,10 +8,12 @@ import array
 import dataclasses
 import fcntl
 import ipaddress
+import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import InputError, PlatformError
 
@@ -76,6 +78,17 @@ def find_interface(host: str) -> str:
         f"no network interface of this host has the address {host}: an engine over several hosts needs it, so name the "
         "host in the file of --rollout-hosts by an address of its own"
     )
+
+
+def encode_places(places: Sequence[tuple[str, int]]) -> str:
+    """Encode the folders of a version and their owners, one of each of an engine's hosts, for its workers."""
+    return json.dumps([list(place) for place in places])
+
+
+def pick_place(places: str, parallel: Any) -> tuple[Path, int]:
+    """Return the folder and its owner on the host of a worker, which has this parallel configuration."""
+    folder, user = json.loads(places)[getattr(parallel, "node_rank", 0)]
+    return Path(folder), user
 
 
 def run_headless(words: list[str]) -> None:
