@@ -13,6 +13,11 @@ from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten
 # No connection is kept: the server may close an idle one at the moment of its next use.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
+STEP = "step"
+"""The extension of a request that names the step of an engine to which it belongs."""
+STEPS = ("pause", "load", "commit", "verify", "probe")
+"""The steps of a publish, which all engines take at nearly the same time."""
+
 
 def reach_socket(path: str) -> httpx.AsyncBaseTransport:
     """Make a transport for requests to a unix socket of this host."""

@@ -39,6 +39,7 @@ from megatron_rl.sidecar.agent.messages import (
 )
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST, WeightsPlace
+from megatron_rl.sidecar.hosts.gathered import GatheredRequests
 from megatron_rl.sidecar.hosts.remote_engine import Forwarded, RemoteHandle
 from megatron_rl.sidecar.hosts.static import HostPlace
 from megatron_rl.sidecar.listening import parse_place
@@ -146,6 +147,12 @@ class RemoteHost:
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
+        self.gathered = GatheredRequests(self, self._transport, self._authorization, patience.answer)
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines, or parts of some, that were started here."""
+        return len(self._handles)
 
     @property
     def lease(self) -> str:
