@@ -39,6 +39,7 @@ from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
+from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
@@ -215,8 +216,8 @@ class VllmEngine:
         if wrong := sorted(set(find_wrongly_shared(answers))):
             if way == "files":
                 # If the files are wrong, the engine is not.
-                place = await self.host.find_weights(weights)
-                await self._workers("load", "megatron_rl_check_files", place.folder, *wrong)
+                places = await self.host.find_weights(weights)
+                await self._workers("load", "megatron_rl_check_files", encode_places(places), *wrong)
             raise WrongWeights(
                 f"engine {self.name}, load: {len(wrong)} tensors, divided over its workers, do not hold the numbers "
                 f"that were given: {', '.join(wrong[:5])}"
@@ -335,8 +336,7 @@ class VllmEngine:
             ) from None
         self.facts = facts = answers[0]
         if self._handle:
-            for answer in answers:
-                self._handle.need(int(answer["pid"]))
+            self._handle.need([int(answer["pid"]) for answer in answers])
         if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
             _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
         if wrong := facts["wrong_rotations"]:
@@ -374,8 +374,7 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
-        place = await self.host.find_weights(weights)
-        arguments = [place.folder, str(place.user), weights.fingerprint]
+        arguments = [encode_places(await self.host.find_weights(weights)), weights.fingerprint]
         if weights.base:
             arguments += [weights.base, str(weights.version + 1)]
         try:

@@ -27,8 +27,10 @@ from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
+from megatron_rl.sidecar.vllm import parts as vllm_parts
 from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
 from megatron_rl.sidecar.vllm.memory import EngineMemory
+from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
 from megatron_rl.types import Architecture, RopeKind
@@ -87,6 +89,8 @@ class ServerConfig:
     """GiB of memory for keys and values on a CPU."""
     memory: EngineMemory | None = None
     """The memory on devices that ranks share; None leaves vLLM's share to its own flags."""
+    part: EnginePart | None = None
+    """The part that this host runs of an engine over several hosts; None for an engine of one host."""
     python: str = sys.executable
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
@@ -191,6 +195,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.device == "cpu" and config.tensor_parallel_size == 1:
         # As on other devices, the only worker runs in the core's process, so that steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    if config.part is not None:
+        command += vllm_parts.list_flags(config.part)
     if config.memory is not None:
         command += vllm_memory.list_flags(config.memory)
     if config.transport != "shm":
@@ -235,6 +241,8 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"
+    if config.part is not None:
+        vllm_parts.set_variables(environment, config.part)
     return {**environment, **config.environment}
 
 

@@ -35,6 +35,7 @@ from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacl
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
 from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
+from megatron_rl.sidecar.vllm.parts import pick_place
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 from megatron_rl.sidecar.vllm.proofs import TIED, describe_proof, read_started_from
 from megatron_rl.sidecar.vllm.received import (
@@ -135,14 +136,14 @@ class WorkerExtension(AdapterLoader):
         }
 
     @answered
-    def megatron_rl_load(self, folder: str, user: str, expected: str, base: str = "", number: str = "0") -> RpcAnswer:
-        """Load the weights in a folder, if they have the announced fingerprint and no tensor is missing.
+    def megatron_rl_load(self, places: str, expected: str, base: str = "", number: str = "0") -> RpcAnswer:
+        """Load the weights in its host's folder, if they have the announced fingerprint and no tensor is missing.
 
         They are copied from the trainer's devices if these are offered and can be opened, and else from files. With the
         fingerprint of a base, they are adapters on it, which requests name by the number.
         """
-        path = Path(folder)
-        must_be_private(path, int(user))
+        path, user = pick_place(places, self.vllm_config.parallel_config)
+        must_be_private(path, user)
         digests = read_digests(path)
         reasons: Sequence[str] = ()
         if base:
@@ -223,9 +224,10 @@ class WorkerExtension(AdapterLoader):
         return {"fingerprint": expected, "obstacles": [], **describe_proof(proof, digests)}
 
     @answered
-    def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
+    def megatron_rl_check_files(self, places: str, *names: str) -> RpcAnswer:
         """Refuse files of which these tensors do not match the digests that came with them."""
-        received, digests = map_file_tensors(Path(folder)), read_digests(Path(folder))
+        path, _ = pick_place(places, self.vllm_config.parallel_config)
+        received, digests = map_file_tensors(path), read_digests(path)
         must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
         return {}
 
