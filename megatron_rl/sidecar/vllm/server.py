@@ -24,7 +24,7 @@ import megatron_rl
 from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
 from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
@@ -39,6 +39,7 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
+TEXT_FLAG = "--language-model-only"
 COMPILATION_FLAG = "--compilation-config"
 PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 """The value of that flag with which vLLM rotates queries and keys in torch (`rotation.py`)."""
@@ -94,6 +95,8 @@ class ServerConfig:
     """True: an engine returns the experts of each token."""
     attends_plainly: bool = False
     """True: vLLM computes attention in plain ways, since its faster ones for CPUs are wrong or refuse updates here."""
+    is_text_only: bool = False
+    """True: the folder holds a vision model, which engines neither load nor compute with."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
@@ -114,6 +117,7 @@ def configure_server(
     """Derive the configuration of a sidecar's engines from its settings."""
     length = rollout.max_model_len or seq_length
     assert length is not None
+    architecture = read_architecture(model, weights_bridge)
     flags = tuple(split_flags(rollout.vllm_args))
     if names_flag(flags, _SCHEDULER_FLAG):
         _log.info("engines use the scheduler of %s: outputs are sent as it sends them", FLAG)
@@ -123,14 +127,15 @@ def configure_server(
         max_num_seqs=rollout.max_num_seqs,
         device=device,
         # Explicit: by default vLLM computes float32 weights in half precision.
-        dtype=rollout.dtype or read_architecture(model, weights_bridge).dtype,
+        dtype=rollout.dtype or architecture.dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=num_threads,
         memory=memory,
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
-        attends_plainly=device == "cpu" and read_architecture(model, weights_bridge).latents is not None,
+        attends_plainly=device == "cpu" and architecture.latents is not None,
+        is_text_only=find_family(architecture.family).images is not None,
         transport=rollout.transport,
         flags=flags,
     )
@@ -171,6 +176,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     # vllm-ascend chooses among schedulers of its own.
     if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
         command += [_SCHEDULER_FLAG, SCHEDULER]
+    if config.is_text_only:
+        command.append(TEXT_FLAG)
     if config.replays_routing:
         command.append(EXPERTS_FLAG)
     if eager:
