@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.adapters import AdapterMapping
+from megatron_rl.shared.weights.families import find_family
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.types import Architecture
 
@@ -80,6 +81,11 @@ def _check_engines(settings: DraftSettings) -> Iterator[str]:
 
 def _check_targets(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     lora, sizes = settings.lora, settings.parallel_sizes
+    if find_family(model.family).images is not None:
+        yield (
+            f"--lora-rank {lora.rank} is not possible with a {model.family} model yet, whose folder holds a vision "
+            "model: train all weights, or take a model of text alone"
+        )
     try:
         adapters = AdapterMapping(Mapping(model), lora.rank, lora.targets)
     except InputError as error:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.families import find_left_out
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
@@ -170,6 +171,7 @@ def describe_proof(proof: LoadProof, digests: Mapping[str, list[int]]) -> dict[s
 def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
     """Map the tensors of the checkpoint that an engine started from; return none if it is in another format.
 
+    Tensors that are not trained are left out, because none is published: they stay as vLLM loaded them, if it did.
     Experts that are stored together have their own tensors, as a trainer publishes them.
     """
     if not any(folder.glob("*.safetensors")):
@@ -181,5 +183,6 @@ def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
                 f"{folder} holds experts in MXFP4, and engines get weights in the dtype that is trained: "
                 "start them from a folder of the model in bfloat16, as --stage sft saves one with --save-hf"
             )
-        stored = ((name, checkpoint.tensor(name)) for name in names)
+        left_out = find_left_out(folder, names)
+        stored = ((name, checkpoint.tensor(name)) for name in names if name not in left_out)
         return dict(part for one in stored for part in split_stored(*one))

@@ -24,7 +24,7 @@ import megatron_rl
 from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
 from megatron_rl.sidecar.vllm import parts as vllm_parts
@@ -43,6 +43,7 @@ _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has slots for."""
+TEXT_FLAG = "--language-model-only"
 COMPILATION_FLAG = "--compilation-config"
 PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 """The value of that flag with which vLLM rotates queries and keys in torch (`rotation.py`)."""
@@ -102,6 +103,8 @@ class ServerConfig:
     """The largest rank of adapters that it takes; 0 for none."""
     attends_plainly: bool = False
     """True: vLLM computes attention in plain ways, since its faster ones for CPUs are wrong or refuse updates here."""
+    is_text_only: bool = False
+    """True: the folder holds a vision model, which engines neither load nor compute with."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
@@ -122,6 +125,7 @@ def configure_server(
     """Derive the configuration of a sidecar's engines from its settings."""
     length = rollout.max_model_len or seq_length
     assert length is not None
+    architecture = read_architecture(model, weights_bridge)
     flags = tuple(split_flags(rollout.vllm_args))
     if names_flag(flags, _SCHEDULER_FLAG):
         _log.info("engines use the scheduler of %s: outputs are sent as it sends them", FLAG)
@@ -131,7 +135,7 @@ def configure_server(
         max_num_seqs=rollout.max_num_seqs,
         device=device,
         # Explicit: by default vLLM computes float32 weights in half precision.
-        dtype=rollout.dtype or read_architecture(model, weights_bridge).dtype,
+        dtype=rollout.dtype or architecture.dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=num_threads,
         memory=memory,
@@ -139,7 +143,8 @@ def configure_server(
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
         lora_rank=rollout.lora_rank,
-        attends_plainly=device == "cpu" and read_architecture(model, weights_bridge).latents is not None,
+        attends_plainly=device == "cpu" and architecture.latents is not None,
+        is_text_only=find_family(architecture.family).images is not None,
         transport=rollout.transport,
         flags=flags,
     )
@@ -180,6 +185,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     # vllm-ascend chooses among schedulers of its own.
     if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
         command += [_SCHEDULER_FLAG, SCHEDULER]
+    if config.is_text_only:
+        command.append(TEXT_FLAG)
     if config.replays_routing:
         command.append(EXPERTS_FLAG)
     if config.lora_rank:

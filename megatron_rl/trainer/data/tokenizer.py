@@ -12,6 +12,7 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.shared.protocol.wire import JSON, Prompt, encode_tokens
 from megatron_rl.shared.weights.end_tokens import read_end_tokens
+from megatron_rl.shared.weights.families import find_image_tokens
 from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row
 
 _ROWS_AT_A_TIME = 1024
@@ -167,13 +168,24 @@ class PromptTokenizer:
         for row, sequence in zip(rows, tokens, strict=True):
             if not len(sequence):
                 raise row.error("has a prompt without tokens; write one, or leave the row out")
-        if np.concatenate(tokens).max() < self.vocab_size:
-            return
         for row, sequence in zip(rows, tokens, strict=True):
             self.check_vocabulary(row, sequence)
 
+    @functools.cached_property
+    def _image_tokens(self) -> dict[int, str]:
+        """Tokens that stand for images in a prompt, or enclose them, each with its key of config.json."""
+        return find_image_tokens(self.folder) if (self.folder / "config.json").exists() else {}
+
     def check_vocabulary(self, row: Row, tokens: np.ndarray) -> None:
-        """Raise an InputError that names the row if one of its tokens is outside the model's vocabulary."""
+        """Raise an InputError that names the row if one of its tokens cannot be trained on.
+
+        Such a token is outside the model's vocabulary, or stands for an image.
+        """
+        if found := sorted(self._image_tokens.keys() & {*tokens.tolist()} if self._image_tokens else ()):
+            raise row.error(
+                f"has token {found[0]}, which stands for images ({self._image_tokens[found[0]]} in "
+                f"{self.folder / 'config.json'}), and models are trained on text alone; leave the row out"
+            )
         if tokens.max(initial=0) >= self.vocab_size:
             raise row.error(
                 f"has token {tokens.max()}, and the model's vocabulary ends at {self.vocab_size - 1}; the "

@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 # Files beside the weights, which engines and users need. They are copied unchanged.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 
@@ -101,10 +102,19 @@ class ModelWeights:
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
-            if self._session.rank == 0 and (names := checkpoint.left_out):
-                what = f"{len(names)} tensors of layers that predict several tokens, such as {names[0]}"
-                _log.warning("%s in %s are not trained, and exports copy them", what, folder)
+            if self._session.rank == 0:
+                for what, names in self._group_left_out(checkpoint.left_out).items():
+                    some = f"{len(names)} tensors of {what}, such as {names[0]}"
+                    _log.warning("%s in %s are not trained, and exports copy them", some, folder)
             self._session.run_or_raise_everywhere(lambda: load_shards(self.shards, checkpoint))
+
+    def _group_left_out(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Group the tensors that are not trained by what they belong to."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            what = "the vision model" if self.mapping.is_of_tower(name) else "layers that predict several tokens"
+            found.setdefault(what, []).append(name)
+        return found
 
     def zero_padding(self) -> None:
         """Zero the rows that pad the vocabulary, which a checkpoint with other padding does not fill."""
@@ -158,8 +168,8 @@ class ModelWeights:
         return compute_fingerprint(sums.specs, digests)
 
     def _list_copied(self, source: Path | str | None) -> list[TensorSpec]:
-        """List the tensors of layers that are not trained, which an export copies from the folder `source`."""
-        if source is None or not self.mapping.has_prediction_layers:
+        """List the tensors that are not trained, which an export copies from the folder `source`."""
+        if source is None or not self.mapping.may_leave_out:
             return []
 
         def find() -> list[TensorSpec]:
@@ -167,6 +177,8 @@ class ModelWeights:
                 with Checkpoint(source) as checkpoint:
                     return checkpoint.list_left_out(self.mapping)
             except InputError as error:
+                if self.mapping.has_tower:
+                    raise
                 _log.warning("layers that predict several tokens, if there are any, are not exported: %s", error)
                 return []
 
@@ -291,6 +303,8 @@ class ModelWeights:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
+        if stored in config.get("text_config", {}):
+            config["text_config"] = {**config["text_config"], stored: config[stored]}
         # Experts in MXFP4 and weights in scaled blocks were read in the model's dtype, and are written so.
         config.pop("quantization_config", None)
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
