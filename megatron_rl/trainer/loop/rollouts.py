@@ -209,6 +209,7 @@ class Rollouts:
             lambda slot: self._timeline.span("wait", slot),
             num_ahead=terms.division.slots_per_replica if isinstance(relay, ReceivingRank) else 1,
             leave=relay.leave,
+            max_turns=terms.sampling.max_turns,
         )
 
     def _submit(self, identity: Identity) -> None:
