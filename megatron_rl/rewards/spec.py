@@ -107,9 +107,9 @@ _LEAST_MEMORY_GIB = 0.125
 _DYNAMIC = {"exec", "globals", "locals", "setattr", "vars", "modules", "__getattr__"}
 
 
-def problems(reward: RewardConfig) -> Iterator[str]:
-    """Yield each mistake that would end workers."""
-    if not reward.functions:
+def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
+    """Yield each mistake that would end workers; without `is_needed`, there may be no function."""
+    if is_needed and not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
     try:

@@ -152,6 +152,8 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: str
     start: int
     end: int
+    engine: str = ""
+    """The engine that sampled them, if it is not the response's."""
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

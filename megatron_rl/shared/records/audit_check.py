@@ -441,8 +441,9 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
     if response.fingerprint != submit.fingerprint:
         wanted = submit.fingerprint[:12]
         yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"
-    if response.engine not in attempt.engines:
-        yield BreachName.UNKNOWN_ENGINE, f"comes from engine {response.engine}, which did not report the version"
+    for engine in dict.fromkeys(span.engine or response.engine for span in response.spans) or (response.engine,):
+        if engine not in attempt.engines:
+            yield BreachName.UNKNOWN_ENGINE, f"comes from engine {engine}, which did not report the version"
     may_act = submit.sampling.max_turns > 0
     versions = sorted({span.version for span in response.spans if not (may_act and span.version == ENVIRONMENT)})
     position = 0

@@ -60,9 +60,8 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
     for response in part.responses:
         length = count_sampled(response)
         measures.add("responses", 1)
-        if (num_turns := count_turns(response.spans)) > 1:
-            measures.add("tokens.environment", len(response.tokens) // 4 - length)
-        measures.add("turns", num_turns)
+        measures.add("tokens.environment", len(response.tokens) // 4 - length)
+        measures.add("turns", count_turns(response.spans))
         measures.add("tokens.response", length)
         measures.bound("length", length)
         measures.add("truncated", response.finish_reason != "stop")
@@ -152,7 +151,7 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
         },
     }
-    if "tokens.environment" in sums:
+    if sums["tokens.environment"]:
         metrics["responses"]["turns"] = sums["turns"] / responses
         metrics["tokens"]["environment"] = int(sums["tokens.environment"])
     own = {name.removeprefix("metric."): sums[name] / targets for name in sums if name.startswith("metric.")}

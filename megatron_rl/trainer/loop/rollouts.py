@@ -266,6 +266,7 @@ def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSou
         temperature=temperature,
         stop_token_ids=list(dict.fromkeys([*(sampling.stop_token_ids or []), *stops])),
         ignore_eos=sampling.ignore_eos,
+        max_turns=0 if settings.environment.source is None else settings.environment.max_turns,
     )
 
 
