@@ -133,7 +133,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> N
     """Load the class, and answer calls."""
     setup = read_setup(requests, missing)
     # Imported here, after the confinement: the keeper does not need it.
-    from megatron_rl.rewards.calling import CannotLoad, name_line, load_module
+    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line
 
     file, name = setup["file"], setup["name"]
     try:
