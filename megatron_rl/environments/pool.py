@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.process import EnvironmentWorker
-from megatron_rl.environments.types import FLAG, Description, EnvironmentFailed, EnvironmentSpec
+from megatron_rl.environments.types import FLAG, Description, EnvironmentFailed, EnvironmentSpec, TooSlow
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.rewards.confinement import build_environment, find_python_path, plan_confinement
 from megatron_rl.rewards.process import OutputLog, WorkerFault
@@ -49,10 +49,6 @@ class Conversation:
         """Return what the environment says to a completion; None once the conversation is over."""
         said: str | None = await self._call("step", completion=completion)
         return said
-
-    async def use_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return what a tool says."""
-        return str(await self._call("tool", name=name, arguments=arguments))
 
     async def get_reward(self) -> float:
         """Return the reward of the conversation."""
@@ -106,9 +102,6 @@ class EnvironmentPool:
         except BaseException:
             await self.close()
             raise
-        if not description.has_step:
-            await self.close()
-            raise UsageError(f"{FLAG}: {description.name} has tools, and only environments with a method step are run")
         for what, why in self.missing.items():
             _log.warning("environments are not confined in %s: %s", what, why)
         return description
@@ -118,13 +111,16 @@ class EnvironmentPool:
         """Hold a conversation with an environment that is made for a row; `is_alone`, on a worker of its own."""
         async with self._places, self._places_alone if is_alone else contextlib.nullcontext():
             conversation, worker = await self._open(row, seed, is_alone)
+            is_stuck = False
             try:
                 yield conversation
             except EnvironmentFailed as failure:
                 self.errors[str(failure)] += 1
+                is_stuck = isinstance(failure, TooSlow)
                 raise
             finally:
-                await conversation.close()
+                if not is_stuck:
+                    await conversation.close()
                 self._leave(worker, conversation)
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
+from megatron_rl.environments.types import EnvironmentFailed, TooSlow, WorkerEnded
 from megatron_rl.rewards.process import ConfinedWorker, WorkerFault
 
 
@@ -43,7 +43,7 @@ class EnvironmentWorker(ConfinedWorker):
                 return await waiting
         except TimeoutError:
             self.is_worn = True
-            raise EnvironmentFailed(f"did not answer {content['call']} within {timeout:g} seconds") from None
+            raise TooSlow(f"did not answer {content['call']} within {timeout:g} seconds") from None
         finally:
             del self._waiting[number]
 

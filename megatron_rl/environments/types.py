@@ -1,24 +1,25 @@
 """An environment as its flag names it, and what its processes say about it."""
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.flag import names_function
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.rewards.spec import parse_on_error
 
 FLAG = "--rollout-env"
 # The component of a response's reward that its environment gives.
 COMPONENT = "environment"
-
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+ON_ERROR_FLAG = "--rollout-env-on-error"
 
 
 class EnvironmentFailed(MegatronRLError):
     """The failure of an environment: it raised, was silent for too long, or said too much."""
+
+
+class TooSlow(EnvironmentFailed):
+    """An environment that does not answer a call in time."""
 
 
 class WorkerEnded(EnvironmentFailed):
@@ -35,11 +36,8 @@ class Description:
     """The parts of a class of environments."""
 
     name: str
-    tools: Sequence[Mapping[str, Any]] = ()
-    """The schemas of its tools, as chat templates take them."""
-    has_step: bool = False
-    """Whether it answers completions: then it has a method `step`, and no tool."""
-    has_reward: bool = False
+    has_reward: bool
+    """True if it gives rewards itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +63,6 @@ class EnvironmentSpec:
             raise UsageError(f"{FLAG} {self.file} cannot be read: {error}; name a readable file") from None
 
 
-def parse_on_error(text: str) -> float | None:
-    """Parse --rollout-env-on-error: return None for "stop", else the reward of a response whose environment failed."""
-    if text == "stop":
-        return None
-    if not re.fullmatch(_NUMBER, text) or abs(float(text)) == float("inf"):
-        raise UsageError(f"--rollout-env-on-error {text} must be stop or a finite number")
-    return float(text)
-
-
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     """Find the mistakes in the flags of environments."""
     found: list[str] = []
@@ -83,7 +72,7 @@ def find_flag_problems(config: EnvironmentConfig) -> list[str]:
         except UsageError as error:
             found += error.problems
     try:
-        parse_on_error(config.on_error)
+        parse_on_error(config.on_error, ON_ERROR_FLAG)
     except UsageError as error:
         found += error.problems
     return found

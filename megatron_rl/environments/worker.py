@@ -17,65 +17,46 @@ from typing import IO, Any
 
 from megatron_rl.rewards.worker import answer, read_setup, run_worker
 
-# The calls that are not tools.
-_OWN = ("reset", "step", "get_reward", "close")
 _MOST_THREADS = 1024
 # The longest text of an environment, in bytes as it travels: a policy reads far less.
 LONGEST_TEXT = 1 << 19
 _LONGEST_ERROR = 2000
 
 
-class Environments:
-    """The environments of this process, one a conversation, and the calls of them."""
+class Environment:
+    """The environment of a conversation.
 
-    def __init__(self, factory: Callable[[], Any], file: str) -> None:
-        self._factory = factory
-        self._file = file
-        self._instances: dict[int, Any] = {}
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True).start()
+    It has an event loop of its own, for an environment may keep what belongs to a loop, and one may block its loop.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._instance = factory()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def call(self, request: Mapping[str, Any]) -> Any:
         """Make a call, and return what the environment says."""
-        conversation, kind = request["conversation"], request["call"]
+        kind, instance = request["call"], self._instance
         if kind == "open":
-            instance = self._factory()
-            self._instances[conversation] = instance
             return _check_text(self._run(instance.reset, **_choose(instance.reset, request["row"], request["seed"])))
-        if kind == "close":
-            ended = self._instances.pop(conversation, None)
-            if ended is not None and callable(close := getattr(ended, "close", None)):
-                self._run(close)
-            return None
-        instance = self._instances[conversation]
         if kind == "step":
             return _check_text(self._run(instance.step, request["completion"]))
-        if kind == "tool":
-            return _check_text(self._use_tool(instance, request["name"], request["arguments"]))
         return _check_reward(self._run(instance.get_reward))
 
-    def describe(self, error: BaseException) -> str:
-        """Return the last line of an error's traceback, and the line of the environment's file where it happened."""
-        from megatron_rl.rewards.calling import name_line
-
-        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_ERROR]
-        return message + name_line(error, self._file)
-
-    def _use_tool(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; its error is what the policy reads, since the policy chose tool and arguments."""
-        if name not in list_tools(type(instance)):
-            return json.dumps({"error": f"{name} is not a tool"})
+    def close(self) -> None:
+        """Let the environment end."""
         try:
-            said = self._run(getattr(instance, name), **arguments)
-        except Exception as error:
-            return json.dumps({"error": str(error)})
-        return said if isinstance(said, str) else json.dumps(said, default=str)
+            if callable(close := getattr(self._instance, "close", None)):
+                self._run(close)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
 
     def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
-        if inspect.isawaitable(result):
-            return asyncio.run_coroutine_threadsafe(_await(result), self._loop).result()
-        return result
+        if not inspect.isawaitable(result):
+            return result
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(_await(result))
 
 
 async def _await(result: Any) -> Any:
@@ -105,28 +86,23 @@ def _check_reward(value: Any) -> float:
     return number
 
 
-def list_tools(kind: type) -> list[str]:
-    """List the tools of a class: its public methods that have no other role."""
-    found = inspect.getmembers(kind, inspect.isfunction)
-    return [name for name, _ in found if not name.startswith("_") and name not in _OWN]
+def describe_error(error: BaseException, file: str) -> str:
+    """Return the last line of an error's traceback, and the line of the environment's file where it happened."""
+    from megatron_rl.rewards.calling import name_line
+
+    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_ERROR]
+    return message + name_line(error, file)
 
 
 def describe(factory: Callable[[], Any]) -> dict[str, Any]:
     """Describe what an environment offers; raise a TypeError for one that cannot be used."""
     instance = factory()
-    kind, tools = type(instance), []
-    if not callable(getattr(instance, "reset", None)):
-        raise TypeError(f"{kind.__name__} has no method reset")
-    names, has_step = list_tools(kind), callable(getattr(instance, "step", None))
-    if names and not has_step:
-        # Imported here: it takes seconds, and an environment with `step` needs no schemas.
-        from transformers.utils import get_json_schema
-
-        tools = [get_json_schema(getattr(instance, name)) for name in names]
-    elif not has_step:
-        raise TypeError(f"{kind.__name__} has neither a tool, which is a public method, nor a method step")
-    has_reward = callable(getattr(instance, "get_reward", None))
-    return {"name": kind.__name__, "tools": tools, "has_step": has_step, "has_reward": has_reward}
+    name = type(instance).__name__
+    for method in ("reset", "step"):
+        if not callable(getattr(instance, method, None)):
+            also = ": classes whose methods are tools are not run yet" if method == "step" else ""
+            raise TypeError(f"{name} has no method {method}{also}")
+    return {"name": name, "has_reward": callable(getattr(instance, "get_reward", None))}
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
@@ -148,14 +124,23 @@ def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> N
         answer(answers, {"cannot_load": f"{name} of {file}: {error}{name_line(error, file)}"})
         return
     answer(answers, {"ready": True, "missing": missing, "description": description})
-    environments, one_at_a_time = Environments(factory, file), threading.Lock()
+    environments: dict[int, Environment] = {}
+    one_at_a_time = threading.Lock()
+
+    def call(request: Mapping[str, Any]) -> Any:
+        conversation = request["conversation"]
+        if request["call"] == "open":
+            environments[conversation] = Environment(factory)
+        if request["call"] == "close":
+            return environments.pop(conversation).close()
+        return environments[conversation].call(request)
 
     def handle(request: Mapping[str, Any]) -> None:
         said: dict[str, Any] = {"id": request["id"]}
         try:
-            said["said"] = environments.call(request)
+            said["said"] = call(request)
         except BaseException as error:
-            said["error"] = environments.describe(error)
+            said["error"] = describe_error(error, file)
         with one_at_a_time:
             sys.stdout.flush()
             answer(answers, said)

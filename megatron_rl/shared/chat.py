@@ -6,7 +6,7 @@ environment is what the template writes between two turns of the policy.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError
@@ -22,7 +22,6 @@ class ChatWriter:
     """Writes the turns of conversations with a tokenizer's chat template."""
 
     tokenizer: Any
-    tools: Sequence[Mapping[str, Any]] = ()
 
     def write_prompt(self, messages: Sequence[JSON]) -> tuple[str, str]:
         """Write a chat; return it up to the end of the last message's content, and from there to the policy's turn."""
@@ -42,7 +41,5 @@ class ChatWriter:
         return after
 
     def _render(self, messages: Sequence[JSON]) -> str:
-        rendered: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, tools=list(self.tools) or None
-        )
+        rendered: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return rendered

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
-from megatron_rl.environments import types as environment_types
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.environments.types import Description
-from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
+from megatron_rl.environments.types import ON_ERROR_FLAG, Description
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError, room_checked
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
@@ -123,7 +122,9 @@ async def run(settings: SidecarSettings) -> None:
         conversations = None
         if environments is not None:
             offered: Description = made[starting.ENVIRONMENTS]
-            on_error = environment_types.parse_on_error(settings.environment.on_error)
+            if pool is None and not offered.has_reward:
+                raise UsageError(f"{offered.name} has no method get_reward: add it, or write --reward")
+            on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
             conversations = Conversations(supervisor, environments, texts, on_error, offered.has_reward)
         lease_seconds = settings.rollout.lease_seconds
         service = RolloutService(
