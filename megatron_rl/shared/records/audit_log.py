@@ -183,6 +183,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
     version: str
     start: int
     end: int
+    engine: str = ""
 
 
 class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -376,7 +377,7 @@ class AuditLog:
                 finish_reason=response.finish_reason,
                 seed=response.seed,
                 engine=response.engine,
-                spans=[SpanRecord(span.version, span.start, span.end) for span in response.spans],
+                spans=[SpanRecord(span.version, span.start, span.end, span.engine) for span in response.spans],
                 fingerprint=response.fingerprint,
                 reward=response.reward,
                 components=response.components,

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol.wire import JSON, Prompt, encode_tokens
 from megatron_rl.shared.weights.end_tokens import read_end_tokens
 from megatron_rl.shared.weights.families import find_image_tokens
@@ -28,9 +29,11 @@ class PromptTokenizer:
     tokenizer: Any
     vocab_size: int
     config: DataConfig
+    is_left_open: bool = False
+    """Chats end with the content of their last message: an environment may add to it before the policy's turn."""
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, config: DataConfig) -> "PromptTokenizer":
+    def load(cls, folder: Path, vocab_size: int, config: DataConfig, is_left_open: bool = False) -> "PromptTokenizer":
         """Load the tokenizer of a Hugging Face folder, without using the network or running code of the folder."""
         try:
             from transformers import AutoTokenizer
@@ -52,7 +55,7 @@ class PromptTokenizer:
                 f"--hf-model {folder} does not hold a tokenizer's vocabulary: put the model's tokenizer files into the "
                 f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
             )
-        return cls(folder, tokenizer, vocab_size, config)
+        return cls(folder, tokenizer, vocab_size, config, is_left_open)
 
     @property
     def end_of_text(self) -> int | None:
@@ -156,6 +159,8 @@ class PromptTokenizer:
                 f"one, or give plain text without --prompt-chat"
             ) from None
         try:
+            if self.is_left_open and not isinstance(messages, str):
+                return ChatWriter(self.tokenizer).write_prompt(messages)[0]
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
         # A template is a program: it may refuse a chat with its own error, or fail with any exception.
         except Exception as error:
