@@ -62,7 +62,7 @@ class _Server:
             return b""
         call = json.loads(body)
         if call["method"] == "megatron_rl_load":
-            self._held = call["args"][2]
+            self._held = call["args"][1]
         return json.dumps({"results": [{**FACTS, "pid": 1, "fingerprint": self._held}]}).encode()
 
     def _sample(self, call: GroupCall) -> GroupAnswer:

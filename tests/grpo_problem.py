@@ -167,10 +167,15 @@ class RoleTrial:
     fault: str | None = None
 
 
-def draw_problem(root: Path, name: str = "qwen3") -> Problem:
-    """Draw two updates of ragged groups, a policy of the named kind and a reference unlike it."""
+def draw_problem(root: Path, name: str = "qwen3", has_environments: bool = False) -> Problem:
+    """Draw two updates of ragged groups, a policy of the named kind and a reference unlike it.
+
+    With `has_environments`, environments wrote parts of some responses.
+    """
     policy = hf_models.draw(name, root / "policy")
     groups = _draw_groups(policy)
+    if has_environments:
+        groups = [_interrupt(group) if number % 3 == 1 else group for number, group in enumerate(groups)]
     updates = [groups[first : first + GROUPS_PER_UPDATE] for first in range(0, len(groups), GROUPS_PER_UPDATE)]
     return Problem(policy, _draw_reference(policy, root / "reference", name), updates)
 
@@ -194,6 +199,21 @@ def _draw_groups(policy: Path) -> list[Group]:
         engine = [(np.array(values) + 0.1 * draw.normal(size=len(values))).astype("<f4") for values in log_probs]
         groups.append(Group(*text, rewards, [values.tolist() for values in engine]))
     return groups
+
+
+def _interrupt(group: Group) -> Group:
+    """Have an environment write the begin of one response, and parts of the longer ones."""
+    lengths = [len(response) for response in group.responses]
+    given = [
+        [(0, 2)] if number == 0 and length > 2 else [(3, 7), (8, 9)] if length > 9 else []
+        for number, length in enumerate(lengths)
+    ]
+    whole = dataclasses.replace(group, given=given)
+    engine = [
+        [value if is_sampled else 0.0 for value, is_sampled in zip(values, whole.list_sampled(number), strict=True)]
+        for number, values in enumerate(group.engine)
+    ]
+    return dataclasses.replace(whole, engine=engine)
 
 
 def _draw_reference(policy: Path, folder: Path, name: str) -> Path:

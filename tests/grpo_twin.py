@@ -28,6 +28,13 @@ class Group:
     responses: list[list[int]]
     rewards: list[float]
     engine: list[list[float]]
+    given: list[list[tuple[int, int]]] = dataclasses.field(default_factory=list)
+    """The ranges of each response's tokens that an environment wrote; empty without environments."""
+
+    def list_sampled(self, number: int) -> list[bool]:
+        """List, for each token of a response, whether the policy wrote it."""
+        given = {place for begin, end in (self.given[number] if self.given else ()) for place in range(begin, end)}
+        return [place not in given for place in range(len(self.responses[number]))]
 
     @property
     def components(self) -> dict[str, list[float | None]]:
@@ -359,7 +366,7 @@ def _pad(groups: Sequence[Group], dtype: torch.dtype, rules: Rules) -> _Padded:
             before, after = len(group.prompt), length - len(group.prompt) - len(response)
             ids.append(group.prompt + response + [0] * after)
             attention.append([1] * (length - after) + [0] * after)
-            is_response.append([False] * before + [True] * len(response) + [False] * after)
+            is_response.append([False] * before + group.list_sampled(number) + [False] * after)
             engine.append([0.0] * before + group.engine[number] + [0.0] * after)
         advantages += _advantages(group, rules).tolist()
     return _Padded(

@@ -1,6 +1,7 @@
 """Small transformers models, drawn so that a fault in a conversion shows, and their log-probs of a sequence."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,45 @@ _LATENT_EXPERTS = {
     "moe_intermediate_size": 32, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
 }  # fmt: skip
 
+_VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+_TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+_GEMMA3 = {
+    "sliding_window": 11, "head_dim": 16, "query_pre_attn_scalar": 40, "pad_token_id": None,
+    "layer_types": [_LOCAL, _LOCAL, _FULL, _LOCAL],
+    "rope_parameters": {
+        _FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+        _LOCAL: {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
+
+
+def _qwen3_vl(**text: Any) -> transformers.PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    tied = text.pop("tie_word_embeddings", False)
+    return transformers.Qwen3VLConfig(
+        text_config={**text, "rope_parameters": rope, "tie_word_embeddings": tied}, tie_word_embeddings=tied,
+        vision_config={**_VISION, "deepstack_visual_indexes": [1]},
+    )  # fmt: skip
+
+
+def _qwen3_5(**text: Any) -> transformers.PretrainedConfig:
+    tied = text["tie_word_embeddings"]
+    return transformers.Qwen3_5Config(text_config=text, vision_config=_VISION, tie_word_embeddings=tied)
+
+
+def _gemma3(**text: Any) -> transformers.PretrainedConfig:
+    return transformers.Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4)
+
+
 # The settings that each family's conversion could get wrong, switched on between them.
-CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}),
     "llama_biased": (
         transformers.LlamaConfig,
@@ -72,13 +110,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "qwen3_5": (transformers.Qwen3_5TextConfig, {**_LINEAR, "tie_word_embeddings": True}),
     "gemma3_text": (
-        transformers.Gemma3TextConfig,
-        {"sliding_window": 11, "head_dim": 16, "query_pre_attn_scalar": 40, "pad_token_id": None,
-         "layer_types": [_LOCAL, _LOCAL, _FULL, _LOCAL],
-         "rope_parameters": {
-             _FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
-             _LOCAL: {"rope_type": "default", "rope_theta": 100.0},
-         }},
+        transformers.Gemma3TextConfig, _GEMMA3
     ),
     "gpt_oss": (
         transformers.GptOssConfig,
@@ -117,6 +149,9 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "deepseek_v3_direct": (
         transformers.DeepseekV3Config, {**_LATENT_EXPERTS, "q_lora_rank": None, "scoring_func": "sigmoid"}
     ),
+    "qwen3_vl": (_qwen3_vl, {"head_dim": 32}),
+    "qwen3_5_images": (_qwen3_5, {**_LINEAR, "tie_word_embeddings": True}),
+    "gemma3": (_gemma3, _GEMMA3),
 }  # fmt: skip
 # Of what these have, each part is in a model above too, or computed by one line of Megatron: compared less often.
 # Linear layers are compared in `tests/distributed/test_linear_layers.py` with each change.
@@ -131,9 +166,12 @@ COMPARED_LESS_OFTEN = (
     "ernie4_5",
     "qwen3_5_moe",
     "minimax_m2",
+    "qwen3_vl",
+    "qwen3_5_images",
+    "gemma3",
 )
 _ROUTER_BIAS = "e_score_correction_bias"
-WITH_WINDOW = ("mistral", "gemma3_text", "gpt_oss")
+WITH_WINDOW = ("mistral", "gemma3_text", "gpt_oss", "gemma3")
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_raw", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3",
     "deepseek_v3_direct", "glm4_moe_lite", "deepseek_v2", "qwen3_5_moe", "minimax_m2",
@@ -146,12 +184,12 @@ def draw(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     return draw_model(make, folder, seed, **{**settings, **changes})
 
 
-def draw_model(make: type, folder: Path, seed: int = 0, **settings: Any) -> Path:
+def draw_model(make: Callable[..., Any], folder: Path, seed: int = 0, **settings: Any) -> Path:
     """Save such a model of a transformers configuration."""
     transformers.utils.logging.disable_progress_bar()
     config = make(**{**_SIZES, **settings})
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _find_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -165,6 +203,16 @@ def draw_model(make: type, folder: Path, seed: int = 0, **settings: Any) -> Path
                 bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
+
+
+def _find_class(config: transformers.PretrainedConfig) -> Any:
+    has_images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+
+
+def is_of_tower(name: str) -> bool:
+    """Check whether a tensor of the checkpoint belongs to a vision model."""
+    return name.startswith(_TOWERS)
 
 
 def _scale(name: str, noise: torch.Tensor) -> torch.Tensor:
@@ -182,7 +230,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Load transformers' model of that folder; inside `everything_in(float64)` it computes wholly in float64."""
     # Its default for experts is a product that float64 does not have.
     experts = "eager" if dtype == torch.float64 else None
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    return _find_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation=experts
     )
 
@@ -211,10 +259,17 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return gradients under the names and in the shapes of the checkpoint: they are saved as if they were weights."""
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for parameter in model.parameters():
-            parameter.copy_(parameter.grad)
+            if parameter.grad is None:
+                assert hasattr(model.config, "vision_config")
+            else:
+                parameter.copy_(parameter.grad)
         model.save_pretrained(folder)
         saved = load_file(Path(folder) / "model.safetensors")
-        saved = {name: gradient for name, gradient in saved.items() if not name.endswith(_ROUTER_BIAS)}
+        saved = {
+            name: gradient
+            for name, gradient in saved.items()
+            if not name.endswith(_ROUTER_BIAS) and not is_of_tower(name)
+        }
         return split_stacks(saved)
 
 

@@ -32,13 +32,28 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.launchers.cli_args.make_arg_parser": (),
     "vllm.entrypoints.openai.cli_args.make_arg_parser": (),
     "vllm.logprobs.FlatLogprobs": ("token_ids", "logprobs"),
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": ("create_lora_weights", "set_lora"),
+    "vllm.lora.layers.column_parallel_linear.ColumnParallelLinearWithLoRA": (),
+    "vllm.lora.layers.column_parallel_linear.MergedColumnParallelLinearWithLoRA": (),
+    "vllm.lora.layers.column_parallel_linear.MergedQKVParallelLinearWithLoRA": (),
+    "vllm.lora.layers.column_parallel_linear.QKVParallelLinearWithLoRA": (),
+    "vllm.lora.layers.replicated_linear.ReplicatedLinearWithLoRA": (),
+    "vllm.lora.layers.row_parallel_linear.RowParallelLinearWithLoRA": (),
+    "vllm.lora.lora_model.LoRAModel": ("from_lora_tensors",),
+    "vllm.lora.model_manager.LoRAModelManager": (
+        "activate_adapter", "add_adapter", "lora_config", "lora_index_to_id", "model", "modules", "packed_modules",
+        "remove_all_adapters",
+    ),
+    "vllm.lora.peft_helper.PEFTHelper": (),
+    "vllm.lora.request.LoRARequest": (),
+    "vllm.lora.utils.parse_fine_tuned_lora_name": (),
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
         "process_weights_after_loading",
     ),
     "vllm.outputs.CompletionOutput": (
         "index", "token_ids", "logprobs", "finish_reason", "routed_experts", "weight_versions",
     ),
-    "vllm.outputs.RequestOutput": ("outputs", "prompt_logprobs"),
+    "vllm.outputs.RequestOutput": ("lora_request", "outputs", "prompt_logprobs"),
     "vllm.outputs.WeightVersionSpan": ("version", "start", "end"),
     "vllm.platforms.interface.Platform": ("is_cpu", "device_type"),
     "vllm.renderers.base.BaseRenderer": ("render_cmpl_async",),
@@ -73,6 +88,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores": (),
     "vllm.v1.worker.gpu_worker.Worker": ("reload_weights",),
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": ("_set_active_loras",),
     "vllm.config.aux_output.AuxOutputConfig": ("enable_return_routed_experts",),
     "vllm.config.vllm.VllmConfig": ("aux_output_config",),
     "vllm.config.model.ModelConfig": (
@@ -87,7 +103,7 @@ FLAGS = (
     "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "--logprobs-mode", "--worker-extension-cls",
     "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
     "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--scheduler-cls",
-    "--enable-return-routed-experts",
+    "--enable-return-routed-experts", "--enable-lora", "--max-loras", "--max-lora-rank",
 )  # fmt: skip
 FLAG_FILES = (
     "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",

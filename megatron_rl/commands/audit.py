@@ -124,6 +124,8 @@ def _print(report: Report) -> None:
         f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
         f"{proofs.num_probed} with the trainer's log-probs (at most {proofs.furthest:.3g} apart on average)"
     )
+    for base in proofs.bases:
+        print(f"engines got adapters alone and hold the base {base[:12]}; fingerprints cover both")
     if proofs.num_weaker:
         print(describe_weaker_proof(proofs))
     _print_put_off(report)

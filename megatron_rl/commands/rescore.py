@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_samples import KeptSamples, Sample, choose_samples
@@ -169,7 +170,8 @@ def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
     everything = np.concatenate([prompt, response])
     if len(reported) != len(response) or everything.min() < 0 or everything.max() >= model.config.vocab_size:
         return np.full(len(response), math.inf)
-    return np.abs(log_probs(model, prompt, response, sample.temperature) - reported)
+    sampled = mask_sampled(sample.response)
+    return np.abs(log_probs(model, prompt, response, sample.temperature) - reported)[sampled]
 
 
 def _breaches(samples: Sequence[Sample], differences: Sequence[np.ndarray], bound: float) -> Iterator[Breach]:

@@ -105,6 +105,12 @@ class RolloutConfig:
         "own choice.",
         "--rollout-replay-routing",
     )
+    lora_rank: int = own_flag(
+        0,
+        "The largest rank of adapters that engines take; with `--publish-lora adapter`, `--lora-rank` if not given.",
+        "--rollout-lora-rank",
+        bound="at least 0",
+    )
     transport: Literal["shm", "nccl", "hccl"] = own_flag(
         "shm",
         "The transport of weights to the engines: files that they share with the trainer, or from device to device.",
@@ -288,6 +294,12 @@ class PublishConfig:
         "The proof that engines hold a version: `digests` of all their parameters, bit for bit, or, where these cannot "
         "be compared, the log-probs of the `probe`, which show only coarse differences.",
         "--publish-proof",
+    )
+    lora: Literal["merged", "adapter"] = own_flag(
+        "merged",
+        "The form in which engines get a policy with `--lora-rank`: weights with adapters `merged` into them, or each "
+        "version's `adapter` alone, while the engines hold the base.",
+        "--publish-lora",
     )
     # No GPU has run the other way.
     through: Literal["auto", "files", "ipc"] = own_flag(

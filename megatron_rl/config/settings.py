@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rollout import (
     DataConfig,
     PublishConfig,
@@ -42,6 +43,7 @@ class Subjects:
     checkpoint: CheckpointConfig = CheckpointConfig()
     distributed: DistributedConfig = DistributedConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -23,6 +23,14 @@ class SampledTokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the policy or of the environment."""
+
+    by: Literal["policy", "environment"]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SampledResponse:
     """A response as text, its reward, and the value of each reward function."""
 
@@ -35,6 +43,8 @@ class SampledResponse:
     """None if it is not known: in an evaluation, or if it follows from the whole update."""
     tokens: SampledTokens | None = None
     """Its tokens; None without --log-sample-tokens."""
+    turns: Sequence[SampledTurn] | None = None
+    """Its turns; None without an environment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +91,8 @@ def _record(group: SampledGroup, responses: Sequence[SampledResponse]) -> dict[s
     nonfinite: list[str] = []
     sampled = [dataclasses.asdict(response) for response in responses]
     for response in sampled:
-        if response["tokens"] is None:
-            del response["tokens"]
+        for name in ("tokens", "turns"):
+            if response[name] is None:
+                del response[name]
     record = {"row": group.row, "prompt": group.prompt, "responses": plain(sampled, "responses", nonfinite)}
     return {**record, "nonfinite": nonfinite} if nonfinite else record

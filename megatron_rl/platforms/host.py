@@ -41,7 +41,7 @@ def bind_to_cores(cores: set[int]) -> None:
 
 
 def share_gloo_device() -> None:
-    """Give all groups that this process makes the same device of gloo; a second call does nothing.
+    """Give all groups that this process makes the same devices of gloo; a second call does nothing.
 
     torch makes a device for each group, and a device's thread wakes up a hundred times a second to check whether it
     must end. Megatron makes some forty groups, so a rank that only waits takes 4 % of a core, which other ranks need.

@@ -39,7 +39,7 @@ class Functions:
         if spec.function is None:
             return REWARDS[spec.source](spec.argument, spec.timeout)
         if spec.source not in modules:
-            modules[spec.source] = _load(spec.source, sources[spec.source])
+            modules[spec.source] = load_module(spec.source, sources[spec.source])
         function = getattr(modules[spec.source], spec.function, None)
         if callable(function):
             return function
@@ -72,19 +72,19 @@ class Functions:
         if isinstance(error, Misfit):
             return str(error)[:_LONGEST_MESSAGE]
         message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_MESSAGE]
-        return message + _place(error, self._specs[index].source)
+        return message + name_line(error, self._specs[index].source)
 
 
 async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _place(error: BaseException, path: str) -> str:
+def name_line(error: BaseException, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     return f" ({path}:{lines[-1]})" if lines else ""
 
 
-def _load(path: str, source: str) -> types.ModuleType:
+def load_module(path: str, source: str) -> types.ModuleType:
     """Load a file's module from the text that was read when the run began, so that later edits have no effect."""
     name = f"megatron_rl_reward_{Path(path).stem}"
     # A file can import its neighbours, as a script can.
@@ -100,7 +100,7 @@ def _load(path: str, source: str) -> types.ModuleType:
         raise CannotLoad(f"{error.filename}:{error.lineno} does not import: SyntaxError: {error.msg}") from None
     except BaseException as error:
         message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        place = _place(error, path).strip(" ()") or path
+        place = name_line(error, path).strip(" ()") or path
         raise CannotLoad(f"{place} does not import: {message[:_LONGEST_MESSAGE]}") from None
     return module
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_rl.rewards.types import Values, check_values
 
@@ -78,8 +78,11 @@ class FunctionAnswer:
     """Whether the error says what to do."""
 
 
-class RewardWorker:
+class ConfinedWorker:
     """A worker. The caller must end it after a WorkerFault, or if it was cancelled while it worked."""
+
+    MODULE = "megatron_rl.rewards.worker"
+    """The program that the worker runs."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: OutputLog) -> None:
         self._process = process
@@ -89,13 +92,13 @@ class RewardWorker:
         self._output = asyncio.create_task(self._follow_output())
 
     @classmethod
-    async def start(cls, environment: Mapping[str, str], namespace: bool, log: OutputLog) -> "RewardWorker":
+    async def start(cls, environment: Mapping[str, str], namespace: bool, log: OutputLog) -> Self:
         """Start the process; it is ready once `set_up` has returned."""
         command = [
             sys.executable,
             "-P",
             "-m",
-            "megatron_rl.rewards.worker",
+            cls.MODULE,
             str(os.getpid()),
             str(int(namespace)),
         ]
@@ -126,56 +129,10 @@ class RewardWorker:
         except TimeoutError:
             raise WorkerFault(f"did not finish importing within {timeout:g} seconds", False) from None
 
-    async def send(self, job: Mapping[str, Any], group: bytes, timeout: float) -> None:
-        """Send a group."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._send(json.dumps(job).encode() + b"\n" + group)
-        except TimeoutError:
-            raise WorkerFault(f"did not take the group within {timeout:g} seconds", self._num_served > 0) from None
-
-    async def try_out(
-        self, job: Mapping[str, Any], group: bytes, num_samples: int, timeout: float
-    ) -> dict[int, FunctionAnswer]:
-        """Return functions' answers to a made-up group, by number; a function that ends the trial gives none."""
-        answers: dict[int, FunctionAnswer] = {}
-        try:
-            async with asyncio.timeout(timeout):
-                await self._send(json.dumps(job).encode() + b"\n" + group)
-                while "trial_is_over" not in (content := await self._receive()):
-                    answers[int(content.get("function", -1))] = self._read(content, num_samples)
-        except TimeoutError:
-            raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
-        return {number: answers[number] for number in job["functions"] if number in answers}
-
-    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> FunctionAnswer:
-        """Receive the next function's answer."""
-        try:
-            async with asyncio.timeout(timeout):
-                content = await self._receive()
-        except TimeoutError:
-            raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
-        if content.get("job") != job or content.get("function") != function:
-            raise self._nonsense()
-        return self._read(content, num_samples)
-
-    def _read(self, content: Mapping[str, Any], num_samples: int) -> FunctionAnswer:
-        if "error" in content:
-            is_misfit, has_remedy = content.get("misfit") is True, content.get("remedy") is True
-            return FunctionAnswer(None, str(content["error"]), is_misfit, has_remedy)
-        try:
-            return FunctionAnswer(check_values(content.get("values"), num_samples))
-        except ValueError:
-            raise self._nonsense() from None
-
     @property
     def is_alive(self) -> bool:
         """Whether the process still runs. No function is blamed for an end between two groups."""
         return self._process.returncode is None
-
-    def served(self) -> None:
-        """Count a group that is done: it may have left state that affects the next one."""
-        self._num_served += 1
 
     async def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
@@ -246,3 +203,53 @@ class RewardWorker:
         assert self._process.stdout is not None
         while await self._process.stdout.read(_PIECE):
             pass
+
+
+class RewardWorker(ConfinedWorker):
+    """A worker that runs reward functions, for one group at a time."""
+
+    async def send(self, job: Mapping[str, Any], group: bytes, timeout: float) -> None:
+        """Send a group."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(json.dumps(job).encode() + b"\n" + group)
+        except TimeoutError:
+            raise WorkerFault(f"did not take the group within {timeout:g} seconds", self._num_served > 0) from None
+
+    async def try_out(
+        self, job: Mapping[str, Any], group: bytes, num_samples: int, timeout: float
+    ) -> dict[int, FunctionAnswer]:
+        """Return functions' answers to a made-up group, by number; a function that ends the trial gives none."""
+        answers: dict[int, FunctionAnswer] = {}
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(json.dumps(job).encode() + b"\n" + group)
+                while "trial_is_over" not in (content := await self._receive()):
+                    answers[int(content.get("function", -1))] = self._read(content, num_samples)
+        except TimeoutError:
+            raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
+        return {number: answers[number] for number in job["functions"] if number in answers}
+
+    async def answer(self, job: int, function: int, num_samples: int, timeout: float) -> FunctionAnswer:
+        """Receive the next function's answer."""
+        try:
+            async with asyncio.timeout(timeout):
+                content = await self._receive()
+        except TimeoutError:
+            raise WorkerFault(f"did not end within {timeout:g} seconds", False) from None
+        if content.get("job") != job or content.get("function") != function:
+            raise self._nonsense()
+        return self._read(content, num_samples)
+
+    def _read(self, content: Mapping[str, Any], num_samples: int) -> FunctionAnswer:
+        if "error" in content:
+            is_misfit, has_remedy = content.get("misfit") is True, content.get("remedy") is True
+            return FunctionAnswer(None, str(content["error"]), is_misfit, has_remedy)
+        try:
+            return FunctionAnswer(check_values(content.get("values"), num_samples))
+        except ValueError:
+            raise self._nonsense() from None
+
+    def served(self) -> None:
+        """Count a group that is done: it may have left state that affects the next one."""
+        self._num_served += 1

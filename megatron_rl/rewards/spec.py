@@ -77,12 +77,12 @@ def find_weights(config: RewardConfig) -> dict[str, float]:
     return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
 
 
-def parse_on_error(text: str) -> float | None:
-    """Parse --reward-on-error: return None for "stop", else the reward that replaces a failure's."""
+def parse_on_error(text: str, flag: str = "--reward-on-error") -> float | None:
+    """Parse the flag's value: return None for "stop", else the reward that replaces a failure's."""
     if text == "stop":
         return None
     if not re.fullmatch(_NUMBER, text) or abs(float(text)) == float("inf"):
-        raise UsageError(f"--reward-on-error {text} must be stop or a finite number")
+        raise UsageError(f"{flag} {text} must be stop or a finite number")
     return float(text)
 
 
@@ -107,9 +107,9 @@ _LEAST_MEMORY_GIB = 0.125
 _DYNAMIC = {"exec", "globals", "locals", "setattr", "vars", "modules", "__getattr__"}
 
 
-def problems(reward: RewardConfig) -> Iterator[str]:
-    """Yield each mistake that would end workers."""
-    if not reward.functions:
+def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
+    """Yield each mistake that would end workers; without `is_needed`, there may be no function."""
+    if is_needed and not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
     try:

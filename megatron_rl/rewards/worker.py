@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -36,7 +36,12 @@ _EVENTS = frozenset({signal.SIGTERM, signal.SIGCHLD})
 _EXITING = 0x4
 
 
-def main(arguments: list[str]) -> NoReturn:
+Serve = Callable[[IO[bytes], IO[bytes], dict[str, str]], None]
+"""A function that answers requests until there are none; it gets the measures of confinement that are missing."""
+
+
+def run_worker(arguments: list[str], serve: Serve) -> NoReturn:
+    """Become the keeper of a second process, which confines itself and calls `serve`."""
     parent, namespace = int(arguments[0]), arguments[1] == "1"
     signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
     missing = _become_keeper(namespace)
@@ -46,7 +51,7 @@ def main(arguments: list[str]) -> NoReturn:
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _EVENTS)
-        _work(missing)
+        _work(missing, serve)
     _close_streams()
     status = _wait_for(child)
     _end_all()
@@ -135,7 +140,7 @@ def _children() -> Iterator[int]:
                 yield int(name)
 
 
-def _work(missing: dict[str, str]) -> NoReturn:
+def _work(missing: dict[str, str], serve: Serve) -> NoReturn:
     """Run the second process; never return into the keeper's code."""
     code = 1
     try:
@@ -143,7 +148,7 @@ def _work(missing: dict[str, str]) -> NoReturn:
             signal_at_parents_death(signal.SIGKILL)
         os.setpgid(0, 0)
         requests, answers = _take_streams()
-        _serve(requests, answers, missing)
+        serve(requests, answers, missing)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -162,35 +167,41 @@ def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
     return requests, answers
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
-    setup = json.loads(requests.readline())
+def read_setup(requests: IO[bytes], missing: dict[str, str]) -> dict[str, Any]:
+    """Read the set-up, and confine this process as it says; add the measures that failed to those that are missing."""
+    setup: dict[str, Any] = json.loads(requests.readline())
     _limit_memory(setup["memory_bytes"])
     if setup["confinement"] is not None:
         missing |= confine(Confinement(**{name: tuple(paths) for name, paths in setup["confinement"].items()}))
+    return setup
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
+    setup = read_setup(requests, missing)
     # Imported here, after the confinement: the keeper does not need it.
     from megatron_rl.rewards.calling import CannotLoad, Functions
 
     try:
         functions = Functions([RewardSpec(**spec) for spec in setup["specs"]], setup["sources"])
     except CannotLoad as error:
-        _answer(answers, {"cannot_load": str(error)})
+        answer(answers, {"cannot_load": str(error)})
         return
-    _answer(answers, {"ready": True, "missing": missing})
+    answer(answers, {"ready": True, "missing": missing})
     while line := requests.readline():
         job, group = json.loads(line), requests.readline()
         if job.get("trial") and not _is_trial_child():
-            _answer(answers, {"trial_is_over": True})
+            answer(answers, {"trial_is_over": True})
             continue
         for index in job["functions"]:
-            answer: dict[str, Any] = {"job": job["job"], "function": index}
+            said: dict[str, Any] = {"job": job["job"], "function": index}
             try:
-                answer["values"] = functions.call(index, job["prompt_index"], group)
+                said["values"] = functions.call(index, job["prompt_index"], group)
             except BaseException as error:
-                answer["error"] = functions.describe(index, error)
-                answer["misfit"], answer["remedy"] = functions.is_misfit(error), functions.has_remedy(error)
+                said["error"] = functions.describe(index, error)
+                said["misfit"], said["remedy"] = functions.is_misfit(error), functions.has_remedy(error)
             sys.stdout.flush()
-            _answer(answers, answer)
-            if "error" in answer and job["stop"]:
+            answer(answers, said)
+            if "error" in said and job["stop"]:
                 break
         if job.get("trial"):
             os._exit(0)
@@ -217,10 +228,11 @@ def _limit_memory(limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _answer(answers: IO[bytes], content: dict[str, Any]) -> None:
+def answer(answers: IO[bytes], content: dict[str, Any]) -> None:
+    """Write an answer as one line."""
     answers.write(json.dumps(content).encode() + b"\n")
     answers.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_worker(sys.argv[1:], _serve)

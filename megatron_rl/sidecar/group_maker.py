@@ -22,6 +22,7 @@ from megatron_rl.shared.protocol.provenance import (
     derive_first_seed,
     may_be_cut,
 )
+from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 
 _log = logging.getLogger(__name__)
@@ -87,8 +88,17 @@ class _IterationStart:
 class GroupMaker:
     """Makes the groups of iterations and of evaluations."""
 
-    def __init__(self, engines: Samplers, scorer: Scorer, counters: Counters, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        engines: Samplers,
+        scorer: Scorer,
+        counters: Counters,
+        recorder: Recorder | None = None,
+        conversations: Conversations | None = None,
+    ) -> None:
+        """Make it; with `conversations`, each response is one of them."""
         self._engines = engines
+        self._conversations = conversations
         self._scorer = scorer
         self._counters = counters
         self._recorder = recorder or Recorder(most=0)
@@ -194,7 +204,10 @@ class GroupMaker:
             since=start.since,
         )
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            responses = await self._engines.generate(request)
+            if self._conversations is not None:
+                responses = await self._conversations.hold_group(request, prompt)
+            else:
+                responses = await self._engines.generate(request)
             if not all(response.tokens for response in responses):
                 # It was cut off before it had begun.
                 responses = await self._engines.generate(dataclasses.replace(request, cut=None))
@@ -217,6 +230,13 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """A function from sequences of tokens to texts."""
 
 
+class NoScorer:
+    """Scores nothing: environments have given rewards."""
+
+    async def score(self, group: wire.Group) -> wire.Group:
+        return group
+
+
 class PoolScorer:
     """Scores groups in a reward pool."""
 
@@ -231,8 +251,9 @@ class PoolScorer:
         responses = [
             msgspec.structs.replace(
                 response,
-                reward=reward,
-                components={name: values[number] for name, values in result.components.items()},
+                # An environment has given its own.
+                reward=response.reward + reward,
+                components=response.components | {name: values[number] for name, values in result.components.items()},
             )
             for number, (response, reward) in enumerate(zip(group.responses, result.rewards, strict=True))
         ]

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -56,15 +56,18 @@ class Handle(Protocol):
     """A process that was started, with all processes that it started itself."""
 
     address: str
-    log: Path
-    """The file of its output."""
+
+    @property
+    def log(self) -> Path:
+        """The file of its output."""
+        ...
 
     def poll(self) -> str | None:
         """Say how the process ended; None while it runs."""
         ...
 
-    def need(self, pid: int) -> None:
-        """Count a process that it started as needed."""
+    def need(self, pids: Sequence[int]) -> None:
+        """Count the engine's workers, in the order of their ranks, as needed."""
         ...
 
     def find_fault(self) -> str | None:
@@ -133,8 +136,9 @@ class LocalHandle:
             return None
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def need(self, pid: int) -> None:
-        self._watch.add(pid)
+    def need(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            self._watch.add(pid)
 
     def find_fault(self) -> str | None:
         ended = self.poll()

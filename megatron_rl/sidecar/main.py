@@ -17,14 +17,17 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
-from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
+from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.environments.types import ON_ERROR_FLAG, Description
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError, room_checked
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import parent, starting
+from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
-from megatron_rl.sidecar.group_maker import Decode, PoolScorer, build_decoder
+from megatron_rl.sidecar.group_maker import Decode, NoScorer, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts
 from megatron_rl.sidecar.hosts.membership import Membership
@@ -37,6 +40,7 @@ from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
 from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.texts import NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -77,16 +81,19 @@ async def run(settings: SidecarSettings) -> None:
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
-        pool = _build_pool(settings)
-        stack.push_async_callback(pool.close)
-        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, _name_making(settings, pool))
+        pool, environments = _build_pool(settings), _build_environments(settings)
+        for one in (pool, environments):
+            if one is not None:
+                stack.push_async_callback(one.close)
+        making = _name_making(settings, pool, environments)
+        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, making)
         stack.callback(recorder.close)
         trace = SidecarTrace(
             folder if settings.trace == "on" else None,
             lambda: dict.fromkeys(supervisor.names(), _count_sampled_at_a_time(settings.rollout, pacer)),
         )
         stack.callback(trace.close)
-        notes = StartNotes(folder / starting.FILE_NAME, pool.warnings)
+        notes = StartNotes(folder / starting.FILE_NAME, [] if pool is None else pool.warnings)
         found = await _unless(ended, _find_hosts(settings.rollout, stack))
         if ended.is_set():
             return
@@ -97,18 +104,19 @@ async def run(settings: SidecarSettings) -> None:
             stack.push_async_callback(hosts.close)
         factory = _build_factory(settings, stack, notes, hosts)
         supervisor = Supervisor(factory, _supervisor_config(settings), trace.recorder)
-        pacer = _pace(supervisor, settings.rollout)
+        pacer = _pace(supervisor, settings)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
         async with notes.following(supervisor):
             # Mistakes in rewards and flags are reported before those of engines, which may follow from them.
             actions = {
                 starting.REWARDS: _start_rewards(pool, settings),
+                starting.ENVIRONMENTS: _start_environments(environments),
                 starting.FLAGS: _check_flags(settings.rollout),
                 starting.ENGINES: supervisor.start(
                     settings.rollout.num_engines + (0 if hosts is None else hosts.num_engines)
                 ),
-                starting.TOKENIZER: asyncio.to_thread(_build_decoder, settings),
+                starting.TOKENIZER: asyncio.to_thread(_build_texts, settings),
             }
             made = await _unless(ended, notes.parts.run(actions))
         if made is None or ended.is_set():
@@ -117,8 +125,19 @@ async def run(settings: SidecarSettings) -> None:
             membership = Membership(hosts, factory, supervisor)
             stack.push_async_callback(membership.close)
             membership.follow_source(found.read)
-        scorer, lease_seconds = PoolScorer(pool, made[starting.TOKENIZER]), settings.rollout.lease_seconds
-        service = RolloutService(supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts)
+        decode, texts = made[starting.TOKENIZER]
+        scorer = NoScorer() if pool is None else PoolScorer(pool, decode)
+        conversations = None
+        if environments is not None:
+            offered: Description = made[starting.ENVIRONMENTS]
+            if pool is None and not offered.has_reward:
+                raise UsageError(f"{offered.name} has no method get_reward: add it, or write --reward")
+            on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
+            conversations = Conversations(supervisor, environments, texts, on_error, offered.has_reward)
+        lease_seconds = settings.rollout.lease_seconds
+        service = RolloutService(
+            supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts, conversations
+        )
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         await _serve(service, settings, ended)
@@ -138,9 +157,16 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
 
 
-def _build_pool(settings: SidecarSettings) -> RewardPool:
+def _build_environments(settings: SidecarSettings) -> EnvironmentPool | None:
+    if settings.environment.source is None:
+        return None
+    return EnvironmentPool(settings.environment, _confine(settings))
+
+
+def _confine(settings: SidecarSettings) -> PoolSettings:
+    """Build the settings of the processes that run the user's code."""
     reward = settings.reward
-    pool_settings = PoolSettings(
+    return PoolSettings(
         num_workers=reward.workers,
         on_error=parse_on_error(reward.on_error),
         confine=reward.confine,
@@ -150,18 +176,31 @@ def _build_pool(settings: SidecarSettings) -> RewardPool:
         memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * 2**30),
         log=settings.folder / REWARDS_LOG,
     )
-    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), pool_settings)
+
+
+def _build_pool(settings: SidecarSettings) -> RewardPool | None:
+    reward = settings.reward
+    if not reward.functions and settings.environment.source is not None:
+        return None
+    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), _confine(settings))
     pool.read_sources()
     return pool
 
 
-def _name_making(settings: SidecarSettings, pool: RewardPool) -> str:
+def _name_making(settings: SidecarSettings, pool: RewardPool | None, environments: EnvironmentPool | None) -> str:
     """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
-    return pool.identity + (" with experts" if settings.rollout.replay_routing else "")
+    identities = [one.identity for one in (pool, environments) if one is not None]
+    return " ".join(identities) + (" with experts" if settings.rollout.replay_routing else "")
 
 
-async def _start_rewards(pool: RewardPool, settings: SidecarSettings) -> None:
+async def _start_environments(environments: EnvironmentPool | None) -> Description | None:
+    return None if environments is None else await environments.start()
+
+
+async def _start_rewards(pool: RewardPool | None, settings: SidecarSettings) -> None:
     """Start the rewards, and try them on the rows that the trainer hands over, if it does."""
+    if pool is None:
+        return
     await pool.start()
     # A person may start a sidecar with the settings of a run's: nothing hands over rows then.
     if settings.tries_rewards and parent.VARIABLE in os.environ:
@@ -242,8 +281,11 @@ def _count_in_flight(rollout: RolloutConfig) -> int:
     return 2 * rollout.max_num_seqs if rollout.max_in_flight == "auto" else rollout.max_in_flight
 
 
-def _pace(supervisor: Supervisor, rollout: RolloutConfig) -> Pacer:
-    pacer = Pacer(_count_in_flight(rollout), rollout.max_num_seqs, is_chosen=rollout.max_in_flight == "auto")
+def _pace(supervisor: Supervisor, settings: SidecarSettings) -> Pacer:
+    rollout = settings.rollout
+    # The choice knows groups that are sampled at once, and not conversations, which wait for their environments.
+    is_chosen = rollout.max_in_flight == "auto" and settings.environment.source is None
+    pacer = Pacer(_count_in_flight(rollout), rollout.max_num_seqs, is_chosen=is_chosen)
     supervisor.pool.pacing = pacer
     pacer.on_room = supervisor.pool.engines_changed
     return pacer
@@ -253,10 +295,11 @@ def _count_sampled_at_a_time(rollout: RolloutConfig, pacer: Pacer) -> int:
     return min(rollout.max_num_seqs, pacer.opening.num_in_flight)
 
 
-def _build_decoder(settings: SidecarSettings) -> Decode:
+def _build_texts(settings: SidecarSettings) -> tuple[Decode, Texts]:
+    """Build the decoder that rewards need, and the texts of conversations."""
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
-        return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences]
-    return build_decoder(str(settings.hf_model))
+        return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences], NumberTexts()
+    return build_decoder(str(settings.hf_model)), TokenizerTexts(str(settings.hf_model))
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, T]) -> T | None:

@@ -39,7 +39,7 @@ class RunRecorder:
     def joined(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """Record that these engines hold the version too, after its publish."""
         reports = [_build_report(proof) for proof in proofs]
-        self.audit.record_publish(weights.version, weights.fingerprint, reports, weights.proof)
+        self.audit.record_publish(weights.version, weights.fingerprint, reports, weights.proof, weights.base)
         self._reported |= {proof.engine for proof in proofs}
 
     def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None:

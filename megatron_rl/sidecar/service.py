@@ -18,6 +18,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import Assignment
 from megatron_rl.shared.protocol.slots import Claim, Place
 from megatron_rl.shared.records.append_file import AppendFailed
+from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.in_flight.control import Pacer
@@ -107,10 +108,12 @@ class RolloutService:
         trace: SidecarTrace | None = None,
         pacer: Pacer | None = None,
         hosts: "Hosts | None" = None,
+        conversations: Conversations | None = None,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
-        Without a pacer, nothing is known about the responses that engines are given at once.
+        Without a pacer, nothing is known about the responses that engines are given at once. With `conversations`, each
+        response is one of them.
         """
         self.engines = engines
         self.hosts = hosts
@@ -123,7 +126,8 @@ class RolloutService:
         self.counters = Counters()
         self._trace = trace or SidecarTrace()
         self._pacer = pacer
-        self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder)
+        self._has_environments = conversations is not None
+        self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder, conversations)
         self._submitted_at = 0.0
         self.iteration: Iteration | None = None
         self.evaluation: EvaluationRun | None = None
@@ -375,6 +379,9 @@ class RolloutService:
                 f"version {assignment.version} ({assignment.fingerprint[:12]}) is {what}, and the engines hold {text}: "
                 f"publish it first"
             )
+        if self._has_environments != (assignment.sampling.max_turns > 0):
+            which = "the trainer" if self._has_environments else "the sidecar"
+            raise Conflict(f"{which} was started without --rollout-env, and the other with it: give both the same")
 
     def _must_not_run(self, before: str) -> None:
         if self.iteration is not None and not self.iteration.is_over:

@@ -17,6 +17,7 @@ from megatron_rl.config.flag import Flag, FlagParser, check_bounds, derive_flags
 from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import (
     DraftSettings,
+    EnvironmentConfig,
     ModelConfig,
     ObserveConfig,
     RewardConfig,
@@ -24,6 +25,8 @@ from megatron_rl.config.settings import (
     RunConfig,
     TrainingConfig,
 )
+from megatron_rl.environments.types import FLAG as ENVIRONMENT_FLAG
+from megatron_rl.environments.types import find_flag_problems as find_environment_problems
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
@@ -34,7 +37,7 @@ from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
-from megatron_rl.sidecar.vllm.server import find_longest
+from megatron_rl.sidecar.vllm.server import LORA_RANKS, find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
 
@@ -44,6 +47,7 @@ _SUBJECTS: dict[str, type] = {
     "training": TrainingConfig,
     "observe": ObserveConfig,
     "rollout": RolloutConfig,
+    "environment": EnvironmentConfig,
     "reward": RewardConfig,
 }
 # The flags that the sidecar reads of these subjects.
@@ -77,6 +81,7 @@ class SidecarSettings:
     """Whether the trainer that starts it hands over rows, on which it tries the rewards before it serves."""
     memory: EngineMemory | None = None
     """The memory of an engine that shares a rank's device; None if vLLM's own flags decide."""
+    environment: EnvironmentConfig = EnvironmentConfig()
     weights_bridge: str | None = None
     """The family of the model as FILE.py:NAME; None for one of this package's."""
 
@@ -151,6 +156,7 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
         seq_length=settings.training.seq_length,
         rollout=dataclasses.replace(rollout, folder=folder, retain_journals=journals, num_threads=num_threads),
         reward=settings.reward,
+        environment=settings.environment,
         trace=settings.observe.trace,
         tries_rewards=True,
     )
@@ -185,6 +191,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         seq_length=values["training"].get("seq_length"),
         rollout=RolloutConfig(**values["rollout"]),
         reward=RewardConfig(**values["reward"]),
+        environment=EnvironmentConfig(**values["environment"]),
         trace=values["observe"].get("trace", "on"),
     )
     settings = pick_devices(settings, num_ranks=0)
@@ -194,7 +201,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         architecture = settings.read_architecture()
     except (InputError, UsageError) as error:
         unreadable = error
-    of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward))
+    of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward), *check_bounds(settings.environment))
     found = [*_check_alone(settings, architecture), *of_values, *problems(settings, architecture)]
     if unreadable is not None and not found:
         raise unreadable
@@ -265,7 +272,17 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
             f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address, "
             "one of IPv6 in brackets"
         )
-    yield from reward_spec.problems(settings.reward)
+    yield from reward_spec.problems(settings.reward, is_needed=settings.environment.source is None)
+    yield from _problems_of_environments(settings)
+
+
+def _problems_of_environments(settings: SidecarSettings) -> Iterator[str]:
+    yield from find_environment_problems(settings.environment)
+    if settings.environment.source is not None and settings.rollout.replay_routing:
+        yield (
+            f"--rollout-replay-routing replays whole responses, and with {ENVIRONMENT_FLAG} they have several turns: "
+            "drop one"
+        )
 
 
 def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
@@ -395,6 +412,8 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
         yield from vllm_flags.find_problems_of_replay(rollout.vllm_args)
         if settings.device == "cpu":
             yield "--rollout-replay-routing: vLLM on a CPU does not return experts; drop it, or use accelerators"
+    if rollout.lora_rank > (most := LORA_RANKS[-1]):
+        yield f"--rollout-lora-rank {rollout.lora_rank} is above {most}, the largest rank of vLLM's: lower --lora-rank"
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if rollout.max_model_len is None and settings.seq_length is None:

@@ -15,6 +15,7 @@ FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"
 # The parts of a start, which run at the same time, in the order in which their errors count.
 REWARDS = "rewards"
+ENVIRONMENTS = "environments"
 FLAGS = "flags of vLLM"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,8 @@ from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
+from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.trainer.data import batch as batch_module
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
@@ -151,7 +153,8 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     identity = Identity("run", 3, policy.weights.fingerprint())
     divided = problem.divided(trial.num_updates)
     source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
-    slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, DeviceCopier(session.platform))
+    copier = DeviceCopier(session.platform)
+    slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, copier, max_turns=8)
     stack.callback(slots.close)
     one = learner.Learner(policy, parts.roles, witness, session, trace=trace)
     learned = one.learn(slots, reference_is_policy=False)
@@ -227,10 +230,17 @@ class Source:
             finish_reason="stop",
             seed=number,
             engine="0",
-            spans=[wire.VersionSpan(version=tag_version(self._identity.version), start=0, end=len(tokens))],
+            spans=[*self._spans(group, number)],
             fingerprint=self._identity.fingerprint,
             reward=group.rewards[number],
         )
+
+    def _spans(self, group: Group, number: int) -> Iterator[wire.VersionSpan]:
+        begin, tag = 0, tag_version(self._identity.version)
+        for is_sampled, run in itertools.groupby(group.list_sampled(number)):
+            end = begin + len([*run])
+            yield wire.VersionSpan(version=tag if is_sampled else ENVIRONMENT, start=begin, end=end)
+            begin = end
 
 
 def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[Parts], None]:
@@ -280,6 +290,11 @@ def _without_other_denominators(parts: Parts) -> None:
     parts.stack.enter_context(mock.patch.object(learner, "dist", silent))
 
 
+def _train_on_everything(parts: Parts) -> None:
+    everything = lambda response: np.ones(len(response.tokens) // 4, dtype=bool)  # noqa: E731
+    parts.stack.enter_context(mock.patch.object(batch_module, "mask_sampled", everything))
+
+
 def _without_temperature(parts: Parts) -> None:
     parts.roles.temperature = 1.0
 
@@ -301,6 +316,7 @@ FAULTS: dict[str, Callable[[Parts], None]] = {
         lambda batch: dataclasses.replace(batch, advantages_S=batch.advantages_S.roll(1))
     ),
     "advantages over a sample's deviation": _advantage(lambda r: subtract_mean(r) / (r.std(ddof=1) + 1e-6)),
+    "tokens of environments trained on": _train_on_everything,
     "temperature left out": _without_temperature,
     "correction left out": _without_correction,
 }

@@ -71,7 +71,7 @@ FAULTY = [Trial("DP2", 4, fault=fault) for fault in FAULTS]
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
-    return draw_problem(tmp_path_factory.mktemp("models"))
+    return draw_problem(tmp_path_factory.mktemp("models"), has_environments=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,17 +14,20 @@ import torch
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.weights.adapters import AdapterMapping
 from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.delivery.receiver import Receiver
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.trainer.mcore.publish import hosts as hosts_module
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
+from tests.distributed.training import training
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
@@ -59,7 +62,7 @@ class Hosts:
         num_loaded = 0
         for receiver in self.receivers:
             folder = receiver.folder / f"version-{weights.version}"
-            num_loaded += folder.is_dir() and _load(folder, weights.fingerprint)
+            num_loaded += folder.is_dir() and _load(folder, weights.fingerprint, weights.base)
         self.loaded.append(num_loaded)
         return PublishAnswer()
 
@@ -67,11 +70,11 @@ class Hosts:
         raise AssertionError("no probe was given")
 
 
-def _load(folder: Path, fingerprint: str) -> bool:
+def _load(folder: Path, fingerprint: str, base: str) -> bool:
     """Read each tensor once it has arrived, as an engine does; return whether all came, and were those announced."""
     tensors, digests = map_file_tensors(folder), read_digests(folder)
     specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-    assert compute_fingerprint(specs, digests) == fingerprint
+    assert compute_fingerprint(specs, digests, base) == fingerprint
     with Arrival(folder, specs) as arrival:
         if not all(map(arrival.wait_for, tensors)):
             return False
@@ -123,6 +126,46 @@ def test_every_host_loads_what_ranks_send_and_a_lost_host_is_left_out(
     assert loaded == [2, 2, 1, 1]
     assert [(name, version) for name, version, _ in lost] == [("host-1", 2), ("host-1", 3)]
     assert "host-1 was silent for" in lost[0][2]
+
+
+def publish_adapters(model: Path, folder: Path) -> Any:
+    torch.distributed.init_process_group("gloo")
+    with training(model, "--tensor-model-parallel-size 2 --lora-rank 4 --lr 1e-3") as trained:
+        session, base = trained.session, trained.base
+        assert base is not None
+        hosts = Hosts(folder, 2) if session.rank == 0 else None
+        weights = base.weights.without_base(base.adapters, None)
+        deliveries = Deliveries(weights, session, hosts, "run", HostSettings(), deadline_seconds=60)
+        own = folder / f"rank-{session.rank}" / "run"
+        publisher = SharedMemoryPublisher(weights, session, hosts, "run", own, hosts=deliveries)
+        given = {}
+        for version in range(2):
+            publisher.publish(version)
+            for shard in base.adapters.shards:
+                shard.parameter.detach().fill_(0.5 + version)
+        if hosts is not None:
+            given = map_file_tensors(hosts.receivers[0].folder / "version-1")
+            given = {name: tensor.clone() for name, tensor in given.items()}
+        publisher.close()
+        session.barrier()
+        for receiver in hosts.receivers if hosts is not None else ():
+            receiver.close()
+        return None if hosts is None else (hosts.loaded, hosts.lost, given)
+
+
+@pytest.mark.slow
+def test_hosts_get_adapters_and_nothing_of_their_base(tmp_path: Path) -> None:
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        (loaded, lost, given), _ = run_ranks(publish_adapters, 2, model, folder)
+    finally:
+        shutil.rmtree(folder)
+    assert (loaded, lost) == ([2, 2], [])
+    wanted = AdapterMapping(Mapping(read_architecture(model)), 4).manifest("float32")
+    assert {name: tuple(tensor.shape) for name, tensor in given.items()} == {one.name: one.shape for one in wanted}
+    # The default alpha is twice the rank.
+    assert all(bool((tensor == (1.0 if "lora_B" in name else 0.5)).all()) for name, tensor in given.items())
 
 
 def publish_and_wait_for_a_host(model: Path, folder: Path) -> str:

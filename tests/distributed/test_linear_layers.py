@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.attention import Attention
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.gated_delta import chunks, convolution, trial
@@ -81,6 +82,29 @@ def test_several_kinds_of_ranks_agree_with_transformers(tmp_path: Path) -> None:
         worst = of_transformers.worst(ours)
         print(f"{case:>12} error / bound: {worst}")
         assert all(error <= 1 for error, _ in worst.values())
+
+
+@pytest.mark.slow
+def test_gradients_of_vanishing_rows_are_as_large_as_those_of_transformers(tmp_path: Path) -> None:
+    """Shrink convolutions: norms of queries, keys and outputs near zero multiply gradients by up to 1000 each."""
+    norms = {}
+    for factor in (1.0, 0.01, 0.001):
+        folder = hf_models.draw("qwen3_5", tmp_path / f"{factor}")
+        weights = load_file(folder / "model.safetensors")
+        weights = {name: value * factor if "conv1d" in name else value for name, value in weights.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        expected = parity.expected(folder, GROUPS)
+        ours = compute(folder)
+        worst = expected.worst(ours)
+        norms[factor], true = (measure_norm(one.gradients) for one in (ours, expected.truth))
+        print(f"convolutions x {factor:g}: {norms[factor]:.4g}, of transformers in float64 {true:.4g}; {worst}")
+        assert all(error <= 1 for error, _ in worst.values())
+        assert norms[factor] == pytest.approx(true, rel=1e-3)
+    assert norms[0.001] > 50 * norms[1.0]
+
+
+def measure_norm(gradients: dict[str, torch.Tensor]) -> float:
+    return float(sum(gradient.double().square().sum() for gradient in gradients.values()) ** 0.5)
 
 
 def without_gate(self: GatedDeltaNet, out_RHV: torch.Tensor, gate_RHV: torch.Tensor) -> torch.Tensor:

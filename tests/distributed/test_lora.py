@@ -13,6 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.shared.weights.adapters import name_factors
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.files import read_fingerprint
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.trainer.mcore.step.optimizer import apply_update
 from tests import hf_models
 from tests.distributed.layouts import divisor
@@ -40,6 +44,8 @@ class Found:
     computed: Computed
     merged: str
     """The fingerprint of the merged weights."""
+    alone: str
+    """The fingerprint of the adapters that engines get alone."""
     norm: float
     """The norm of all gradients, as the optimizer clips it."""
 
@@ -84,8 +90,10 @@ def compute(folder: Path, cases: dict[str, str]) -> dict[str, Found]:
             log_probs = trained.forward_backward(shared_packs(divisor(trained.session.sizes)), shared_loss)
             gradients = gather_factors(trained, "main_grad")
             merged = trained.weights.fingerprint()
+            assert trained.base is not None
+            alone = trained.base.weights.without_base(trained.base.adapters, None).fingerprint()
             norm = apply_update(trained.optimizer, trained.scheduler, trained.wrapped, 1.0).gradient_norm
-            found[name] = Found(Computed(log_probs, gradients), merged, norm)
+            found[name] = Found(Computed(log_probs, gradients), merged, alone, norm)
     return found
 
 
@@ -127,6 +135,18 @@ def restrict(dense: Computed, weights: dict[str, torch.Tensor]) -> Computed:
     return Computed(dense.log_probs, gradients)
 
 
+def identify_alone(folder: Path, weights: dict[str, torch.Tensor]) -> str:
+    """Compute the fingerprint of the adapters that compute without a scale, on the weights in the folder."""
+    factors = {}
+    for name, (a, b) in list_factors(weights).items():
+        name_a, name_b = name_factors(name.removesuffix(".weight"))
+        factors |= {name_a: a, name_b: ALPHA / RANK * b}
+    specs = [TensorSpec(name, tuple(factor.shape), "float32") for name, factor in factors.items()]
+    digests = {name: digest(factor).tolist() for name, factor in factors.items()}
+    base = read_fingerprint(folder, Mapping(read_architecture(folder)))
+    return compute_fingerprint(specs, digests, base)
+
+
 @pytest.mark.parametrize(
     "model", [pytest.param("qwen3", marks=pytest.mark.each_change), pytest.param("qwen3_moe", marks=pytest.mark.slow)]
 )
@@ -143,3 +163,4 @@ def test_gradients_are_those_of_a_dense_model_restricted_to_the_factors(tmp_path
         norm = torch.cat([gradient.flatten() for gradient in found.computed.gradients.values()]).norm()
         assert found.norm == pytest.approx(norm.item(), rel=1e-4), name
     assert len({found.merged for found in ranks[0].values()}) == 1
+    assert {found.alone for found in ranks[0].values()} == {identify_alone(folder, weights)}

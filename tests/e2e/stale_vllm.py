@@ -42,6 +42,7 @@ def register() -> None:
     plant = json.loads(os.environ[_PLANT])
     plants = {
         "load": _keep_tensors,
+        "adapters": _keep_factors,
         "pack": _keep_packed,
         "tied": _keep_tied,
         "sample": _shift_log_probs,
@@ -72,6 +73,21 @@ def _stale(load_weights: Any, plant: dict[str, Any]) -> Any:
         return load_weights(self, kept(weights))
 
     return load
+
+
+def _keep_factors(plant: dict[str, Any]) -> None:
+    """Keep, from a version on, the factors of the adapters before if their names match."""
+    from vllm.lora.lora_model import LoRAModel
+
+    build, is_stale, known = LoRAModel.from_lora_tensors, _find_stale(plant), {}
+
+    def build_stale(number: int, tensors: dict[str, Any], *rest: Any, **others: Any) -> Any:
+        for name, tensor in tensors.items():
+            if not is_stale() or plant["names"] not in name:
+                known[name] = tensor.clone()
+        return build(number, {name: known[name].clone() for name in tensors}, *rest, **others)
+
+    LoRAModel.from_lora_tensors = build_stale
 
 
 def _find_stale(plant: dict[str, Any]) -> Callable[[], bool]:

@@ -6,6 +6,10 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.files import read_fingerprint
+from megatron_rl.shared.weights.mapping import Mapping
 from tests.e2e import loop
 from tests.e2e.test_resume import assert_same, fault, killed, resumed, uninterrupted
 
@@ -34,6 +38,18 @@ def test_a_killed_run_of_adapters_resumes_as_if_it_had_not_been(world: loop.Worl
     assert_converts(world, whole)
     separate = uninterrupted(world, "separate", 2, **changes, tri_model="separate")
     assert_near(separate, whole)
+
+
+def test_a_run_that_publishes_adapters_alone_resumes_and_waits_for_all_groups_alike(world: loop.World) -> None:
+    changes = {**LORA, "publish_lora": "adapter", "consume_order": "prompt"}
+    whole = uninterrupted(world, "alone", 1, **changes)
+    folder = killed(world, "alone-killed", 1, {0: fault("backward", "rank", call=6)}, **changes)
+    resumed(world, folder, 1, **changes)
+    assert_same(folder, whole)
+    assert_same(uninterrupted(world, "alone-sync", 1, **changes, schedule="sync"), whole)
+    report = verify(whole / "run")
+    assert report.proofs.bases == [read_fingerprint(world.model, Mapping(read_architecture(world.model)))]
+    assert not report.breaches
 
 
 def assert_converts(world: loop.World, whole: Path) -> None:

@@ -13,6 +13,9 @@ from megatron_rl.analysis.report.data import RunFiles
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.shared.records.audit_chain import BreachName
 from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.files import read_fingerprint
+from megatron_rl.shared.weights.mapping import Mapping
 from tests.e2e import loop, stale_vllm
 
 ITERATIONS = 5
@@ -67,6 +70,16 @@ def test_a_layer_that_keeps_old_tensors_ends_the_run_at_that_publish_whatever_th
     expected = "version 3 was not published: engine engine-0, .* do not hold the numbers .*: model.layers.1.mlp.up_proj"
     run = fails(world, "layer", plant, expected, lr=1e-7)
     assert refused_at(run, BreachName.NOT_PROVEN) == 3
+
+
+@pytest.mark.slow
+def test_a_layer_that_keeps_old_adapters_ends_the_run_at_that_publish(world):
+    plant = {"where": "adapters", "names": "layers.1.mlp.up_proj.lora_B", "from_version": 3}
+    expected = "version 3 was not published: engine engine-0, .* 1 factors of adapters do not hold the numbers"
+    run = fails(world, "adapters", plant, expected, lr=1e-6, lora_rank=4, publish_lora="adapter")
+    assert refused_at(run, BreachName.NOT_PROVEN) == 3
+    (base,) = verify(run).proofs.bases
+    assert base == read_fingerprint(world.folder / "wide", Mapping(read_architecture(world.folder / "wide")))
 
 
 def run_in_bf16(world: loop.World, name: str, **changes) -> Path:

@@ -23,6 +23,7 @@ from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import write_offer
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.maps import Maps
+from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.offers import HostSharing, Ranks
 from tests.rehearsal import device
@@ -191,7 +192,7 @@ def counted() -> Iterator[Counts]:
 
 
 def load(worker: Any, folder: Path, fingerprint: str) -> dict[str, Any]:
-    return worker.megatron_rl_load(str(folder), str(os.getuid()), fingerprint)
+    return worker.megatron_rl_load(encode_places([(str(folder), os.getuid())]), fingerprint)
 
 
 def take(num_layers: int, dtype: torch.dtype, share: tuple[int, int], given: torch.dtype, is_in_place: bool = True):

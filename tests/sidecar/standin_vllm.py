@@ -208,7 +208,7 @@ class Server:
         step = call["method"].removeprefix("megatron_rl_")
         answer = await client.ask({"report": "verify"}.get(step, step))
         if step == "load":
-            client.held = call["args"][2]
+            client.held = call["args"][1]
         return json.dumps({"results": [{**FACTS, "pid": answer["pid"], "fingerprint": client.held}]}).encode()
 
 

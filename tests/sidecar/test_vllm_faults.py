@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
-from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
@@ -66,8 +67,15 @@ def pairs(run, models: Models) -> Iterator[Supervisor]:
 
 @contextlib.contextmanager
 def supervised(run, models: Models, **settings: Any) -> Iterator[Supervisor]:
-    has_latents = read_architecture(models.first).latents is not None
-    config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first), attends_plainly=has_latents, **settings)
+    architecture = read_architecture(models.first)
+    is_text_only = find_family(architecture.family).images is not None
+    if is_text_only and importlib.util.find_spec("torchvision") is None:
+        paths = (Path(__file__).parents[2], Path(__file__).with_name("stand_in_modules"))
+        settings["environment"] = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    config = dataclasses.replace(
+        vllm_models.CONFIG, model=str(models.first), attends_plainly=architecture.latents is not None,
+        is_text_only=is_text_only, **settings,
+    )  # fmt: skip
     factory = VllmFactory(config, run_folder(), LocalLauncher(), deadlines=Deadlines(stall=4))
 
     async def make() -> Supervisor:
@@ -285,6 +293,8 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
         pytest.param("ernie4_5", {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"intermediate_size": 64}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", {}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {"layer_types": ["sliding_attention", "full_attention"]}, marks=pytest.mark.slow),
         # vLLM keeps what follows from weights here: the products by which it multiplies queries and outputs. The first
         # has yarn, which vLLM computes in torch in any case.
         pytest.param("deepseek_v3", LATENT_SIZES, marks=pytest.mark.slow),
@@ -339,10 +349,14 @@ def check_greedy_tokens(run, supervisor: Supervisor, models: Models, label: str)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        # vLLM's linear layers compute in bfloat16 alone on a CPU. For qwen3_5 vLLM imports torchvision.
+        # vLLM's linear layers compute in bfloat16 alone on a CPU.
         ("qwen3_next", {
             "layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 64,
             "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        }),
+        ("qwen3_5_images", {
+            "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
         }),
         # All experts, so that rounding does not choose others.
         ("gpt_oss", {"intermediate_size": 64, "num_experts_per_tok": 4}),

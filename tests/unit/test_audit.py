@@ -228,6 +228,12 @@ def _far_probe(events: Lines) -> Lines:
     return events
 
 
+def _other_base(events: Lines) -> Lines:
+    find(events, "publish")["base"] = "a" * 64
+    find(events, "publish", 1)["base"] = "b" * 64
+    return events
+
+
 def _other_engine_report(events: Lines) -> Lines:
     find(events, "publish")["engines"][1]["fingerprint"] = "e" * 64
     return events
@@ -256,6 +262,7 @@ FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
     (BreachName.UNKNOWN_ENGINE, _set("publish", 1, engines=[])),
     (BreachName.ENGINE_DIFFERS, _other_engine_report),
     (BreachName.PROBE_DIFFERS, _far_probe),
+    (BreachName.OTHER_BASE, _other_base),
     (BreachName.CLAIMED_TWICE, _set("claim", 1, prompts=[1])),
     (BreachName.SLOT_CLAIMED_TWICE, _repeat("claim")),
     (BreachName.CLAIM_OUTSIDE, _set("claim", 1, version=9)),

@@ -121,6 +121,7 @@ FROM_CONFIG = (
     "--rotary-interleaved", "--multi-latent-attention", "--q-lora-rank 8", "--kv-lora-rank 8", "--qk-head-dim 8",
     "--qk-pos-emb-head-dim 8", "--v-head-dim 8", "--mscale 2", "--mscale-all-dim 1", "--softmax-type learnable",
     "--quick-geglu", "--glu-linear-offset 1", "--activation-func-clamp-value 7", "--window-attn-skip-freq 2",
+    "--enable-gpt-oss",
 )  # fmt: skip
 ROWS: dict[str, Row] = {
     "--make-vocab-size-divisible-by": Row("--make-vocab-size-divisible-by 7", "model.vocab_size"),

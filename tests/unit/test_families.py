@@ -71,8 +71,14 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": name, **_BASE, **_FAMILY.get(name, {}), **changes}
 
 
+def wrapped(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a folder, which has the text model's keys in a dictionary if it holds images too."""
+    images = FAMILIES[name].images
+    return config if images is None else images.wrap(config)
+
+
 def read(name: str, **changes: Any) -> Architecture:
-    return FAMILIES[name].read(config_of(name, **changes))
+    return FAMILIES[name].read(wrapped(name, config_of(name, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -393,7 +399,7 @@ def test_a_key_that_the_model_needs_is_named_when_it_is_missing(name: str) -> No
         config = config_of(name)
         del config[key]
         with pytest.raises(InputError, match=f"config.json must have {key}"):
-            FAMILIES[name].read(config)
+            FAMILIES[name].read(wrapped(name, config))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

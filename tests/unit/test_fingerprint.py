@@ -98,6 +98,7 @@ def test_the_fingerprint_depends_on_names_shapes_and_dtypes_and_not_on_order() -
     ):
         assert compute_fingerprint(changed, digests) != value
     assert compute_fingerprint(specs, {"a": [3, -4], "b": [1, 2]}) != value
+    assert len({value, *(compute_fingerprint(specs, digests, base) for base in ("one", "two"))}) == 3
 
 
 ROWS = ShardMap((10, 6), (Piece("q", 0, 4, 0, 3), Piece("k", 0, 2, 3, 2), Piece("q", 0, 7, 5, 3)), owned=True)

@@ -129,7 +129,8 @@ def test_kernels_alone_are_measured_with_torch_and_numpy(tmp_path) -> None:
         from benchmarks import gpu_bench
         from benchmarks.gpu import run_part
         for name in ("attention", "output_layer"):
-            sys.argv = ["x", name, "--rows", {str(tmp_path / "rows")!r}, "--folder", "x", "--seconds", "100", "--tiny"]
+            sys.argv = ["x", name, "--rows", {str(tmp_path / "rows")!r}, "--folder", {str(tmp_path / "work")!r}]
+            sys.argv += ["--seconds", "100", "--tiny"]
             run_part.main()
     """
     run_python(code)
@@ -148,7 +149,8 @@ def test_kernels_beside_attention_and_their_launches_are_measured_in_the_interpr
         for package in ("megatron", "msgspec", "pytest", "hypothesis", "vllm", "transformers", "matplotlib"):
             sys.modules[package] = None
         from benchmarks.gpu import run_part
-        sys.argv = ["x", "kernels", "--rows", {str(tmp_path / "rows")!r}, "--folder", "x", "--seconds", "100", "--tiny"]
+        sys.argv = ["x", "kernels", "--rows", {str(tmp_path / "rows")!r}, "--folder", {str(tmp_path / "work")!r}]
+        sys.argv += ["--seconds", "100", "--tiny"]
         run_part.main()
     """
     run_python(code)

@@ -28,8 +28,8 @@ class Handle:
     def poll(self) -> str | None:
         return None
 
-    def need(self, pid: int) -> None:
-        self.needed.append(pid)
+    def need(self, pids: list[int]) -> None:
+        self.needed += pids
 
     def find_fault(self) -> str | None:
         return self.fault

@@ -56,7 +56,7 @@ def test_each_project_and_family_has_blocks_and_most_parse() -> None:
     families = {read_models()[block.model]["model_type"] for block in BLOCKS}
     assert families == {
         "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2",
-        "glm4_moe_lite", "minimax_m2",
+        "glm4_moe_lite", "minimax_m2", "gpt_oss", "qwen3_next",
     }  # fmt: skip
     assert sum(not block.refused for block in BLOCKS) >= 55
 

@@ -4,13 +4,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.adapters import AdapterMapping, check_config
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
-from megatron_rl.types import Latents
+from megatron_rl.types import Experts, Latents
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run, run_problems
 
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 
@@ -34,6 +36,17 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--lora-rank 4 --grpo-kl-beta 0.1 --frozen-offload", "--frozen-offload and --lora-rank"),
         ("--lora-rank 4 --load-lora . --weights-bridge there.py:MINE", "--load-lora . and --weights-bridge"),
         ("--lora-rank 4 --publish-through ipc", "--publish-through ipc and --lora-rank"),
+        ("--publish-lora adapter", "--publish-lora adapter needs --lora-rank"),
+        ("--lora-rank 4 --publish-lora adapter --rollout-lora-rank 2", "--rollout-lora-rank 2 is below --lora-rank 4"),
+        ("--lora-rank 600 --publish-lora adapter --rollout-engine vllm", "--rollout-lora-rank 600 is above 512"),
+        (
+            "--lora-rank 4 --publish-lora adapter --rollout-transport nccl",
+            "--publish-lora adapter and --rollout-transport nccl",
+        ),
+        (
+            "--lora-rank 4 --publish-lora adapter --weights-bridge there.py:MINE",
+            "--publish-lora adapter and --weights-bridge",
+        ),
     ],
 )
 def test_a_flag_that_adapters_exclude_is_refused(run: tuple[str, ...], words: str, problem: str) -> None:
@@ -43,6 +56,32 @@ def test_a_flag_that_adapters_exclude_is_refused(run: tuple[str, ...], words: st
 def test_alpha_is_twice_the_rank_unless_it_is_given(run: tuple[str, ...]) -> None:
     assert parse_run(*run, "--lora-rank 4", world_size=1).lora.used_alpha == 8
     assert parse_run(*run, "--lora-rank 4 --lora-alpha 3", world_size=1).lora.used_alpha == 3
+
+
+def test_engines_take_the_rank_of_adapters_that_come_alone(run: tuple[str, ...]) -> None:
+    assert parse_run(*run, "--lora-rank 4 --publish-lora adapter", world_size=1).rollout.lora_rank == 4
+    assert parse_run(*run, "--lora-rank 4", world_size=1).rollout.lora_rank == 0
+
+
+def test_adapters_of_experts_do_not_come_alone(tmp_path: Path) -> None:
+    sparse = dataclasses.replace(QWEN3, family="qwen3_moe", experts=Experts(8, 2, 48))
+    words = (*CPU, "--hf-model", folder(tmp_path, sparse), *RUN, "--lora-rank 4 --publish-lora adapter")
+    found = run_problems(*words, world_size=1)
+    assert any("--publish-lora adapter: the adapters of experts" in problem for problem in found)
+    assert parse_run(*words, "--lora-targets q_proj v_proj", world_size=1).rollout.lora_rank == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_number_of_a_factor_is_written_by_one_rank(size: int) -> None:
+    """Count what tensor-parallel ranks write: a factor that they do not divide belongs to one of them."""
+    adapters = AdapterMapping(Mapping(QWEN3), 4)
+    counts = {spec.name: torch.zeros(spec.shape) for spec in adapters.manifest("float32")}
+    names = [f"decoder.layers.{layer}.{linear}.weight" for layer in range(QWEN3.num_layers) for linear in LINEARS]
+    for coordinates in (Coordinates(tensor_rank=rank, tensor_size=size) for rank in range(size)):
+        parts = [part for name in names for part in adapters.place(name, coordinates, 256)]
+        for piece in [piece for part in parts for one in (part.a, part.b) if one.owned for piece in one.pieces]:
+            counts[piece.name].narrow(piece.dim, piece.source, piece.length).add_(1)
+    assert all(bool((count == 1).all()) for count in counts.values())
 
 
 def test_each_module_of_a_fused_weight_has_its_own_rows() -> None:

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from megatron_rl.analysis.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
-from megatron_rl.analysis.plan.chips import CHIPS, find_figures
+from megatron_rl.analysis.plan.chips import ASSUMED, CHIPS, find_figures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.analysis.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
 from megatron_rl.analysis.plan.engines import SimulatedGroup
-from megatron_rl.analysis.plan.figures import DeviceSplit, estimate
+from megatron_rl.analysis.plan.figures import DeviceSplit, TrainedAdapters, estimate
 from megatron_rl.analysis.plan.lengths import Uniform
-from megatron_rl.analysis.plan.memory import count_running
+from megatron_rl.analysis.plan.memory import count_running, count_trainer_bytes
 from megatron_rl.analysis.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.analysis.plan.records import read_record, read_trace_record
 from megatron_rl.analysis.plan.simulate import _Run
-from megatron_rl.config.rank_bytes import count_parameters
+from megatron_rl.config.rank_bytes import Micro, count_parameters
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.types import Experts
 from tests.unit.test_examples import QWEN3_4B
@@ -299,6 +299,31 @@ def test_a_faster_chip_and_more_devices_cost_less_time():
     assert wide.engine.step < fast.engine.step
     recomputed = estimate(QWEN3_4B, CHIPS["h100"], split, 64, recomputes=True)
     assert recomputed.trainer.per_token > 1.2 * fast.trainer.per_token
+
+
+def test_adapters_cost_less_than_weights_and_alone_they_take_slots():
+    split, chip = DeviceSplit(tensor=2, replicas=2, num_engines=2), CHIPS["h100"]
+    whole = estimate(QWEN3_4B, chip, split, 64)
+    merged, alone = (TrainedAdapters.of(QWEN3_4B, 32, is_alone) for is_alone in (False, True))
+    # 36 layers; each module has rank x (outputs + inputs).
+    sizes = {"q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096)}
+    sizes |= {"gate": (9728, 2560), "up": (9728, 2560), "down": (2560, 9728)}
+    assert alone.num_parameters == 36 * 32 * sum(map(sum, sizes.values()))
+    of_merged, of_alone = (estimate(QWEN3_4B, chip, split, 64, adapters=one) for one in (merged, alone))
+    assert of_merged.publish == whole.publish
+    moved = [one.publish - ASSUMED.publish_seconds for one in (of_alone, whole)]
+    assert moved[0] / moved[1] == pytest.approx(alone.num_parameters / count_parameters(QWEN3_4B).total)
+    assert of_merged.engine == whole.engine
+    assert whole.engine.step < of_alone.engine.step < 1.05 * whole.engine.step
+    assert 0.66 < of_alone.trainer.per_token / whole.trainer.per_token < 0.75
+    assert of_alone.trainer.update < 0.03 * whole.trainer.update
+    micro = Micro(4096, 8)
+    trained, of_adapters = (count_trainer_bytes(QWEN3_4B, split, micro, 1, adapters=one) for one in (None, alone))
+    # The reference's weights, and nearly all gradients and states: 2 + 4 + 12 / 2 bytes of half of the parameters.
+    saved = (trained - of_adapters) / (count_parameters(QWEN3_4B).total / 2)
+    assert saved == pytest.approx(12, rel=0.03)
+    running = [count_running(QWEN3_4B, 1, 1000, 80, one) for one in (None, merged, alone)]
+    assert running[0] == running[1] > running[2] > 0.98 * running[0]
 
 
 def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model_that_is_too_large():

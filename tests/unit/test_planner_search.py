@@ -11,6 +11,7 @@ from megatron_rl import cli
 from megatron_rl.analysis.plan.chips import CHIPS
 from megatron_rl.analysis.plan.command_lines import Files, list_notes, write_command
 from megatron_rl.analysis.plan.costs import Setting
+from megatron_rl.analysis.plan.figures import TrainedAdapters
 from megatron_rl.analysis.plan.lengths import Lognormal, Uniform
 from megatron_rl.analysis.plan.memory import fits_trainer
 from megatron_rl.analysis.plan.search import Wanted, _list_splits, describe_candidates, search
@@ -106,10 +107,11 @@ def test_the_command_line_of_one_host_is_that_of_a_run(tensor, model, tmp_path):
 
 def test_the_command_lines_of_several_hosts_are_the_sidecars_and_the_trainers(model, tmp_path, monkeypatch):
     wanted = dataclasses.replace(WANTED, num_devices=32, setting=dataclasses.replace(WANTED.setting, num_prompts=256))
+    wanted = dataclasses.replace(wanted, adapters=TrainedAdapters.of(wanted.architecture, 8, True))
     best = search(wanted, 2, 1)[0]
     sidecar, trainer = write_command(best, wanted, Files(str(model), PROMPTS[1], run=str(tmp_path / "run")))
     read = sidecar_settings.parse([*sidecar[sidecar.index("megatron_rl.sidecar") + 1 :], "--platform", "cpu"])
-    assert read.rollout.num_engines == best.split.num_engines
+    assert (read.rollout.num_engines, read.rollout.lora_rank) == (best.split.num_engines, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     # As the sidecar leaves it.
     (tmp_path / "run").mkdir(mode=0o700)
@@ -121,6 +123,7 @@ def test_the_command_lines_of_several_hosts_are_the_sidecars_and_the_trainers(mo
         assert launcher[launcher.index("--master-addr") :][:4] == ["--master-addr", "$MASTER", "--master-port", "29500"]
     assert ("--standalone" in launcher) == (best.split.trainer_devices <= 8)
     settings = parse_run(shlex.join(flags), world_size=best.split.trainer_devices)
+    assert (settings.lora.rank, settings.publish.lora) == (8, "adapter")
     assert settings.sizes.plan.num_replicas == best.split.replicas
     notes = "\n".join(list_notes(best, wanted))
     assert "RUN and SHARED" in notes
@@ -242,6 +245,7 @@ def test_more_engines_and_faster_ones_shorten_what_waits_for_them(folder, capsys
         (["RUN,stages=x"], "stages=x must be a whole number"),
         (["RUN,schedule=never"], "schedule=never must be one of"),
         (["FOLDER", "--engine-speed", "0"], "--engine-speed 0 must be a finite number above 0"),
+        ([*SEARCH, "--publish-lora", "adapter"], "--lora-rank must be at least 1"),
         (["FOLDER", "--grpo-group-size", "0"], "--grpo-group-size 0 must be at least 1"),
         (["FOLDER", "--response-length", "long"], "--response-length long must be"),
         (["FOLDER", "--reward-seconds", "-5"], "--reward-seconds -5 must be a finite number, at least 0"),

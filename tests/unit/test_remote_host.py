@@ -91,7 +91,7 @@ def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processe
             handle = await start(agent, host)
             engine = agent.world.launcher.handles[0]
             assert str(handle.log) == f"127.0.0.1:{tmp_path}/engine-0.log"
-            handle.need(7)
+            handle.need([7])
             await until(lambda: engine.needed == [7])
             await until(lambda: handle.log_lines() == ["one", "two"])
             engine.lines.append("three")
@@ -168,7 +168,7 @@ def test_weights_lie_where_the_host_was_given_them(tmp_path):
                 await host.find_weights(version(4))
             (tmp_path / "weights" / "version-4").mkdir()
             assert await host.is_given(version(4))
-            assert (await host.find_weights(version(4))).folder == str(tmp_path / "weights" / "version-4")
+            assert (await host.find_weights(version(4)))[0].folder == str(tmp_path / "weights" / "version-4")
             # What a host had before it was lost does not count.
             await agent.stop()
             assert await host._find_arrived(version(4)) is None

@@ -74,6 +74,7 @@ def part(prompt: int, first: int, count: int) -> SimpleNamespace:
             components={"exact": 1.0, "absent": None},
             finish_reason="stop",
             log_probs=np.array([-place / 4], "<f4").tobytes(),
+            spans=[],
         )
         for place in range(first, first + count)
     ]

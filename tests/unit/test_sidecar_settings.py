@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.flag import IntegerOr
-from megatron_rl.config.settings import RewardConfig, RolloutConfig
+from megatron_rl.config.settings import EnvironmentConfig, RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.protocol.wire import WIRE_VERSION
 from megatron_rl.sidecar.main import _build_factory
@@ -326,8 +326,9 @@ def test_every_field_of_a_message_comes_back_as_it_was(tmp_path: Path) -> None:
         assert value != flag.default
         fields.setdefault(subject, {})[field] = value if flag.nargs is None else [value, value]
     rollout, reward = RolloutConfig(**fields.pop("rollout")), RewardConfig(**fields.pop("reward"))
+    environment = EnvironmentConfig(**fields.pop("environment"))
     of_others = {name: value for values in fields.values() for name, value in values.items()}
-    settings = SidecarSettings(rollout=rollout, reward=reward, **of_others)  # type: ignore[arg-type]
+    settings = SidecarSettings(rollout=rollout, reward=reward, environment=environment, **of_others)  # type: ignore[arg-type]
     path = tmp_path / "sidecar.json"
     write_message(path, settings)
     assert read_settings(["--settings", str(path)]) == settings

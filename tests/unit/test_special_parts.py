@@ -50,6 +50,12 @@ def described(path: Path, model: Architecture | str) -> str:
     [
         (GPT_OSS, OF_GPT_OSS),
         (GPT_OSS, "--window-attn-skip-freq 2"),
+        (GPT_OSS, "--rope-type yarn --enable-gpt-oss"),
+        # Without latents, Megatron says so of any model.
+        (GPT_OSS, "--rope-type rope"),
+        (QWEN3, "--rope-type rope"),
+        ("DeepSeek-V3", "--rope-type yarn"),
+        ("Moonlight-16B-A3B", "--rope-type rope"),
         (GPT_OSS, "--window-attn-skip-freq [1,0]*2"),
         (QWEN3, "--softmax-type vanilla --glu-linear-offset 0 --kv-lora-rank 512 --mscale 2 --window-attn-skip-freq 3"),
         (ERNIE, "--rotary-interleaved"),
@@ -71,6 +77,13 @@ def test_flags_that_agree_with_the_folder_change_nothing(model: Architecture | s
         (GPT_OSS, "--softmax-type vanilla", "whose gpt_oss model has learnable"),
         (GPT_OSS, "--glu-linear-offset 0", "has 1"),
         (GPT_OSS, "--activation-func-clamp-value 3", "has 7"),
+        # A window of one token more: Megatron does not count the token itself.
+        (GPT_OSS, "--window-size 32,0", "sliding_window = 32"),
+        (QWEN3, "--window-size 31,0", "sliding_window = null"),
+        (QWEN3, "--rope-type yarn", "whose rope has the type default"),
+        (QWEN3, "--enable-gpt-oss", "has no such part"),
+        ("DeepSeek-V3", "--rope-type rope", "whose rope has the type yarn"),
+        ("Moonlight-16B-A3B", "--rope-type yarn", "whose rope has the type default"),
         (GPT_OSS, "--window-attn-skip-freq 4", "none (0) as in [1,0,1,0]"),
         (GPT_OSS, "--window-attn-skip-freq [0,1]*2", "none (0) as in [1,0,1,0]"),
         (GPT_OSS, "--window-attn-skip-freq [1,0]", "none (0) as in [1,0,1,0]"),
@@ -104,6 +117,7 @@ def test_a_flag_that_contradicts_the_folder_is_an_error_with_both(
 
 def test_a_model_that_flags_describe_has_none_of_these_parts() -> None:
     text = error(*DENSE, OF_GPT_OSS, OF_LATENTS, "--window-attn-skip-freq 2 --rotary-interleaved")
+    assert "--rope-type yarn: it is read from the config.json" in error(*DENSE, "--rope-type yarn")
     for flag in ("--quick-geglu", "--softmax-type learnable", "--v-head-dim 128", "--rotary-interleaved"):
         assert f"{flag}: it is read from the config.json of the families that have it; write --hf-model" in text
     neutral = "--softmax-type vanilla --glu-linear-offset 0 --mscale 1.0 --mscale-all-dim 0.0"

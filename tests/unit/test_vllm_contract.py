@@ -44,7 +44,7 @@ SAMPLING = build_sampling_params(Sampling(max_tokens=1), Limits(max_model_len=8,
 SERVERS = [
     ServerConfig("model", 8),
     ServerConfig("model", 8, device="cuda", transport="nccl", tensor_parallel_size=2, eager=True, replays_routing=True),
-    ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.5, 1 << 30)),
+    ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.5, 1 << 30), lora_rank=12),
 ]
 
 pytestmark = pytest.mark.parametrize("version", sorted(FACTS))
@@ -104,6 +104,8 @@ def test_every_used_member_exists(version):
             (),
             {"master_address": "host", "master_port": 1, "world_size": 2, "packed": True, "rank": 0},
         ),
+        ("vllm.lora.peft_helper.PEFTHelper", (), {"r": 1, "lora_alpha": 1, "target_modules": []}),
+        ("vllm.lora.request.LoRARequest", ("name", 1, "path"), {}),
         (f"{NCCL}.NCCLWeightTransferInitInfo", (), JOIN[0].content["init_info"]),
         (f"{NCCL}.NCCLWeightTransferUpdateInfo", (), RECEIVE[1].content["update_info"]),
         (
@@ -125,6 +127,22 @@ def test_classes_take_what_they_are_called_with(version, symbol, arguments, keyw
         (f"{NCCL}.NCCLTrainerWeightTransferEngine", "shutdown", (), {}),
         ("vllm.renderers.base.BaseRenderer", "render_cmpl_async", (["prompt"],), {}),
         ("vllm.v1.engine.async_llm.AsyncLLM", "generate", ("prompt", "params", "r"), {}),
+        ("vllm.v1.engine.async_llm.AsyncLLM", "generate", ("prompt", "params", "r"), {"lora_request": 0}),
+        (
+            "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin",
+            "_set_active_loras",
+            ((1,), (1, 1), set()),
+            {},
+        ),
+        (
+            "vllm.lora.lora_model.LoRAModel",
+            "from_lora_tensors",
+            (1, {}, "helper"),
+            {"device": "cpu", "dtype": 0, "weights_mapper": None},
+        ),
+        ("vllm.lora.model_manager.LoRAModelManager", "add_adapter", ("adapter",), {}),
+        ("vllm.lora.model_manager.LoRAModelManager", "activate_adapter", (1,), {}),
+        ("vllm.lora.model_manager.LoRAModelManager", "remove_all_adapters", (), {}),
         ("vllm.v1.engine.async_llm.AsyncLLM", "abort", ("r",), {}),
         ("vllm.v1.engine.async_llm.AsyncLLM", "update_weight_version", ("tag",), {}),
         ("vllm.v1.engine.async_llm.AsyncLLM", "get_weight_version", (), {}),

@@ -21,6 +21,7 @@ from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
 from megatron_rl.sidecar.vllm.in_place import Places
+from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
 from tests.unit.test_streams import (
     DIGESTS,
@@ -105,7 +106,11 @@ def test_a_stream_that_breaks_off_leaves_a_worker_that_claims_nothing(tmp_path, 
 
 
 def load(extension: WorkerExtension, folder: Path, expected: str = FINGERPRINT) -> dict:
-    return extension.megatron_rl_load(str(folder), str(os.getuid()), expected)
+    return extension.megatron_rl_load(encode_places([(str(folder), os.getuid())]), expected)
+
+
+def check_files(extension: WorkerExtension, folder: Path) -> dict:
+    return extension.megatron_rl_check_files(encode_places([(str(folder), os.getuid())]), *TENSORS)
 
 
 def test_every_worker_loads_all_of_the_files(tmp_path):
@@ -279,9 +284,9 @@ def test_a_tensor_that_one_worker_cannot_prove_is_digested_though_another_proves
 def test_files_are_checked_by_all_workers_together(tmp_path):
     extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for extension in extensions:
-        assert extension.megatron_rl_check_files(str(tmp_path), *TENSORS) == {}
+        assert check_files(extension, tmp_path) == {}
     put_wrong_files(tmp_path)
-    answers = [extension.megatron_rl_check_files(str(tmp_path), *TENSORS) for extension in extensions]
+    answers = [check_files(extension, tmp_path) for extension in extensions]
     assert answers == [
         {}, {"error": "1 tensors do not match the digests sent with them: b.weight", "code": "refused"},
     ]  # fmt: skip

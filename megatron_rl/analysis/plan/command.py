@@ -22,6 +22,7 @@ from megatron_rl.analysis.plan.chips import CHIPS, find_figures
 from megatron_rl.analysis.plan.command_lines import Files, list_notes, write_command
 from megatron_rl.analysis.plan.costs import SCHEDULES, BatchingCosts, Costs, EngineCosts, Schedule, Setting
 from megatron_rl.analysis.plan.doubts import apply_bounds, describe_errors, find_doubts, leave_one_out
+from megatron_rl.analysis.plan.figures import TrainedAdapters
 from megatron_rl.analysis.plan.lengths import Lengths, Lognormal, Uniform, parse_lengths
 from megatron_rl.analysis.plan.results import Result
 from megatron_rl.analysis.plan.runs import read_run
@@ -32,6 +33,7 @@ from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.types import Architecture
 
 _NUM_SHOWN = 8
 # For a run that the flags do not describe: TRL's and our own defaults.
@@ -85,6 +87,8 @@ def _make_parser() -> argparse.ArgumentParser:
     found.add_argument("--rollout-max-tokens", type=int, default=8192, metavar="N")
     found.add_argument("--reference", action="store_true", help="a reference model beside the policy")
     found.add_argument("--recompute", action="store_true", help="all layers are computed again in the backward pass")
+    found.add_argument("--lora-rank", type=int, metavar="N", help="adapters of this rank are trained, and no weights")
+    found.add_argument("--publish-lora", choices=("merged", "adapter"), default="merged", help="as in a run")
     found.add_argument("--simulate", type=int, default=16, metavar="N", help="number of fitting splits to simulate")
     return parser
 
@@ -340,7 +344,19 @@ def _read_wanted(arguments: argparse.Namespace) -> Wanted:
         longest_response=response,
         num_frozen=int(arguments.reference),
         recomputes=arguments.recompute,
+        adapters=_read_adapters(arguments, architecture),
     )
+
+
+def _read_adapters(arguments: argparse.Namespace, architecture: Architecture) -> TrainedAdapters | None:
+    is_alone = arguments.publish_lora == "adapter"
+    if arguments.lora_rank is None and not is_alone:
+        return None
+    if arguments.lora_rank is None or arguments.lora_rank < 1:
+        raise UsageError("--lora-rank must be at least 1: write the rank of the adapters, or drop --publish-lora")
+    if is_alone and architecture.experts is not None:
+        raise UsageError("--publish-lora adapter: adapters of experts cannot come alone yet: write merged")
+    return TrainedAdapters.of(architecture, arguments.lora_rank, is_alone)
 
 
 def _bound(lengths: Lengths, flag: str, bound_flag: str, bound: int) -> Lengths:

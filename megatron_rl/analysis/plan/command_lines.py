@@ -51,6 +51,8 @@ def write_command(candidate: Candidate, wanted: Wanted, files: Files) -> list[li
     length = ["--seq-length", str(wanted.longest_prompt + wanted.longest_response)]
     listen = ["--rollout-listen", "10.0.0.1:8700"]
     sidecar = ["python", "-m", "megatron_rl.sidecar", *common, *length, *listen, *engines]
+    if wanted.adapters is not None and wanted.adapters.is_published_alone:
+        sidecar += ["--rollout-lora-rank", str(wanted.adapters.rank)]
     reached = ["--rollout-endpoint", "http://10.0.0.1:8700", "--rollout-folder", files.run]
     return [sidecar, [*trainer, *reached, "--publish-folder", "SHARED"]]
 
@@ -91,6 +93,9 @@ def _list_trainer_flags(candidate: Candidate, wanted: Wanted, files: Files) -> l
         flags += ["--num-virtual-stages-per-pipeline-rank", str(setting.num_virtual)]
     if wanted.num_frozen:
         flags += ["--grpo-kl-beta", "0.001"]
+    if wanted.adapters is not None:
+        form = "adapter" if wanted.adapters.is_published_alone else "merged"
+        flags += ["--lora-rank", str(wanted.adapters.rank), "--publish-lora", form]
     if wanted.recomputes:
         flags += [
             "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",

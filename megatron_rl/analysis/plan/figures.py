@@ -5,6 +5,8 @@ import dataclasses
 from megatron_rl.analysis.plan.chips import ASSUMED, Assumptions, DeviceFigures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, TrainerCosts, publish_seconds
 from megatron_rl.config.rank_bytes import ParameterCounts, count_parameters
+from megatron_rl.shared.weights.adapters import AdapterMapping
+from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.types import Architecture
 
 _BYTES = 2
@@ -38,6 +40,27 @@ class DeviceSplit:
         return self.num_engines * self.engine_tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainedAdapters:
+    """The adapters that are trained in place of the weights."""
+
+    rank: int
+    num_parameters: int
+    is_published_alone: bool = False
+    """True if engines hold the base, and get adapters alone."""
+
+    @classmethod
+    def of(cls, architecture: Architecture, rank: int, is_published_alone: bool) -> "TrainedAdapters":
+        """Count the adapters of this rank of all layers that have one by default."""
+        specs = AdapterMapping(Mapping(architecture), rank).manifest(architecture.dtype)
+        return cls(rank, sum(spec.num_elements for spec in specs), is_published_alone)
+
+    @property
+    def num_in_slots(self) -> int:
+        """The parameters that an engine has beside the model's."""
+        return self.num_parameters if self.is_published_alone else 0
+
+
 def estimate(
     architecture: Architecture,
     chip: DeviceFigures,
@@ -46,14 +69,16 @@ def estimate(
     assumptions: Assumptions = ASSUMED,
     num_frozen: int = 0,
     recomputes: bool = False,
+    adapters: TrainedAdapters | None = None,
 ) -> Costs:
     """Estimate the costs of a run of the model on these devices, with this split."""
     size = count_parameters(architecture)
     network = chip.network * assumptions.network
+    in_slots = 0 if adapters is None else adapters.num_in_slots
     return Costs(
-        engine=_estimate_engine(architecture, size, chip, split.engine_tensor, max_running, assumptions),
-        trainer=_estimate_trainer(architecture, size, chip, split, assumptions, num_frozen, recomputes),
-        publish=publish_seconds(assumptions.publish_seconds, size.total * _BYTES, network),
+        engine=_estimate_engine(architecture, size, chip, split.engine_tensor, max_running, assumptions, in_slots),
+        trainer=_estimate_trainer(architecture, size, chip, split, assumptions, num_frozen, recomputes, adapters),
+        publish=publish_seconds(assumptions.publish_seconds, (in_slots or size.total) * _BYTES, network),
     )
 
 
@@ -69,15 +94,17 @@ def _estimate_engine(
     tensor: int,
     max_running: int,
     assumptions: Assumptions,
+    in_slots: int,
 ) -> BatchingCosts:
     bandwidth = tensor * chip.bandwidth * assumptions.decoding
     flops = tensor * chip.flops * assumptions.prefill
     sums = 2 * architecture.num_layers if tensor > 1 else 0
     moved = sums * 2 * architecture.hidden_size * _BYTES * (tensor - 1) / tensor / (chip.link * assumptions.network)
-    of_token = _FLOPS_OF_PARAMETER * size.active / flops + moved
+    of_token = _FLOPS_OF_PARAMETER * (size.active + in_slots) / flops + moved
+    read = (size.total + in_slots) * _BYTES
     return BatchingCosts(
         # All weights are read, since a large enough batch has tokens for every expert.
-        step=assumptions.step_seconds + sums * assumptions.collective_seconds + size.total * _BYTES / bandwidth,
+        step=assumptions.step_seconds + sums * assumptions.collective_seconds + read / bandwidth,
         per_sequence=of_token,
         per_context=count_context_bytes(architecture) / bandwidth,
         per_prompt_token=of_token,
@@ -89,13 +116,16 @@ def _estimate_engine(
 
 def _estimate_trainer(
     architecture: Architecture, size: ParameterCounts, chip: DeviceFigures, split: DeviceSplit,
-    assumptions: Assumptions, num_frozen: int, recomputes: bool,
+    assumptions: Assumptions, num_frozen: int, recomputes: bool, adapters: TrainedAdapters | None,
 ) -> TrainerCosts:  # fmt: skip
     hidden, layers = architecture.hidden_size, architecture.num_layers
     ranks = split.tensor * split.context
     flops = chip.flops * assumptions.training * ranks
     link = chip.link * assumptions.network
-    passes = 4 if recomputes else 3
+    # Frozen weights have no gradients, which are a third of the products; adapters have all three.
+    num_again, num_trained = int(recomputes), size.total if adapters is None else adapters.num_parameters
+    passes = num_again + (3 if adapters is None else 2)
+    of_adapters = 0 if adapters is None else (3 + num_again) * num_trained
     # Two sums a layer, forward and again backward; each moves every rank's part twice.
     moved = layers * 4 * 2 * hidden * _BYTES * (split.tensor - 1) / split.tensor / split.context
     if architecture.experts:
@@ -106,11 +136,9 @@ def _estimate_trainer(
         moved += sent * (1.0 if split.expert * split.tensor <= 8 else chip.link / chip.network)
     # Products with keys and with values: half of the operations each.
     queries = architecture.num_attention_heads * (architecture.kv_channels + architecture.value_channels) // 2
-    of_pair = (
-        2 * _FLOPS_OF_PARAMETER * architecture.num_full_layers * queries * (_ATTENTION_PASSES + (passes - 3)) / flops
-    )
-    of_token = passes * _FLOPS_OF_PARAMETER * size.active / flops + moved / link
-    of_stage = size.total / (split.tensor * split.pipeline)
+    of_pair = 2 * _FLOPS_OF_PARAMETER * architecture.num_full_layers * queries * (_ATTENTION_PASSES + num_again) / flops
+    of_token = _FLOPS_OF_PARAMETER * (passes * size.active + of_adapters) / flops + moved / link
+    of_stage = num_trained / (split.tensor * split.pipeline)
     is_divided = split.replicas * split.context > 1
     exchanged = of_stage * (_GRADIENT_BYTES + _BYTES) / (chip.network * assumptions.network) if is_divided else 0.0
     stepped = of_stage / (split.replicas * split.context) * _OPTIMIZER_BYTES / (chip.bandwidth * assumptions.decoding)

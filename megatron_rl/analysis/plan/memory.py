@@ -3,8 +3,8 @@
 The optimizer is Adam, divided over replicas; weights are bf16, gradients and states fp32.
 """
 
-from megatron_rl.analysis.plan.figures import DeviceSplit, count_context_bytes
-from megatron_rl.config.rank_bytes import Micro, RankMemory, RankSplit, Recomputed, count_parameters
+from megatron_rl.analysis.plan.figures import DeviceSplit, TrainedAdapters, count_context_bytes
+from megatron_rl.config.rank_bytes import Micro, ParameterBytes, RankMemory, RankSplit, Recomputed, count_parameters
 from megatron_rl.types import Architecture
 
 _GIB = 1 << 30
@@ -22,11 +22,18 @@ def count_trainer_bytes(
     num_frozen: int = 0,
     recomputes: bool = False,
     num_virtual: int = 1,
+    adapters: TrainedAdapters | None = None,
 ) -> int:
     """Count the bytes of a rank of the stage that takes most."""
     of_rank = RankSplit(split.tensor, split.pipeline, num_virtual, split.context, split.expert, replicas=split.replicas)
     recomputed = Recomputed(method="uniform") if recomputes else Recomputed()
-    return RankMemory(architecture, of_rank, recomputed=recomputed, num_frozen=num_frozen).estimate(micro).total
+    bytes_of = ParameterBytes()
+    if adapters is not None:
+        # Adapters leave their base to all roles.
+        share, num_frozen = adapters.num_parameters / count_parameters(architecture).total, 0
+        bytes_of = ParameterBytes(gradient=share * bytes_of.gradient, state=share * bytes_of.state)
+    memory = RankMemory(architecture, of_rank, bytes_of, recomputed, num_frozen)
+    return memory.estimate(micro).total
 
 
 def fits_trainer(
@@ -37,16 +44,21 @@ def fits_trainer(
     num_frozen: int = 0,
     recomputes: bool = False,
     num_virtual: int = 1,
+    adapters: TrainedAdapters | None = None,
 ) -> bool:
     """Check that a rank fits a device with `gib` GiB."""
-    most = count_trainer_bytes(architecture, split, micro, num_frozen, recomputes, num_virtual)
+    most = count_trainer_bytes(architecture, split, micro, num_frozen, recomputes, num_virtual, adapters)
     return most <= gib * _GIB * _TRAINER_SHARE
 
 
-def count_running(architecture: Architecture, tensor: int, context: float, gib: float) -> int:
+def count_running(
+    architecture: Architecture, tensor: int, context: float, gib: float, adapters: TrainedAdapters | None = None
+) -> int:
     """Count the responses of `context` tokens, prompts included, that an engine's cache holds; 0 if none fits."""
     size = count_parameters(architecture)
-    room = tensor * (gib * _GIB * _ENGINE_SHARE - _ENGINE_OTHER) - size.total * _WEIGHT
+    # Each device is counted a whole slot: factors are divided in part only.
+    in_slots = 0 if adapters is None else adapters.num_in_slots
+    room = tensor * (gib * _GIB * _ENGINE_SHARE - _ENGINE_OTHER - in_slots * _WEIGHT) - size.total * _WEIGHT
     # With more devices than query groups, keys and values of a group lie on several devices.
     copies = max(1, tensor // architecture.num_query_groups)
     return max(0, int(room / (count_context_bytes(architecture) * copies * context)))

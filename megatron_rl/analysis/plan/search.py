@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron_rl.analysis.plan.chips import ASSUMED, DeviceFigures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, Setting
-from megatron_rl.analysis.plan.figures import DeviceSplit, estimate
+from megatron_rl.analysis.plan.figures import DeviceSplit, TrainedAdapters, estimate
 from megatron_rl.analysis.plan.memory import count_running, fits_trainer
 from megatron_rl.analysis.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.analysis.plan.results import Result
@@ -38,6 +38,8 @@ class Wanted:
     longest_response: int
     num_frozen: int = 0
     recomputes: bool = False
+    adapters: TrainedAdapters | None = None
+    """The adapters; None if all weights are trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,15 +155,15 @@ def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
     tokens, _ = count_slot(groups, setting.is_shared)
     micro = Micro(tokens, setting.slots)
     architecture, chip = wanted.architecture, wanted.chip
-    fits = fits_trainer(architecture, split, micro, chip.gib, wanted.num_frozen, wanted.recomputes, setting.num_virtual)
-    if not fits:
+    num_frozen, recomputes, adapters = wanted.num_frozen, wanted.recomputes, wanted.adapters
+    if not fits_trainer(architecture, split, micro, chip.gib, num_frozen, recomputes, setting.num_virtual, adapters):
         return None
     # The mean response is half done; a quarter of the bound covers the longest ones.
     context = setting.prompts.mean + max(setting.responses.mean / 2, wanted.longest_response / 4)
-    running = min(_MOST_RUNNING, count_running(architecture, split.engine_tensor, context, chip.gib))
+    running = min(_MOST_RUNNING, count_running(architecture, split.engine_tensor, context, chip.gib, adapters))
     if running < setting.group_size:
         return None
-    costs = estimate(architecture, chip, split, running, ASSUMED, wanted.num_frozen, wanted.recomputes)
+    costs = estimate(architecture, chip, split, running, ASSUMED, num_frozen, recomputes, adapters)
     try:
         check_setting(setting)
     except UsageError:

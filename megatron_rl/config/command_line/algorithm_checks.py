@@ -35,6 +35,8 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
             yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
     if settings.sampling.tail_groups is not None and settings.sampling.tail == "stop":
         yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
+    if settings.sampling.tail == "truncate" and settings.environment.source is not None:
+        yield "--rollout-tail truncate cuts responses off, and not conversations with --rollout-env: drop one"
     if algorithm.reward_min >= algorithm.reward_max:
         yield (
             f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
@@ -84,6 +86,8 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
         return
     said = f"--grpo-advantage {advantage.name}"
     if advantage.takes_components:
+        if settings.environment.source is not None:
+            yield f"{said} takes each function of --reward, and not what --rollout-env gives: drop one"
         if settings.service.endpoint is not None and not settings.reward.functions:
             yield f"{said} takes the weights of --reward: write it beside --rollout-endpoint too"
         for flag, value in (("--grpo-reward-min", algorithm.reward_min), ("--grpo-reward-max", algorithm.reward_max)):

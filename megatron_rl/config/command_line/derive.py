@@ -265,6 +265,14 @@ class Derivation:
         if is_sampled and "rollout.dtype" not in self._given:
             self._given["rollout.dtype"] = Given(trained, "what is trained in")
             chosen.append(f"--rollout-dtype {trained}")
+        rank = self._look_up("lora.rank")
+        if (
+            is_sampled
+            and rank
+            and self._look_up("publish.lora") == "adapter"
+            and "rollout.lora_rank" not in self._given
+        ):
+            self._given["rollout.lora_rank"] = Given(rank, "--lora-rank, with --publish-lora adapter")
         if architecture is not None and "publish.dtype" not in self._given:
             source = f"the narrower of {trained}, which is trained in, and {architecture.dtype}, which is stored"
             narrower = find_narrower(trained, architecture.dtype)

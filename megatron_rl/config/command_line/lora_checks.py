@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.adapters import AdapterMapping
+from megatron_rl.shared.weights.families import find_family
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.types import Architecture
 
@@ -18,6 +19,8 @@ def check_lora(settings: DraftSettings) -> Iterator[str]:
             f"sample from; drop the flag"
         )
     if not lora.rank:
+        if settings.publish.lora == "adapter":
+            yield "--publish-lora adapter needs --lora-rank: write the rank of the adapters, or drop --publish-lora"
         for field, flag in (("alpha", "--lora-alpha"), ("targets", "--lora-targets"), ("load", "--load-lora")):
             if getattr(lora, field) is not None:
                 yield f"{flag} needs --lora-rank: write the rank of the adapters, or drop {flag}"
@@ -32,6 +35,7 @@ def check_lora(settings: DraftSettings) -> Iterator[str]:
             f"compared with transformers at the start, and these adapters change the model: drop --load-lora"
         )
     yield from _check_others(settings)
+    yield from _check_engines(settings)
     if settings.architecture is not None:
         yield from _check_targets(settings, settings.architecture)
 
@@ -56,14 +60,43 @@ def _check_others(settings: DraftSettings) -> Iterator[str]:
             yield f"{flag} and --lora-rank cannot be given together, because {reason}: drop one of them"
 
 
+def _check_engines(settings: DraftSettings) -> Iterator[str]:
+    """Yield each reason why engines could not get adapters alone."""
+    rollout, rank = settings.rollout, settings.lora.rank
+    if settings.publish.lora != "adapter":
+        return
+    if rollout.transport != "shm":
+        yield (
+            f"--publish-lora adapter and --rollout-transport {rollout.transport} cannot be given together, because a "
+            f"stream carries whole weights: write shm, or --publish-lora merged"
+        )
+    if settings.model.weights_bridge is not None:
+        yield (
+            "--publish-lora adapter and --weights-bridge cannot be given together, because engines prove the base by "
+            "the families that this package knows: write --publish-lora merged"
+        )
+    if 0 < rollout.lora_rank < rank:
+        yield f"--rollout-lora-rank {rollout.lora_rank} is below --lora-rank {rank}: write at least {rank}, or drop it"
+
+
 def _check_targets(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     lora, sizes = settings.lora, settings.parallel_sizes
+    if find_family(model.family).images is not None:
+        yield (
+            f"--lora-rank {lora.rank} is not possible with a {model.family} model yet, whose folder holds a vision "
+            "model: train all weights, or take a model of text alone"
+        )
     try:
         adapters = AdapterMapping(Mapping(model), lora.rank, lora.targets)
     except InputError as error:
         yield str(error)
         return
     has_experts = any(".experts." in spec.name for spec in adapters.manifest("float32"))
+    if has_experts and settings.publish.lora == "adapter":
+        yield (
+            "--publish-lora adapter: the adapters of experts cannot be read back from vLLM's slots yet: write "
+            "--publish-lora merged, or --lora-targets without modules of experts"
+        )
     expert_tensor = sizes.expert_tensor or sizes.tensor
     if has_experts and expert_tensor > 1:
         yield (

@@ -15,6 +15,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "rotary_interleaved": None,
     "softmax_type": "vanilla",
     "quick_geglu": None,
+    "enable_gpt_oss": None,
     "glu_linear_offset": 0.0,
     "activation_clamp": None,
     "window_attn_skip_freq": None,
@@ -26,6 +27,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "v_head_dim": None,
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
+    "rope_type": "rope",
 }
 
 
@@ -36,6 +38,11 @@ def check_agreement(given: Mapping[str, Given], architecture: Architecture, plac
         if item is not None and item.value != wanted:
             what = "has no such part" if wanted is None else f"has {format_value(wanted)}"
             yield f"{item.source} contradicts {place}, whose {architecture.family} model {what}: drop the flag"
+    item, kind = given.get("described.rope_type"), architecture.rope.kind
+    # Without latents Megatron knows YaRN by another flag, and this one may say "rope" in any case.
+    is_read = item is not None and (item.value == "yarn" or architecture.latents is not None)
+    if item is not None and is_read and item.value != ("yarn" if kind is RopeKind.YARN else "rope"):
+        yield f"{item.source} contradicts {place}, whose rope has the type {kind}: drop the flag"
     item = given.get("described.window_attn_skip_freq")
     # Megatron reads it with a window only.
     if item is not None and architecture.sliding_window is not None:
@@ -65,6 +72,7 @@ def _list_expected(architecture: Architecture) -> dict[str, Any]:
         "rotary_interleaved": architecture.rope.interleaved or None,
         "softmax_type": "learnable" if architecture.has_sinks else "vanilla",
         "quick_geglu": is_clamped or None,
+        "enable_gpt_oss": is_clamped or None,
         "glu_linear_offset": 1.0 if is_clamped else 0.0,
         "activation_clamp": architecture.activation_clamp,
         "multi_latent_attention": (architecture.latents is not None) or None,

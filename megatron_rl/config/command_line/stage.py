@@ -10,6 +10,7 @@ from megatron_rl.config.settings import DraftSettings, Subjects
 _READ_BY_BOTH: Mapping[str, tuple[str, ...]] = {
     "rollout": ("folder",),
     "publish": ("dtype",),
+    "environment": (),
     "reward": (),
     "sampling": (),
     "service": (),

@@ -10,6 +10,7 @@ from typing import get_args
 import numpy as np
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol.turns import find_span_problems
 from megatron_rl.shared.protocol.wire import Evaluation, FinishReason, Group, Response, Submission, decode_log_probs
 
 
@@ -107,19 +108,13 @@ def _find_response_problems(assignment: Assignment, response: Response) -> Itera
         return
     if response.fingerprint != assignment.fingerprint:
         yield f"its fingerprint is {response.fingerprint!r}, wanted {assignment.fingerprint!r}"
-    tag, position = tag_version(assignment.version), 0
-    for span in response.spans:
-        if span.version != tag:
-            yield f"tokens {span.start} to {span.end} have version {span.version!r}, wanted {tag!r}"
-        if span.start != position or span.end < span.start:
-            yield f"the span of tokens {span.start} to {span.end} must start at token {position} and not end before it"
-        position = span.end
-    if position != num_tokens:
-        yield f"its spans end at token {position} of {num_tokens}"
+    yield from find_span_problems(response, tag_version(assignment.version), assignment.sampling.max_turns)
     if response.finish_reason not in FINISH_REASONS:
         yield f"its finish reason is {response.finish_reason!r}"
     if response.finish_reason == "cut" and not may_be_cut(assignment):
         yield "it was cut off, and --rollout-tail does not allow that"
+    if response.finish_reason in ("limit", "failed") and not assignment.sampling.max_turns:
+        yield f"it ended by {response.finish_reason}, without an environment"
     if response.finish_reason == "length" and num_tokens != assignment.sampling.max_tokens:
         yield f"it was cut off after {num_tokens} tokens, and {assignment.sampling.max_tokens} were allowed"
     if num_tokens > assignment.sampling.max_tokens:

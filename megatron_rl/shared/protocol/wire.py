@@ -22,8 +22,9 @@ T = TypeVar("T")
 # vLLM raises a lower temperature to this one, and says so only in its log.
 LEAST_TEMPERATURE = 0.01
 
-FinishReason = Literal["stop", "length", "cut"]
-"""`cut`: the response was cut off before its end, by `Plan.tail`."""
+FinishReason = Literal["stop", "length", "cut", "limit", "failed"]
+"""`cut`: cut off before its end, by `Plan.tail`. `limit`: the environment had more to say, and no turn or no token was
+left for an answer. `failed`: the environment failed."""
 Order = Literal["completion", "prompt"]
 Proof = Literal["digests", "probe"]
 """The proof that engines hold a version, as docs/rollout.md describes it."""
@@ -42,6 +43,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     min_tokens: int = 0
+    max_turns: int = 0
+    """The most turns of the policy in a response, between which an environment writes; 0: no environment."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,11 +147,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The version under which tokens [start, end) of a response were sampled."""
+    """The version under which tokens [start, end) of a response were sampled, or `turns.ENVIRONMENT`."""
 
     version: str
     start: int
     end: int
+    engine: str = ""
+    """The engine that sampled them, if it is not the response's."""
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +161,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tokens: bytes
     log_probs: bytes
-    """The log-probs of the tokens under the sampling distribution, at the sampling temperature; float32."""
+    """The log-probs of the tokens under the sampling distribution, at the sampling temperature; float32.
+
+    They are 0 for tokens that an environment wrote.
+    """
     finish_reason: FinishReason
     seed: int
     engine: str
@@ -229,6 +237,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The names, dtypes and shapes in the order in which a stream sends them; files carry their own."""
     world_size: int = 0
     """The size of the group that the trainer opens with nccl or hccl: itself and all workers of engines."""
+    base: str = ""
+    """The fingerprint of the base, if only adapters come: `fingerprint` covers both. Empty for whole weights."""
     probe: bytes = b""
     """The tokens whose log-probs the trainer sends in a `ProbeAnswer`, for which the publish waits; may be empty."""
     deadline_seconds: float | None = None
@@ -448,6 +458,8 @@ def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allow
         raise InputError(
             f"min_tokens {sampling.min_tokens} must be from 0 to max_tokens, which is {sampling.max_tokens}"
         )
+    if sampling.max_turns < 0:
+        raise InputError(f"max_turns {sampling.max_turns} must be at least 1, or 0 for no environment")
     if not 0 < deadline_seconds < math.inf:
         raise InputError(f"deadline_seconds {deadline_seconds:g} must be finite and above 0")
 

@@ -26,6 +26,7 @@ class BreachName(enum.StrEnum):
     SKIPPED_VERSION = "skipped version"
     NOT_PUBLISHED = "version not published"
     ENGINE_DIFFERS = "engine holds other weights"
+    OTHER_BASE = "adapters on another base"
     NOT_PROVEN = "engine proved not to hold its version"
     NOT_COMPARED = "parameters of an engine not compared"
     PROBE_DIFFERS = "engine's log-probs are not the trainer's"

@@ -1,6 +1,7 @@
 """Checks of an audit log: its events must contradict neither each other nor the promises of the run."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
 from megatron_rl.shared.protocol.selection import SelectionByArrival, SelectionBySignal, has_signal, open_selection
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
+from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.protocol.wire import Proof
 from megatron_rl.shared.records import audit_log
 from megatron_rl.shared.records.audit_chain import Breach, BreachName, Chain
@@ -51,6 +53,8 @@ class Proofs:
     """Reports of engines whose log-probs were compared with the trainer's."""
     furthest: float = 0.0
     """Largest mean difference in these reports."""
+    bases: list[str] = dataclasses.field(default_factory=list)
+    """Fingerprints of the bases on which engines got adapters alone."""
 
     def count(self, report: audit_log.EngineReport, proof: Proof | None) -> None:
         self.num_reports += 1
@@ -187,6 +191,11 @@ class _EventChecker:
         if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
             self._engines, self._compared = set(), None
         self._published = event
+        if isinstance(event.base, str) and event.base not in self.proofs.bases:
+            if self.proofs.bases:
+                detail = f"version {event.version}: {event.base[:12]} after {self.proofs.bases[-1][:12]}"
+                yield BreachName.OTHER_BASE, detail
+            self.proofs.bases.append(event.base)
         for report in event.engines:
             self._engines.add(report.engine)
             self.proofs.count(report, event.proof)
@@ -439,9 +448,11 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
     if response.fingerprint != submit.fingerprint:
         wanted = submit.fingerprint[:12]
         yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"
-    if response.engine not in attempt.engines:
-        yield BreachName.UNKNOWN_ENGINE, f"comes from engine {response.engine}, which did not report the version"
-    versions = sorted({span.version for span in response.spans})
+    for engine in dict.fromkeys(span.engine or response.engine for span in response.spans) or (response.engine,):
+        if engine not in attempt.engines:
+            yield BreachName.UNKNOWN_ENGINE, f"comes from engine {engine}, which did not report the version"
+    may_act = submit.sampling.max_turns > 0
+    versions = sorted({span.version for span in response.spans if not (may_act and span.version == ENVIRONMENT)})
     position = 0
     for span in response.spans:
         position = span.end if span.start == position and span.end >= span.start else -1
@@ -452,6 +463,14 @@ def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) ->
         yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens and spans {spans}"
     if response.finish_reason not in FINISH_REASONS:
         yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
+    given = [span.version == ENVIRONMENT for span in response.spans]
+    if may_act and (given[-1:] == [True] or any(one and other for one, other in itertools.pairwise(given))):
+        yield BreachName.WRONG_SPAN, "ends with a turn of the environment, or has two in a row"
+    num_turns = sum(not given for given, _ in itertools.groupby(given))
+    if may_act and num_turns > submit.sampling.max_turns:
+        yield BreachName.CUT_OFF, f"has {num_turns} turns of {submit.sampling.max_turns}"
+    if response.finish_reason in ("limit", "failed") and not may_act:
+        yield BreachName.CUT_OFF, f"ends by {response.finish_reason}, without an environment"
     if response.finish_reason == "cut":
         is_allowed = submit.plan.tail == "truncate" and 0 < response.num_tokens < submit.sampling.max_tokens
         if not is_allowed:

@@ -138,6 +138,8 @@ class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     engines: list[EngineReport]
     proof: Proof | None = None
     """Weakest proof that the run accepts; None in logs of releases that did not record it."""
+    base: str | msgspec.UnsetType = msgspec.UNSET
+    """Fingerprint of the base that engines hold, if only adapters came: `fingerprint` covers both."""
 
 
 class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
@@ -181,6 +183,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
     version: str
     start: int
     end: int
+    engine: str = ""
 
 
 class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -320,10 +323,16 @@ class AuditLog:
         return self._seq - 1
 
     def record_publish(
-        self, version: int, fingerprint: str, reports: Iterable[EngineReport], proof: Proof | None = None
+        self,
+        version: int,
+        fingerprint: str,
+        reports: Iterable[EngineReport],
+        proof: Proof | None = None,
+        base: str = "",
     ) -> None:
-        """Record that these engines hold a version."""
-        self._append(Publish(version=version, fingerprint=fingerprint, engines=list(reports), proof=proof))
+        """Record that these engines hold a version, of which only adapters came if it has a base."""
+        engines, known = list(reports), base or msgspec.UNSET
+        self._append(Publish(version=version, fingerprint=fingerprint, engines=engines, proof=proof, base=known))
 
     def record_refusal(self, version: int, fingerprint: str, engine: str, reason: str) -> None:
         """Record that an engine does not hold the weights that it reports."""
@@ -368,7 +377,7 @@ class AuditLog:
                 finish_reason=response.finish_reason,
                 seed=response.seed,
                 engine=response.engine,
-                spans=[SpanRecord(span.version, span.start, span.end) for span in response.spans],
+                spans=[SpanRecord(span.version, span.start, span.end, span.engine) for span in response.spans],
                 fingerprint=response.fingerprint,
                 reward=response.reward,
                 components=response.components,

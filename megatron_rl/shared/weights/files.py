@@ -185,7 +185,7 @@ STORED_DTYPES = {code: name for name, code in _CODES.items()}
 """The names of the dtypes that files may hold, by the format's codes."""
 # Tensors of old checkpoints that models do not read, because they follow from config.json.
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3
 # A parameter of queries, keys and values reads small pieces of its three tensors in turns.
 _MAX_UNPACKED = 3
@@ -274,7 +274,7 @@ class Checkpoint:
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
 
     def list_left_out(self, mapping: Mapping) -> list[TensorSpec]:
-        """List the tensors of layers that the model leaves out."""
+        """List the tensors that are not trained."""
         return [self.spec(name) for name in self.names() if mapping.is_left_out(name)]
 
     def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
@@ -322,9 +322,9 @@ class Checkpoint:
                     f"use the config.json that belongs to these weights"
                 )
         # A copy of the embedding is harmless; tying would drop any other head.
-        if has_head and not self._are_equal(_HEAD, _EMBEDDING):
+        if has_head and not self._are_equal(_HEAD, mapping.embedding):
             raise InputError(
-                f"{where}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                f"{where}: tie_word_embeddings is true, but {_HEAD} differs from {mapping.embedding}; "
                 f"set it to false, or remove the tensor"
             )
 

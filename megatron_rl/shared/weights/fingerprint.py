@@ -17,9 +17,12 @@ __all__ = ["DTYPES", "NUM_LANES", "compute_fingerprint", "digest", "digests_by_r
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def compute_fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]]) -> str:
-    """Compute the fingerprint of a model from the digests of its tensors."""
-    whole = hashlib.sha256()
+def compute_fingerprint(specs: Iterable[TensorSpec], digests: Mapping[str, Iterable[int]], base: str = "") -> str:
+    """Compute the fingerprint of a model from the digests of its tensors.
+
+    If these are adapters, the fingerprint covers that of their base too.
+    """
+    whole = hashlib.sha256(f"base\t{base}\n".encode() if base else b"")
     for spec in sorted(specs, key=lambda spec: spec.name):
         lanes = ",".join(f"{lane & (2**64 - 1):016x}" for lane in digests[spec.name])
         whole.update(f"{spec.name}\t{spec.dtype}\t{'x'.join(map(str, spec.shape))}\t{lanes}\n".encode())

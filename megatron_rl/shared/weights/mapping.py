@@ -21,7 +21,6 @@ from megatron_rl.types import Architecture, Latents
 
 Shape = tuple[int, ...]
 
-_EMBEDDING = "model.embed_tokens.weight"
 _OF_LINEAR_MODULES = (Split.QKV, Split.GATE_UP, Split.ROWS, Split.COLUMNS)
 
 
@@ -104,17 +103,27 @@ class Mapping:
         return specs
 
     @property
-    def has_prediction_layers(self) -> bool:
-        """Check if a folder may hold layers that the model leaves out."""
-        return self._family.has_prediction_layers
+    def embedding(self) -> str:
+        """The name of the embedding's tensor."""
+        return next(name for name in self._names if name.split is Split.VOCABULARY).sources[0]
+
+    @property
+    def has_tower(self) -> bool:
+        """Check if a folder holds a vision model too."""
+        return self._family.images is not None
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Check if a folder may hold tensors that are not trained."""
+        return self._family.has_prediction_layers or self.has_tower
 
     def is_left_out(self, tensor: str) -> bool:
-        """Check whether a tensor belongs to a layer after the model's own that the family leaves out."""
-        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        is_after = tensor.startswith("mtp.") or (
-            layer is not None and int(layer.group(1)) >= self.architecture.num_layers
-        )
-        return is_after and self._family.has_prediction_layers
+        """Check whether a tensor belongs to the vision model, or to a layer after the model's own."""
+        return self._family.is_left_out(tensor, self.architecture.num_layers)
+
+    def is_of_tower(self, tensor: str) -> bool:
+        """Check whether a tensor belongs to the folder's vision model."""
+        return self._family.is_of_tower(tensor)
 
     def linear_modules(self) -> Iterator[tuple[str, bool]]:
         """Yield the linear modules that ranks divide by rows or columns, and whether each belongs to an expert."""
@@ -315,11 +324,12 @@ class ModelSize:
 
 def measure_model(architecture: Architecture) -> ModelSize:
     """Count the parameters of a model, and those that a token is multiplied with."""
-    specs = Mapping(architecture).manifest()
+    mapping = Mapping(architecture)
+    specs = mapping.manifest()
     experts = architecture.experts
     num_multiplied = 0
     for spec in specs:
-        if spec.name == _EMBEDDING and not architecture.tied_embeddings:
+        if spec.name == mapping.embedding and not architecture.tied_embeddings:
             continue
         if experts is not None and ".experts." in spec.name:
             num_multiplied += spec.num_elements * experts.num_active // experts.num_experts

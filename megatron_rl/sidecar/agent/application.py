@@ -4,19 +4,28 @@ Every request but that for the agent's health carries the token. Every request b
 """
 
 import re
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
-from megatron_rl.sidecar.agent.forwarding import forward, refuse
-from megatron_rl.sidecar.agent.messages import LEASE_HEADER, AgentRefusal, Beat, EngineStart, LeaseRequest
+from megatron_rl.sidecar.agent.forwarding import ask_all, forward, refuse, say_unknown
+from megatron_rl.sidecar.agent.messages import (
+    LEASE_HEADER,
+    REQUESTS_ROUTE,
+    AgentRefusal,
+    Beat,
+    EngineRequest,
+    EngineStart,
+    LeaseRequest,
+)
 from megatron_rl.sidecar.guard import OPEN, Guard
 
 MAX_BODY_BYTES = 1 << 28
@@ -30,7 +39,7 @@ _STATUS: tuple[tuple[type[MegatronRLError], int], ...] = (
 )
 """The status of each error; the first row that fits counts."""
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 def build_agent_application(engines: HostEngines, token: str) -> ASGIApp:
@@ -78,7 +87,13 @@ def _engine_routes(engines: HostEngines) -> list[Route]:
         await engines.end(_find_name(request))
         return Response(status_code=204)
 
+    async def ask(request: Request) -> Response:
+        requests = await _read(request, list[EngineRequest], msgspec.msgpack.decode)
+        _check_lease(engines, request)
+        return StreamingResponse(ask_all(engines.find_client, requests))
+
     return [
+        Route(REQUESTS_ROUTE, ask, methods=["POST"]),
         Route(f"{_ENGINES}{{name}}", start, methods=["PUT"]),
         Route(f"{_ENGINES}{{name}}", end, methods=["DELETE"]),
     ]
@@ -105,7 +120,7 @@ class _Forwarding:
             return
         client = self._engines.find_client(name)
         if client is None:
-            await refuse(send, 404, f"this host has no engine {name!r}: start it first")
+            await refuse(send, 404, say_unknown(name))
             return
         await forward(client, f"/{path}", body, scope, receive, send)
 
@@ -121,9 +136,9 @@ def _find_name(request: Request) -> str:
     return name
 
 
-async def _read(request: Request, kind: type[T]) -> T:
+async def _read(request: Request, kind: type[T], decode: Callable[..., T] = msgspec.json.decode) -> T:
     try:
-        return msgspec.json.decode(await _read_body(request), type=kind)
+        return decode(await _read_body(request), type=kind)
     except msgspec.DecodeError as error:
         raise InputError(f"not a {kind.__name__}: {error}: install the same megatron_rl on both hosts") from None
 

@@ -216,8 +216,8 @@ class HostEngines:
         assert self._lease is not None
         self._lease.renewed = self._clock()
         for name, pids in beat.needed.items():
-            for pid in pids if name in self._engines else ():
-                self._engines[name].handle.need(pid)
+            if name in self._engines:
+                self._engines[name].handle.need(pids)
         return Pulse(
             engines={
                 name: self._describe(running, beat.num_lines.get(name, 0)) for name, running in self._engines.items()

@@ -1,16 +1,20 @@
-"""Passes a request on to the unix socket of an engine, and the engine's answer back, bytes as they are.
+"""Passes requests on to the unix sockets of engines, and the engines' answers back, bytes as they are.
 
-A request that its caller gives up ends at the engine too, so that nothing is sampled in vain.
+A request that its caller gives up ends at the engine too, so that nothing is sampled in vain. Several requests may come
+as one: then each answer goes back as soon as its engine has given it.
 """
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import httpx
 from starlette.types import Message, Receive, Scope, Send
 
-from megatron_rl.sidecar.agent.messages import FAULT_HEADER
+from megatron_rl.sidecar.agent.messages import FAULT_HEADER, EngineAnswer, EngineRequest, pack
 
+FindClient = Callable[[str], httpx.AsyncClient | None]
+"""A function that finds the client of an engine's socket by the engine's name."""
 _PASSED_ON = (b"content-type", b"accept")
 _PASSED_BACK = ("content-type", "content-length", "content-encoding")
 # What httpx raises if a server ends, or if its client is closed.
@@ -35,6 +39,42 @@ async def forward(
         answering.cancel()
         with contextlib.suppress(asyncio.CancelledError, *_NO_ANSWER):
             await (await answering).aclose()
+
+
+async def ask_all(find_client: FindClient, requests: Sequence[EngineRequest]) -> AsyncIterator[bytes]:
+    """Send each request to its engine, all at the same time; yield their answers as they come."""
+    asking = [
+        asyncio.create_task(_ask(find_client(request.engine), number, request))
+        for number, request in enumerate(requests)
+    ]
+    try:
+        for answer in asyncio.as_completed(asking):
+            yield pack(await answer)
+    finally:
+        for task in asking:
+            task.cancel()
+
+
+async def _ask(client: httpx.AsyncClient | None, number: int, request: EngineRequest) -> EngineAnswer:
+    if client is None:
+        return _answer_for(number, 404, say_unknown(request.engine))
+    try:
+        headers = {"content-type": request.kind} if request.kind else {}
+        answer = await client.post(request.path, content=request.body, headers=headers)
+    except _NO_ANSWER as error:
+        return _answer_for(number, 502, f"the engine gave no answer: {error!r}")
+    kind = answer.headers.get("content-type", "")
+    return EngineAnswer(number=number, status=answer.status_code, kind=kind, body=answer.content)
+
+
+def _answer_for(number: int, status: int, text: str) -> EngineAnswer:
+    """Make an answer in place of an engine."""
+    return EngineAnswer(number=number, status=status, kind="text/plain", body=text.encode(), is_fault=True)
+
+
+def say_unknown(engine: str) -> str:
+    """Say that no engine has this name."""
+    return f"this host has no engine {engine!r}: start it first"
 
 
 async def refuse(send: Send, status: int, text: str) -> None:

@@ -1,17 +1,23 @@
 """Messages between a rollout service and the agent of a host, as JSON; the routes are in `application.py`.
 
+Requests to several engines travel together, as msgpack, because they have bodies of bytes.
+
 A lease is the right of one service to run engines on a host. It has a name that cannot be guessed, and every request
 but the first carries it. Its length is a duration that each side counts on its own steady clock: no time of day is
 compared.
 """
 
+import struct
+from collections.abc import Iterator
+
 import msgspec
 
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of these messages and of the routes; an agent refuses a service of another one."""
 
+REQUESTS_ROUTE = "/v1/requests"
 LEASE_HEADER = "x-lease"
 FAULT_HEADER = "x-agent-fault"
 """Marks an answer that the agent gives in place of an engine. An engine may answer with any status itself."""
@@ -92,6 +98,48 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, Life]
     arrived: Arrived | None = None
     """The weights that the service asked about; None if they have not begun to arrive."""
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A POST to an engine's server; the answer to a list of them is a stream of EngineAnswer, each with its length."""
+
+    engine: str
+    path: str
+    kind: str
+    """The type of its body."""
+    body: bytes
+
+
+class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's answer to one of several requests."""
+
+    number: int
+    """The place of the request in the list."""
+    status: int
+    kind: str
+    body: bytes
+    is_fault: bool = False
+    """True if the agent answers in place of the engine."""
+
+
+_LENGTH = struct.Struct("<I")
+
+
+def pack(answer: EngineAnswer) -> bytes:
+    """Encode an answer, after its length."""
+    data = msgspec.msgpack.encode(answer)
+    return _LENGTH.pack(len(data)) + data
+
+
+def unpack(data: bytearray) -> Iterator[EngineAnswer]:
+    """Take the answers that have come as a whole off the beginning of the data."""
+    while len(data) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        if len(data) < end:
+            return
+        answer = msgspec.msgpack.decode(bytes(data[_LENGTH.size : end]), type=EngineAnswer)
+        del data[:end]
+        yield answer
 
 
 class AgentRefusal(msgspec.Struct, frozen=True, kw_only=True):

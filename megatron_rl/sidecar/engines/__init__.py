@@ -79,6 +79,8 @@ class GroupRequest:
     """The prompt's index, for the trace."""
     since: float | None = None
     """The time when the group was submitted, for the trace."""
+    after: str | None = None
+    """The engine that sampled the turn before, whose cache has what was said: it goes there, and before new groups."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,11 @@ from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten
 # No connection is kept: the server may close an idle one at the moment of its next use.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
+STEP = "step"
+"""The extension of a request that names the step of an engine to which it belongs."""
+STEPS = ("pause", "load", "commit", "verify", "probe")
+"""The steps of a publish, which all engines take at nearly the same time."""
+
 
 def reach_socket(path: str) -> httpx.AsyncBaseTransport:
     """Make a transport for requests to a unix socket of this host."""
@@ -51,8 +56,8 @@ class EngineHost(Protocol):
         """Check whether an engine that starts now can load these weights."""
         ...
 
-    async def find_weights(self, weights: Weights) -> WeightsPlace:
-        """Return the place from which an engine loads them."""
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
+        """Return the places from which an engine's workers load them, one for each of its hosts."""
         ...
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
@@ -81,8 +86,8 @@ class OwnHost:
     async def has_copy(self, weights: Weights) -> bool:
         return weights.transport == "shm" and Path(weights.location).is_dir()
 
-    async def find_weights(self, weights: Weights) -> WeightsPlace:
-        return WeightsPlace(weights.location, os.getuid())
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
+        return (WeightsPlace(weights.location, os.getuid()),)
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
         return error

@@ -6,6 +6,7 @@ Invariants:
   room that the engines have for now (`sidecar/in_flight`), unless the engine is idle;
 - groups that can wait take no room from the others: only the bound counts both;
 - the group that has waited longest goes first, but a group that can wait goes only if no other waits;
+- a turn of a conversation goes before groups that have not begun, to the engine of its last turn if that has room;
 - if its engine is lost or refuses, a group is tried again at once, on any engine and with the same seed, a bounded
   number of times;
 - an engine's room is freed however a request ends, also if it is cancelled.
@@ -44,7 +45,7 @@ class Pacing(Protocol):
         """Take in a group that an engine has sampled."""
 
 
-_Queue = collections.deque[tuple[int, asyncio.Future[Engine]]]
+_Queue = collections.deque[tuple[int, str | None, asyncio.Future[Engine]]]
 
 
 class EnginePool:
@@ -81,7 +82,7 @@ class EnginePool:
         """Sample a group on one of the engines."""
         since = self._recorder.now() if request.since is None else request.since
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            engine = await self._take(request.group_size, request.can_wait)
+            engine = await self._take(request.group_size, request.can_wait, request.after)
             taken, responses = self._recorder.now(), None
             sampling = self._begin(request, engine.name)
             try:
@@ -142,10 +143,10 @@ class EnginePool:
         """Serve waiting groups if an engine has become ready; fail them if no engine ever will."""
         while queue := self._waiting[0] or self._waiting[1]:
             can_wait = queue is self._waiting[1]
-            size, future = queue[0]
+            size, after, future = queue[0]
             if future.done():
                 queue.popleft()
-            elif engine := self._choose(size, can_wait):
+            elif engine := self._choose(size, can_wait, after):
                 queue.popleft()
                 self._in_flight[engine.name] += size
                 self._patient[engine.name] += size * can_wait
@@ -158,9 +159,11 @@ class EnginePool:
             else:
                 return
 
-    async def _take(self, size: int, can_wait: bool) -> Engine:
+    async def _take(self, size: int, can_wait: bool, after: str | None) -> Engine:
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        self._waiting[can_wait].append((size, future))
+        queue = self._waiting[can_wait]
+        # Conversations that have begun end before others begin.
+        (queue.append if after is None else queue.appendleft)((size, after, future))
         self.engines_changed()
         try:
             return await future
@@ -174,7 +177,7 @@ class EnginePool:
         self._patient[engine.name] -= size * can_wait
         self.engines_changed()
 
-    def _choose(self, size: int, can_wait: bool) -> Engine | None:
+    def _choose(self, size: int, can_wait: bool, after: str | None = None) -> Engine | None:
         ready = [engine for engine in self._engines() if engine.state is EngineState.READY]
         room = self.max_responses
         if self.pacing is not None and ready:
@@ -187,4 +190,4 @@ class EnginePool:
             return is_within or not num_in_flight
 
         free = [engine for engine in ready if has_room(engine.name)]
-        return min(free, key=lambda engine: self._in_flight[engine.name], default=None)
+        return min(free, key=lambda engine: (engine.name != after, self._in_flight[engine.name]), default=None)

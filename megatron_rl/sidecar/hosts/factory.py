@@ -15,11 +15,16 @@ from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.hosts.redelivery import redeliver
 from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience, RemoteHost
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
+from megatron_rl.sidecar.hosts.together import HandleOfParts, HostsTogether
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
+from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
 _log = logging.getLogger(__name__)
+
+_FIRST_PORT_OF_ENGINES = 2
+"""The distance from an agent's port to that of the first engine whose parts meet there; the next one takes weights."""
 
 
 class Hosts:
@@ -39,7 +44,7 @@ class Hosts:
     @property
     def num_engines(self) -> int:
         """The number of engines that run on these hosts."""
-        return sum(host.place.engines for host in self.all)
+        return sum(hosts[0].place.engines for hosts in _group(self.all))
 
     def open(self) -> None:
         """Begin to hold the lease of each host."""
@@ -120,9 +125,12 @@ class Hosts:
 class _Room:
     """Room for one engine."""
 
-    host: RemoteHost | None
-    """None for the service's own host."""
-    devices: tuple[int, ...] = ()
+    hosts: tuple[RemoteHost, ...] = ()
+    """The hosts that it is divided over; none for the service's own host."""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """Its devices on each of them."""
+    number: int = 0
+    """Its place among the engines of these hosts."""
     holder: str | None = None
 
 
@@ -136,36 +144,35 @@ class HostsFactory:
         """
         self._own = own
         self._config = config
-        self._places = [_Room(None) for _ in range(num_own)]
-        for host in hosts:
-            self.add_host(host)
+        self._places = [_Room() for _ in range(num_own)]
+        for together in _group(hosts):
+            self._make_rooms(together)
 
     def add_host(self, host: RemoteHost) -> None:
-        """Make room for the engines of one more host."""
-        self._places += [_Room(host, devices) for devices in _divide(host, self._config.tensor_parallel_size)]
+        """Make room for the engines of one more host, which runs them alone."""
+        self._make_rooms([host])
 
     def withdraw_host(self, host: RemoteHost) -> None:
         """Give no further engine a place on this host."""
-        self._places = [place for place in self._places if place.host is not host or place.holder is not None]
+        self._places = [place for place in self._places if host not in place.hosts or place.holder is not None]
 
     def list_engines(self, host: RemoteHost) -> list[str]:
         """List the engines that have a place on this host."""
-        return [place.holder for place in self._places if place.host is host and place.holder is not None]
+        return [place.holder for place in self._places if host in place.hosts and place.holder is not None]
 
     def create(self, name: str) -> VllmEngine:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         place = self._take_place(name)
-        if place is None or place.host is None:
+        if place is None or not place.hosts:
             return self._own.create(name)
-        host = place.host
-        config = dataclasses.replace(
-            self._config,
-            devices=place.devices,
-            python=host.place.python,
-            model=host.place.model or self._config.model,
-        )
-        num_workers = host.place.engines * config.tensor_parallel_size
-        return self._own.make_engine(name, host.start(name, config, num_workers), host)
+        num_workers = self._config.tensor_parallel_size // len(place.hosts)
+        handles = [
+            host.start(name, self._configure(place, rank), host.place.engines * num_workers)
+            for rank, host in enumerate(place.hosts)
+        ]
+        if len(handles) == 1:
+            return self._own.make_engine(name, handles[0], place.hosts[0])
+        return self._own.make_engine(name, HandleOfParts(handles), HostsTogether(place.hosts))
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started on this host by another process, given the path of its socket."""
@@ -178,9 +185,27 @@ class HostsFactory:
                 place.holder = None
         # A host that leaves takes no other engine.
         self._places = [
-            place for place in self._places if place.holder or place.host is None or not place.host.is_leaving
+            place for place in self._places if place.holder or not any(host.is_leaving for host in place.hosts)
         ]
         self._own.release(name)
+
+    def _configure(self, place: _Room, rank: int) -> ServerConfig:
+        """Configure an engine, or its part, on one of its hosts."""
+        host, leader = place.hosts[rank], place.hosts[0]
+        part = None
+        if len(place.hosts) > 1:
+            port = leader.agent_port + _FIRST_PORT_OF_ENGINES + place.number
+            part = EnginePart(rank, len(place.hosts), host.address, leader.address, port)
+        return dataclasses.replace(
+            self._config,
+            devices=place.devices[rank],
+            python=host.place.python,
+            model=host.place.model or self._config.model,
+            part=part,
+        )
+
+    def _make_rooms(self, hosts: Sequence[RemoteHost]) -> None:
+        self._places += _make_rooms(hosts, self._config.tensor_parallel_size)
 
     def _take_place(self, name: str) -> _Room | None:
         """Return the place that the engine has, or else a free one; None if all are taken."""
@@ -192,9 +217,20 @@ class HostsFactory:
         return None
 
 
-def _divide(host: RemoteHost, size: int) -> list[tuple[int, ...]]:
-    """Divide a host's devices over its engines."""
-    devices = host.place.devices
-    if devices is None:
-        return [()] * host.place.engines
-    return [devices[start : start + size] for start in range(0, len(devices), size)]
+def _group(hosts: Sequence[RemoteHost]) -> list[list[RemoteHost]]:
+    """Group the hosts that run engines together, in their order; most are alone."""
+    groups: dict[tuple[str, str], list[RemoteHost]] = {}
+    for host in hosts:
+        word = host.place.together
+        groups.setdefault((word, "" if word else host.name), []).append(host)
+    return list(groups.values())
+
+
+def _make_rooms(hosts: Sequence[RemoteHost], size: int) -> list[_Room]:
+    """Divide the devices of hosts over their engines, each of which has as many on every host."""
+    share = size // len(hosts)
+    rooms = []
+    for number in range(hosts[0].place.engines):
+        part = slice(number * share, (number + 1) * share)
+        rooms.append(_Room(tuple(hosts), tuple((host.place.devices or ())[part] for host in hosts), number))
+    return rooms

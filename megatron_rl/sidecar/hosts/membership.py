@@ -5,19 +5,20 @@ Invariants:
 - a host that joins gets engines at once. They take groups as soon as they hold the current version;
 - a host that leaves is given no further version. Its engines finish their groups and end with the next publish; then
   its lease ends;
-- a host whose description has changed leaves, and joins again afterwards.
+- a host whose description has changed leaves, and joins again afterwards;
+- hosts that run engines together stay as they are.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.hosts.static import StaticHosts
+from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,12 @@ class Membership:
         self._ending: set[asyncio.Task[None]] = set()
 
     def follow(self, named: StaticHosts) -> None:
-        """Have exactly these hosts from now on; call it again for what could not be done at once."""
+        """Have exactly these hosts from now on; call it again for what could not be done at once.
+
+        Raise a UsageError for a change that needs another run.
+        """
+        if _list_together(named.hosts) != _list_together([host.place for host in self._hosts.all]):
+            raise UsageError("hosts that run engines together cannot change during a run: start it again")
         for host in list(self._hosts.all):
             if host.place not in named.hosts and not host.is_leaving:
                 self._begin_to_leave(host)
@@ -87,11 +93,14 @@ class Membership:
         while True:
             await asyncio.sleep(seconds)
             try:
-                named = await asyncio.to_thread(read)
+                self.follow(await asyncio.to_thread(read))
             except UsageError as error:
                 if str(error) != said:
                     _log.warning("the hosts stay as they are until this is mended: %s", error)
                 said = str(error)
                 continue
             said = ""
-            self.follow(named)
+
+
+def _list_together(places: Sequence[HostPlace]) -> list[HostPlace]:
+    return [place for place in places if place.together]

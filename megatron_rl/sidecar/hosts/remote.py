@@ -39,6 +39,7 @@ from megatron_rl.sidecar.agent.messages import (
 )
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST, WeightsPlace
+from megatron_rl.sidecar.hosts.gathered import GatheredRequests
 from megatron_rl.sidecar.hosts.remote_engine import Forwarded, RemoteHandle
 from megatron_rl.sidecar.hosts.static import HostPlace
 from megatron_rl.sidecar.listening import parse_place
@@ -114,7 +115,7 @@ class RemoteHost:
         self.name = place.address
         parsed = parse_place(place.address)
         assert parsed is not None
-        self.address = parsed[0]
+        self.address, self.agent_port = parsed
         self.port: int | None = None
         """The port at which the host takes weights; None if it shares the trainer's folder, or holds no lease."""
         self.is_leaving = False
@@ -152,6 +153,12 @@ class RemoteHost:
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
+        self.gathered = GatheredRequests(self, self._transport, self._authorization, patience.answer)
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines, or parts of some, that were started here."""
+        return len(self._handles)
 
     @property
     def engines(self) -> Collection[str]:
@@ -283,13 +290,13 @@ class RemoteHost:
             return await OWN_HOST.has_copy(weights)
         return await self._arrives(weights) or (await self.bring(self, weights) and await self._arrives(weights))
 
-    async def find_weights(self, weights: Weights) -> WeightsPlace:
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
         if self._shares_folder:
             return await OWN_HOST.find_weights(weights)
         found = await self._find_arrived(weights)
         if found is None:
             raise NotGiven(f"host {self.name} was not given version {weights.version}")
-        return WeightsPlace(found.folder, self._user)
+        return (WeightsPlace(found.folder, self._user),)
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
         if self._shares_folder:

@@ -2,12 +2,14 @@
 
 import asyncio
 import collections
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
-from megatron_rl.sidecar.agent.messages import FAULT_HEADER, LEASE_HEADER, UNAUTHORIZED, Life
+from megatron_rl.sidecar.agent.messages import FAULT_HEADER, LEASE_HEADER, UNAUTHORIZED, EngineRequest, Life
+from megatron_rl.sidecar.engines.hosts import STEP, STEPS
 from megatron_rl.sidecar.launcher import LOG_LINES
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ class RemoteHandle:
 
     def __init__(self, host: "RemoteHost", name: str) -> None:
         self.name = self.address = name
+        self.host_name = host.name
         self.log = Path(f"{host.address}:{name}.log")
         self.lease = ""
         """The lease under which it was started."""
@@ -35,8 +38,8 @@ class RemoteHandle:
     def poll(self) -> str | None:
         return self._life.ended
 
-    def need(self, pid: int) -> None:
-        self.needed.append(pid)
+    def need(self, pids: Sequence[int]) -> None:
+        self.needed.extend(pids)
 
     def find_fault(self) -> str | None:
         if fault := self._host.find_fault():
@@ -66,7 +69,10 @@ class RemoteHandle:
 
 
 class Forwarded(httpx.AsyncBaseTransport):
-    """Sends an engine's requests to the agent of its host, which passes them on."""
+    """Sends an engine's requests to the agent of its host, which passes them on.
+
+    Those of a publish's step go together with those of the host's other engines.
+    """
 
     def __init__(self, host: "RemoteHost", name: str, transport: httpx.AsyncBaseTransport, authorization: str) -> None:
         self._host = host
@@ -75,6 +81,8 @@ class Forwarded(httpx.AsyncBaseTransport):
         self._authorization = authorization
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.extensions.get(STEP) in STEPS and self._host.num_engines > 1:
+            return await self._ask_gathered(request)
         path = f"/v1/engines/{self._name}".encode() + request.url.raw_path
         request.url = httpx.URL(self._host.url).copy_with(raw_path=path)
         request.headers["host"] = self._host.name
@@ -87,8 +95,28 @@ class Forwarded(httpx.AsyncBaseTransport):
             raise
         if FAULT_HEADER not in answer.headers and answer.status_code != UNAUTHORIZED:
             return answer
-        text = (await answer.aread()).decode(errors="replace")
+        data = await answer.aread()
         await answer.aclose()
+        raise await self._explain(data)
+
+    async def _ask_gathered(self, request: httpx.Request) -> httpx.Response:
+        asked = EngineRequest(
+            engine=self._name,
+            path=request.url.raw_path.decode(),
+            kind=request.headers.get("content-type", ""),
+            body=await request.aread(),
+        )
+        try:
+            answer = await self._host.gathered.ask(asked)
+        except httpx.HTTPError:
+            await self._host.answers()
+            raise
+        if answer.is_fault:
+            raise await self._explain(answer.body)
+        return httpx.Response(answer.status, headers={"content-type": answer.kind}, content=answer.body)
+
+    async def _explain(self, answer: bytes) -> httpx.ReadError:
+        """Make the error of a request that the agent has answered in place of the engine."""
         # The engine may have died: its last lines explain that.
         await self._host.answers()
-        raise httpx.ReadError(f"host {self._host.name}: {text}", request=request)
+        return httpx.ReadError(f"host {self._host.name}: {answer.decode(errors='replace')}")

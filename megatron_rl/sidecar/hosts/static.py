@@ -20,6 +20,7 @@ _TOKEN_FILE = "token_file"
 _TLS_CA = "tls_ca"
 OF_ACCESS = (_TOKEN_FILE, _TLS_CA)
 """The keys of a file that `read_access` reads."""
+_TOGETHER = "together"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,8 @@ class HostPlace:
     """The Python of the environment that has vLLM; the agent's own if empty."""
     model: str = ""
     """The folder of the checkpoint on this host; that of --hf-model if empty."""
+    together: str = ""
+    """The word that hosts have in common if each of their engines is divided over all of them; empty for none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +113,31 @@ def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[
         yield 'no host is named: write a [[host]] with address = "HOST:PORT" for each'
         return
     seen: set[str] = set()
-    for number, entry in enumerate(hosts, 1):
+    words = [str(entry.get(_TOGETHER, "")) for entry in hosts]
+    yield from _check_together(hosts, words, tensor_parallel_size)
+    for number, (entry, word) in enumerate(zip(hosts, words, strict=True), 1):
         address = entry.get("address")
-        yield from (f"host {number} ({address}): {problem}" for problem in check_host(entry, tensor_parallel_size))
+        size = tensor_parallel_size // words.count(word) if word else tensor_parallel_size
+        yield from (f"host {number} ({address}): {problem}" for problem in check_host(entry, size))
         if address in seen:
             yield f"host {number} ({address}) is named twice: write it once, with the number of its engines"
         seen.add(address)
+
+
+def _check_together(hosts: list[dict[str, Any]], words: list[str], tensor_parallel_size: int) -> Iterator[str]:
+    """Yield each mistake in hosts that run engines together."""
+    for word in dict.fromkeys(filter(None, words)):
+        members = [entry for entry, named in zip(hosts, words, strict=True) if named == word]
+        said = f'{_TOGETHER} = "{word}"'
+        if len(members) == 1:
+            yield f"{said} is said of one host only: write it for each host of these engines, or drop it"
+        elif tensor_parallel_size % len(members):
+            yield (
+                f"{said}: --rollout-tensor-parallel-size {tensor_parallel_size} cannot be divided over "
+                f"{len(members)} hosts: write a multiple of {len(members)}"
+            )
+        if len({str(entry.get("engines", 1)) for entry in members}) > 1:
+            yield f"{said}: its hosts must have the same number of engines, since each engine is on all of them"
 
 
 def check_host(entry: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
@@ -130,6 +152,8 @@ def check_host(entry: dict[str, Any], tensor_parallel_size: int) -> Iterator[str
     for key in ("python", "model"):
         if not isinstance(entry.get(key, ""), str):
             yield f"{key} must be a path on that host"
+    if not isinstance(entry.get(_TOGETHER, ""), str):
+        yield f"{_TOGETHER} must be a word in quotes, the same for all hosts that share engines"
     engines = entry.get("engines", 1)
     if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
         yield f"engines = {engines!r} must be a number of at least 1"

@@ -16,7 +16,7 @@ from megatron_rl.shared.protocol.wire import (
     encode_tokens,
 )
 from megatron_rl.sidecar.engines import EngineRefused, GroupRequest
-from megatron_rl.sidecar.vllm.routes import CUT, GroupAnswer, GroupCall, GroupChoice
+from megatron_rl.sidecar.vllm.routes import CUT, AdaptersName, GroupAnswer, GroupCall, GroupChoice
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -28,8 +28,8 @@ class Limits(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
 
 
-def build_call(request: GroupRequest, limits: Limits, tag: str) -> GroupCall:
-    """Build the call to vLLM; raise InputError if vLLM would silently do something else."""
+def build_call(request: GroupRequest, limits: Limits, tag: str, adapters: AdaptersName | None = None) -> GroupCall:
+    """Build the call to vLLM, which names these adapters; raise InputError if vLLM would silently do something else."""
     _check_fits(request, limits)
     sampling = build_sampling_params(request.sampling, limits)
     return GroupCall(
@@ -38,6 +38,7 @@ def build_call(request: GroupRequest, limits: Limits, tag: str) -> GroupCall:
         sampling={**sampling, "n": request.group_size, "seed": request.seed},
         # Keys and values of other weights are never reused, even if a reset of the cache failed.
         cache_salt=tag,
+        adapters=adapters,
     )
 
 

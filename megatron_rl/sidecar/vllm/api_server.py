@@ -1,6 +1,6 @@
 """vLLM's API server as an engine of ours: `python -m megatron_rl.sidecar.vllm.api_server <flags of vLLM>`.
 
-It differs in three ways:
+With `--headless` it is the part of an engine that has no server (`parts.py`). It differs from vLLM's in three ways:
 
 - Each of its processes ends with its parent. vLLM's core and workers would survive an API server that is killed.
 - Only this user can open the files that it creates.
@@ -10,6 +10,7 @@ It differs in three ways:
 
 import os
 import runpy
+import sys
 
 from megatron_rl.sidecar.parent import tie
 
@@ -23,8 +24,11 @@ if __name__ in ("__main__", "__mp_main__"):
     import vllm  # noqa: F401
 
     from megatron_rl.platforms.host import share_gloo_device
+    from megatron_rl.sidecar.vllm.parts import HEADLESS, run_headless
 
     share_gloo_device()
 
-if __name__ == "__main__":
+if __name__ == "__main__" and HEADLESS in sys.argv:
+    run_headless(sys.argv[1:])
+elif __name__ == "__main__":
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

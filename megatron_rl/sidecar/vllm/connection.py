@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from megatron_rl.sidecar.engines import EngineBusy, EngineLost, EngineRefused
+from megatron_rl.sidecar.engines.hosts import STEP
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.vllm.server import find_cause
 
@@ -76,13 +77,14 @@ class Connection:
 
         Raise EngineLost if no answer comes, and EngineRefused if the answer is an error.
         """
+        belongs = {STEP: step}
         if content is None:
-            request = self._http.build_request("POST", route)
+            request = self._http.build_request("POST", route, extensions=belongs)
         else:
             kind = "msgpack" if isinstance(content, bytes) else "json"
             body = content if isinstance(content, bytes) else msgspec.json.encode(content)
             headers = {"content-type": f"application/{kind}"}
-            request = self._http.build_request("POST", route, content=body, headers=headers)
+            request = self._http.build_request("POST", route, content=body, headers=headers, extensions=belongs)
         try:
             answer = await self._race(self._http.send(request))
         except (httpx.HTTPError, RuntimeError) as error:

@@ -39,6 +39,7 @@ from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
+from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
@@ -47,6 +48,7 @@ from megatron_rl.sidecar.vllm.routes import (
     HELD,
     MIDDLEWARE,
     PAUSE,
+    AdaptersName,
     Commit,
     Cut,
     GroupAnswer,
@@ -118,6 +120,7 @@ class VllmEngine:
         self._deadlines = deadlines
         self._version = -1
         self._tag = ""
+        self._has_adapters = False
         self._num_in_flight = 0
         self._waits_for = ""
         """The other processes that a step waits for, or waited for until its deadline; empty if there are none."""
@@ -158,13 +161,14 @@ class VllmEngine:
             # A paused vLLM would keep the request and sample it from the next weights.
             raise EngineRefused(f"engine {self.name} is {self.state}: it takes no groups")
         version, tag = self._version, self._tag
-        call = build_call(request, self.limits, tag)
+        call = build_call(request, self.limits, tag, self._adapters)
         if not self._num_in_flight:
             self._progress.begin()
         self._num_in_flight += 1
         try:
             async with asyncio.timeout(self._deadlines.group), self._cutting(request):
                 answer = await self._sample(call)
+            self._must_be_sampled_as_named(answer, call)
         except TimeoutError:
             raise EngineLost(
                 f"engine {self.name}: request {request.request_id} was not finished after {self._deadlines.group:g} s"
@@ -205,15 +209,15 @@ class VllmEngine:
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
         # Until the next commit, the tokens that it samples belong to no version.
-        self._version, self._tag = -1, ""
+        self._version, self._tag, self._has_adapters = -1, "", bool(weights.base)
         load = self._load_files if weights.transport == "shm" else self._load_stream
         answers = await load(weights)
         way = _find_way(weights, answers)
         if wrong := sorted(set(find_wrongly_shared(answers))):
             if way == "files":
                 # If the files are wrong, the engine is not.
-                place = await self.host.find_weights(weights)
-                await self._workers("load", "megatron_rl_check_files", place.folder, *wrong)
+                places = await self.host.find_weights(weights)
+                await self._workers("load", "megatron_rl_check_files", encode_places(places), *wrong)
             raise WrongWeights(
                 f"engine {self.name}, load: {len(wrong)} tensors, divided over its workers, do not hold the numbers "
                 f"that were given: {', '.join(wrong[:5])}"
@@ -235,7 +239,7 @@ class VllmEngine:
         tag = f"{report.version}:{report.fingerprint}"
         reset, _ = await asyncio.gather(
             self._connection.post("commit", RESET),
-            self._connection.send("commit", COMMIT, Commit(tag)),
+            self._connection.send("commit", COMMIT, Commit(tag, tag if self._has_adapters else "")),
         )
         if reset.get("success") is not True:
             raise EngineRefused(
@@ -262,10 +266,11 @@ class VllmEngine:
         chosen = tokens or probe.draw_tokens(max(0, self._version), self.limits.vocab_size)
         prompt = tuple(chosen[: self.limits.max_model_len - 1])
         request = GroupRequest(f"probe-{self.name}-{self._version}", prompt, 1, 0, Sampling(max_tokens=1))
-        call = build_call(request, self.limits, tag=f"probe {time.monotonic_ns()}")
+        call = build_call(request, self.limits, f"probe {time.monotonic_ns()}", self._adapters)
         call = msgspec.structs.replace(call, sampling={**call.sampling, "prompt_logprobs": 0})
         await self._connection.post("probe", "/resume")
         answer = await self._ask("probe", call)
+        self._must_be_sampled_as_named(answer, call)
         if answer.prompt_log_prob_tokens != encode_tokens(prompt[1:]):
             raise EngineRefused(f"engine {self.name}, probe: its log-probs belong to other tokens than the probe's")
         log_probs = decode_log_probs(answer.prompt_log_probs).tolist()
@@ -299,6 +304,20 @@ class VllmEngine:
         return EngineKind(**{name: facts[name] for name in ("dtype", "device", "is_quantized", "has_experts")})
 
     @property
+    def _adapters(self) -> AdaptersName | None:
+        """The adapters of the version that it holds; None if it holds whole weights, or no version."""
+        return AdaptersName(self._tag, self._version + 1) if self._has_adapters and self._tag else None
+
+    def _must_be_sampled_as_named(self, answer: GroupAnswer, call: GroupCall) -> None:
+        """Raise unless the adapters that the call names sampled the answer."""
+        named = "" if call.adapters is None else call.adapters.name
+        if answer.adapters != named:
+            raise EngineRefused(
+                f"engine {self.name}: request {call.request_id} was sampled with {answer.adapters or 'no adapters'}, "
+                f"and names {named or 'none'}"
+            )
+
+    @property
     def num_workers(self) -> int:
         return int(self.facts["world_size"])
 
@@ -317,8 +336,7 @@ class VllmEngine:
             ) from None
         self.facts = facts = answers[0]
         if self._handle:
-            for answer in answers:
-                self._handle.need(int(answer["pid"]))
+            self._handle.need([int(answer["pid"]) for answer in answers])
         if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
             _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
         if wrong := facts["wrong_rotations"]:
@@ -356,8 +374,9 @@ class VllmEngine:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
-        place = await self.host.find_weights(weights)
-        arguments = (place.folder, str(place.user), weights.fingerprint)
+        arguments = [encode_places(await self.host.find_weights(weights)), weights.fingerprint]
+        if weights.base:
+            arguments += [weights.base, str(weights.version + 1)]
         try:
             answers = await self._workers("load", "megatron_rl_load", *arguments)
         except WeightsNotWritten as error:

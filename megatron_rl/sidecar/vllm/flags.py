@@ -28,10 +28,11 @@ _SET = {
     "--tensor-parallel-size": "--rollout-tensor-parallel-size",
     "-tp": "--rollout-tensor-parallel-size",
     "--weight-transfer-config": "--rollout-transport",
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), "--rollout-hosts"),
     **dict.fromkeys(
         ("--served-model-name", "--uds", "--host", "--port", "--api-key", "--enable-scale-out", "--skip-tokenizer-init",
          "--generation-config", "--logprobs-mode", "--worker-extension-cls", "--middleware",
-         "--data-parallel-size", "-dp", "--config", "--load-format"),
+         "--data-parallel-size", "-dp", "--config", "--load-format", "--headless"),
     ),
 }  # fmt: skip
 # Flags with which tokens lack experts, with the reason.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.families import find_left_out
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
@@ -35,6 +36,10 @@ def keep_sources(
         if name.endswith(SOURCE):
             sources[name] = tensor.clone()
         yield name, tensor
+
+
+def _name_plainly(parameter: str) -> str:
+    return parameter.replace(".base_layer.", ".")
 
 
 class LoadProver:
@@ -71,14 +76,15 @@ class LoadProver:
         """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
         model = self.model_runner.get_model()
         derived = list_derived(model)
-        record = Record({name for name, _ in model.named_parameters()} - derived)
+        # vLLM reports a layer that adapters wrap by the name that it has without them.
+        record = Record({_name_plainly(name) for name, _ in model.named_parameters()} - derived)
         sources: dict[str, torch.Tensor] = {}
         original = model.load_weights
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
             noted = record.noted(weights, with_digests)
             loaded = original(keep_sources(noted, sources) if derived else noted, *args, **kwargs)
-            record.loaded |= set(loaded or ())
+            record.loaded |= {_name_plainly(name) for name in loaded or ()}
             return loaded
 
         model.load_weights = load_weights
@@ -165,6 +171,7 @@ def describe_proof(proof: LoadProof, digests: Mapping[str, list[int]]) -> dict[s
 def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
     """Map the tensors of the checkpoint that an engine started from; return none if it is in another format.
 
+    Tensors that are not trained are left out, because none is published: they stay as vLLM loaded them, if it did.
     Experts that are stored together have their own tensors, as a trainer publishes them.
     """
     if not any(folder.glob("*.safetensors")):
@@ -176,5 +183,6 @@ def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
                 f"{folder} holds experts in MXFP4, and engines get weights in the dtype that is trained: "
                 "start them from a folder of the model in bfloat16, as --stage sft saves one with --save-hf"
             )
-        stored = ((name, checkpoint.tensor(name)) for name in names)
+        left_out = find_left_out(folder, names)
+        stored = ((name, checkpoint.tensor(name)) for name in names if name not in left_out)
         return dict(part for one in stored for part in split_stored(*one))

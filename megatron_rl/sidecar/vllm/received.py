@@ -1,5 +1,6 @@
 """The tensors that a worker receives in one update: their record, and the checks before and after a load."""
 
+import contextlib
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,11 +73,16 @@ def must_be_those_of(
         raise Refusal(f"{len(wrong)} tensors do not match the digests sent with them: {', '.join(wrong[:5])}")
 
 
-def must_be_announced(specs: Sequence[TensorSpec], digests: Mapping[str, list[int]], expected: str) -> None:
-    """Raise a Refusal unless every tensor came with a digest, and together they have the announced fingerprint."""
+def must_be_announced(
+    specs: Sequence[TensorSpec], digests: Mapping[str, list[int]], expected: str, base: str = ""
+) -> None:
+    """Raise a Refusal unless every tensor came with a digest, and together they have the announced fingerprint.
+
+    That of adapters covers their base's.
+    """
     if nameless := sorted({spec.name for spec in specs} - digests.keys()):
         raise Refusal(f"{len(nameless)} tensors came without a digest: {', '.join(nameless[:5])}")
-    found = compute_fingerprint(specs, digests)
+    found = compute_fingerprint(specs, digests, base)
     if found != expected:
         raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
 
@@ -106,6 +112,18 @@ def wait_for_each(
         if missing or not arrival.wait_for(name):
             missing.append(name)
         yield name, tensor
+
+
+@contextlib.contextmanager
+def arriving(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Yield an iterator over the tensors of a folder, each once it is written; raise NotWritten if some never are."""
+    missing: list[str] = []
+    with Arrival(folder, list_specs(tensors)) as arrival:
+        if not arrival.is_coming():
+            raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
+        yield wait_for_each(tensors, arrival, missing)
+    if missing:
+        raise NotWritten(f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}")
 
 
 def list_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:

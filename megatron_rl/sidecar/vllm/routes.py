@@ -51,6 +51,8 @@ class ServedWeights:
 
     tag: str = ""
     """The tag of the committed weights; empty from the next pause on, because they then belong to no version."""
+    adapters: str = ""
+    """The name of the committed adapters, which requests must name; empty for whole weights."""
     num_begun: int = 0
     """The number of requests so far that might change the weights."""
     num_ended: int = 0
@@ -77,6 +79,14 @@ Route = Callable[[Any, ServedWeights, bytes], Awaitable[Any]]
 """A function of vLLM's client of its engine, the server's weights and a request's body; it returns the answer."""
 
 
+class AdaptersName(msgspec.Struct, frozen=True):
+    """The adapters of one version; no other version's have its name, because vLLM's prefix cache is keyed by it."""
+
+    name: str
+    number: int
+    """The name in the workers."""
+
+
 class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request to sample a group."""
 
@@ -86,6 +96,8 @@ class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: dict[str, Any]
     """The fields of vLLM's SamplingParams."""
     cache_salt: str
+    adapters: AdaptersName | None = None
+    """The adapters to sample with; None for the model alone."""
 
 
 class GroupSpan(msgspec.Struct, frozen=True):
@@ -117,6 +129,8 @@ class Commit(msgspec.Struct, frozen=True):
     """The name of the loaded weights."""
 
     tag: str
+    adapters: str = ""
+    """The name of the adapters among them; empty for whole weights."""
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -135,6 +149,8 @@ class GroupAnswer(msgspec.Struct, frozen=True):
     """Little-endian float32."""
     prompt_experts: bytes | None = None
     """The experts of the prompt's tokens, as the first response had them."""
+    adapters: str = ""
+    """The name of the adapters that vLLM sampled with; empty for the model alone."""
 
 
 class Routes:
@@ -186,7 +202,13 @@ async def _answer(route: Route, client: Any, held: ServedWeights, body: bytes) -
 
 async def _generate(client: Any, held: ServedWeights, body: bytes) -> GroupAnswer:
     tag, num_begun = held.tag, held.num_begun
-    answer = await sample_group(client, msgspec.msgpack.decode(body, type=GroupCall))
+    call = msgspec.msgpack.decode(body, type=GroupCall)
+    named = "" if call.adapters is None else call.adapters.name
+    if named != held.adapters:
+        raise ValueError(
+            f"the request names {named or 'no adapters'}, and the engine holds {held.adapters or 'no adapters'}"
+        )
+    answer = await sample_group(client, call)
     choices = [
         choice
         if choice.spans is not None
@@ -210,15 +232,16 @@ async def _pause(client: Any, held: ServedWeights, _: bytes) -> None:
     core = client.engine_core
     pause = getattr(core, "pause_generation_async", None) or core.pause_scheduler_async
     await pause(mode="wait", clear_cache=False)
-    held.tag = ""
+    held.tag = held.adapters = ""
 
 
 async def _commit(client: Any, held: ServedWeights, body: bytes) -> None:
-    tag = msgspec.json.decode(body, type=Commit).tag
+    commit = msgspec.json.decode(body, type=Commit)
+    tag = commit.tag
     with held.changing():
         if hasattr(client, "update_weight_version"):
             await client.update_weight_version(tag)
-        held.tag = tag
+        held.tag, held.adapters = tag, commit.adapters
 
 
 async def _report(client: Any, held: ServedWeights, _: bytes) -> Commit:
@@ -240,13 +263,23 @@ async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:
         "cache_salt": call.cache_salt,
     }
     (rendered,) = await client.renderer.render_cmpl_async([prompt])
-    results = [result async for result in client.generate(rendered, params, call.request_id)]
+    named = {} if call.adapters is None else {"lora_request": _request_adapters(call.adapters)}
+    results = [result async for result in client.generate(rendered, params, call.request_id, **named)]
+    sampled_with = getattr(results[-1], "lora_request", None)
     outputs, num_prompt = results[-1].outputs, len(prompt["prompt_token_ids"])
     return GroupAnswer(
         [_pack_choice(output, num_prompt) for output in outputs],
         *_pack(results[-1].prompt_logprobs),
         prompt_experts=_pack_experts(outputs[0], slice(num_prompt)) if outputs else None,
+        adapters="" if sampled_with is None else sampled_with.lora_name,
     )
+
+
+def _request_adapters(adapters: AdaptersName) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    # A worker that does not hold them would load the path, so it must not be one.
+    return LoRARequest(adapters.name, adapters.number, f"adapters {adapters.name} are not in this worker's slot")
 
 
 def _pack_choice(output: Any, num_prompt: int) -> GroupChoice:

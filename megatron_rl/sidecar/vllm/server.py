@@ -24,11 +24,13 @@ import megatron_rl
 from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
+from megatron_rl.sidecar.vllm import parts as vllm_parts
 from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
 from megatron_rl.sidecar.vllm.memory import EngineMemory
+from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
 from megatron_rl.types import Architecture, RopeKind
@@ -39,6 +41,9 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM has slots for."""
+TEXT_FLAG = "--language-model-only"
 COMPILATION_FLAG = "--compilation-config"
 PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 """The value of that flag with which vLLM rotates queries and keys in torch (`rotation.py`)."""
@@ -85,6 +90,8 @@ class ServerConfig:
     """GiB of memory for keys and values on a CPU."""
     memory: EngineMemory | None = None
     """The memory on devices that ranks share; None leaves vLLM's share to its own flags."""
+    part: EnginePart | None = None
+    """The part that this host runs of an engine over several hosts; None for an engine of one host."""
     python: str = sys.executable
     """The interpreter of the environment that vLLM is installed in."""
     transport: Literal["shm", "nccl", "hccl"] = "shm"
@@ -92,8 +99,12 @@ class ServerConfig:
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     replays_routing: bool = False
     """True: an engine returns the experts of each token."""
+    lora_rank: int = 0
+    """The largest rank of adapters that it takes; 0 for none."""
     attends_plainly: bool = False
     """True: vLLM computes attention in plain ways, since its faster ones for CPUs are wrong or refuse updates here."""
+    is_text_only: bool = False
+    """True: the folder holds a vision model, which engines neither load nor compute with."""
     eager: bool | None = None
     """Whether to run without compilation and captured graphs; None means on a CPU alone, where they bring no gain."""
     flags: tuple[str, ...] = ()
@@ -114,6 +125,7 @@ def configure_server(
     """Derive the configuration of a sidecar's engines from its settings."""
     length = rollout.max_model_len or seq_length
     assert length is not None
+    architecture = read_architecture(model, weights_bridge)
     flags = tuple(split_flags(rollout.vllm_args))
     if names_flag(flags, _SCHEDULER_FLAG):
         _log.info("engines use the scheduler of %s: outputs are sent as it sends them", FLAG)
@@ -123,14 +135,16 @@ def configure_server(
         max_num_seqs=rollout.max_num_seqs,
         device=device,
         # Explicit: by default vLLM computes float32 weights in half precision.
-        dtype=rollout.dtype or read_architecture(model, weights_bridge).dtype,
+        dtype=rollout.dtype or architecture.dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
         num_threads=num_threads,
         memory=memory,
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
-        attends_plainly=device == "cpu" and read_architecture(model, weights_bridge).latents is not None,
+        lora_rank=rollout.lora_rank,
+        attends_plainly=device == "cpu" and architecture.latents is not None,
+        is_text_only=find_family(architecture.family).images is not None,
         transport=rollout.transport,
         flags=flags,
     )
@@ -171,8 +185,13 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     # vllm-ascend chooses among schedulers of its own.
     if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
         command += [_SCHEDULER_FLAG, SCHEDULER]
+    if config.is_text_only:
+        command.append(TEXT_FLAG)
     if config.replays_routing:
         command.append(EXPERTS_FLAG)
+    if config.lora_rank:
+        rank = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if eager:
         command.append("--enforce-eager")
     # Where the user has flags of the same kind, the engine is tried with them, and refused if they lack this one.
@@ -183,6 +202,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.device == "cpu" and config.tensor_parallel_size == 1:
         # As on other devices, the only worker runs in the core's process, so that steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    if config.part is not None:
+        command += vllm_parts.list_flags(config.part)
     if config.memory is not None:
         command += vllm_memory.list_flags(config.memory)
     if config.transport != "shm":
@@ -227,6 +248,8 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"
+    if config.part is not None:
+        vllm_parts.set_variables(environment, config.part)
     return {**environment, **config.environment}
 
 

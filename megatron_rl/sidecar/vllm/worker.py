@@ -24,28 +24,29 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
-from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
+from megatron_rl.sidecar.vllm.adapters import AdapterLoader
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
 from megatron_rl.sidecar.vllm.held import NotHeld
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
 from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
+from megatron_rl.sidecar.vllm.parts import pick_place
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
-from megatron_rl.sidecar.vllm.proofs import TIED, LoadProver, describe_proof, read_started_from
+from megatron_rl.sidecar.vllm.proofs import TIED, describe_proof, read_started_from
 from megatron_rl.sidecar.vllm.received import (
     NotWritten,
     Record,
     Refusal,
+    arriving,
     list_specs,
     must_be_announced,
     must_be_private,
     must_be_those_of,
-    wait_for_each,
 )
 
 RpcAnswer = dict[str, Any]
@@ -71,7 +72,7 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     return call
 
 
-class WorkerExtension(LoadProver):
+class WorkerExtension(AdapterLoader):
     """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
 
     # The fingerprint of the weights that the worker holds, and whether a load in it failed half-way.
@@ -135,15 +136,19 @@ class WorkerExtension(LoadProver):
         }
 
     @answered
-    def megatron_rl_load(self, folder: str, user: str, expected: str) -> RpcAnswer:
-        """Load the weights in a folder, if they have the announced fingerprint and no tensor is missing.
+    def megatron_rl_load(self, places: str, expected: str, base: str = "", number: str = "0") -> RpcAnswer:
+        """Load the weights in its host's folder, if they have the announced fingerprint and no tensor is missing.
 
-        They are copied from the trainer's devices if these are offered and can be opened, and else from files.
+        They are copied from the trainer's devices if these are offered and can be opened, and else from files. With the
+        fingerprint of a base, they are adapters on it, which requests name by the number.
         """
-        path = Path(folder)
-        must_be_private(path, int(user))
+        path, user = pick_place(places, self.vllm_config.parallel_config)
+        must_be_private(path, user)
         digests = read_digests(path)
         reasons: Sequence[str] = ()
+        if base:
+            answer = self.megatron_rl_load_adapters(path, digests, expected, base, int(number))
+            return {**answer, "through": "files", "reasons": []}
         with taken(path) as offer:
             if offer is not None:
                 opened, reasons = self.megatron_rl_open(offer)
@@ -154,27 +159,24 @@ class WorkerExtension(LoadProver):
 
     def megatron_rl_load_files(self, folder: Path, digests: Mapping[str, list[int]], expected: str) -> RpcAnswer:
         """Load the tensors in a folder's files, each once it has arrived."""
-        if self.megatron_rl_maps is None:
-            device = next(self.model_runner.get_model().parameters()).device
-            self.megatron_rl_maps = Maps(platforms.select("cuda") if device.type == "cuda" else None)
-        received = self.megatron_rl_maps.find(folder)
+        received = self.megatron_rl_map(folder)
         specs = list_specs(received)
         must_be_announced(specs, digests, expected)
         self.megatron_rl_check_complete(specs)
         self.megatron_rl_learn(specs)
-        with Arrival(folder, specs) as arrival:
-            if not arrival.is_coming():
-                raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
-            missing: list[str] = []
+        with arriving(folder, received) as tensors:
             obstacles = self.megatron_rl_find_obstacles(specs)
-            record = self.megatron_rl_replace_weights(wait_for_each(received, arrival, missing), not obstacles)
-        if missing:
-            raise NotWritten(
-                f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}"
-            )
+            record = self.megatron_rl_replace_weights(tensors, not obstacles)
         proof = self.megatron_rl_prove_files(record, received, digests)
         self.megatron_rl_fingerprint = expected
         return {"fingerprint": expected, "obstacles": list(obstacles), **describe_proof(proof, digests)}
+
+    def megatron_rl_map(self, folder: Path) -> Mapping[str, torch.Tensor]:
+        """Map the tensors of a folder's files."""
+        if self.megatron_rl_maps is None:
+            device = next(self.model_runner.get_model().parameters()).device
+            self.megatron_rl_maps = Maps(platforms.select("cuda") if device.type == "cuda" else None)
+        return self.megatron_rl_maps.find(folder)
 
     def megatron_rl_open(self, offer: Offer) -> tuple[OpenedOffer | None, Sequence[str]]:
         """Open the memory that is offered; if this worker must read files instead, return the reasons."""
@@ -222,9 +224,10 @@ class WorkerExtension(LoadProver):
         return {"fingerprint": expected, "obstacles": [], **describe_proof(proof, digests)}
 
     @answered
-    def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
+    def megatron_rl_check_files(self, places: str, *names: str) -> RpcAnswer:
         """Refuse files of which these tensors do not match the digests that came with them."""
-        received, digests = map_file_tensors(Path(folder)), read_digests(Path(folder))
+        path, _ = pick_place(places, self.vllm_config.parallel_config)
+        received, digests = map_file_tensors(path), read_digests(path)
         must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
         return {}
 
@@ -299,6 +302,7 @@ class WorkerExtension(LoadProver):
     def megatron_rl_replace_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], is_in_place: bool) -> Record:
         """Replace all weights of the model."""
         self.megatron_rl_fingerprint = ""
+        self.megatron_rl_forget_base()
         with self.megatron_rl_loading(), torch.no_grad():
             if is_in_place:
                 return self.megatron_rl_copy(tensors)
@@ -310,7 +314,7 @@ class WorkerExtension(LoadProver):
     def megatron_rl_copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Record:
         """Copy tensors into the parameters in place.
 
-        Unlike vLLM's reload this clears no cache of encoders or adapters, since an engine of ours has none.
+        Unlike vLLM's reload this clears no cache of encoders, since an engine of ours has none.
         """
         record, places = self.megatron_rl_begin_copy()
         for name, tensor in record.noted(tensors, with_digests=False):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.shared.protocol.wire import GroupPart, Slot, decode_log_probs, decode_tokens
 from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
 from megatron_rl.trainer.data.packing import Pack, Tokens, pack_groups, separate_responses
@@ -40,7 +41,7 @@ class Batch:
     """Log-probs that the engine gave the tokens when it sampled them, fp32."""
     advantages_S: torch.Tensor
     lengths_S: torch.Tensor
-    """Number of tokens of each response."""
+    """Number of tokens of each response that the policy sampled."""
     parts: tuple[GroupPart, ...]
     arrival: PendingCopy = PendingCopy()
     """The tensors' arrival on the device; wait for it before computing with them."""
@@ -88,8 +89,12 @@ class Batcher:
             (decode_tokens(part.prompt_tokens), [decode_tokens(response.tokens) for response in part.responses])
             for part in slot.parts
         ]
+        masks = [mask_sampled(response) for response in responses]
         pack = pack_groups(
-            groups if self.is_shared else separate_responses(groups), self.multiple_of, vocab_size=self.vocab_size
+            groups if self.is_shared else separate_responses(groups),
+            self.multiple_of,
+            vocab_size=self.vocab_size,
+            masks=masks,
         )
         if self.replayed is not None:
             routing = lay_out_routing(slot.parts, self.replayed, self.is_shared, pack.num_tokens)
@@ -102,13 +107,15 @@ class Batcher:
         advantages = [
             self.advantage(part)[part.first_response : part.first_response + len(part.responses)] for part in slot.parts
         ]
-        engine = np.concatenate([decode_log_probs(response.log_probs) for response in responses])
+        engine = np.concatenate(
+            [decode_log_probs(response.log_probs)[mask] for response, mask in zip(responses, masks, strict=True)]
+        )
         return Batch(
             replica=slot.replica,
             index=slot.index,
             pack=pack,
             engine_log_probs_N=torch.from_numpy(engine.astype(np.float32)),
             advantages_S=torch.from_numpy(np.concatenate(advantages).astype(np.float32)),
-            lengths_S=torch.tensor([len(decode_tokens(response.tokens)) for response in responses]),
+            lengths_S=torch.tensor([int(mask.sum()) for mask in masks]),
             parts=tuple(slot.parts),
         )

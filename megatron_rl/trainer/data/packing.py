@@ -67,16 +67,18 @@ def pack_groups(
     multiple_of: int = 1,
     padding_token: int = 0,
     vocab_size: int | None = None,
+    masks: Sequence[np.ndarray] | None = None,
 ) -> Pack:
     """Lay out each group, first its prompt and then its responses; every token of a response is a target.
 
-    With `vocab_size`, raise for a token outside the vocabulary: the model would silently embed it as zeros.
+    With `masks`, one for each response, only the tokens that its mask has are. With `vocab_size`, raise for a token
+    outside the vocabulary: the model would silently embed it as zeros.
     """
     lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
     layout = Layout.of_groups(lengths)
     segments = [segment for prompt, responses in groups for segment in (prompt, *responses)]
     are_responses = [parent != ROOT for parent in layout.parents]
-    return _pack(layout, segments, are_responses, multiple_of, padding_token, vocab_size)
+    return _pack(layout, segments, are_responses, multiple_of, padding_token, vocab_size, masks)
 
 
 def pack_turns(sequences: Sequence[Sequence[Tokens]], multiple_of: int = 1, vocab_size: int | None = None) -> Pack:
@@ -95,8 +97,9 @@ def _pack(
     multiple_of: int,
     padding_token: int,
     vocab_size: int | None,
+    masks: Sequence[np.ndarray] | None = None,
 ) -> Pack:
-    rows, tokens, sequences = _targets(layout, segments, are_responses)
+    rows, tokens, sequences = _targets(layout, segments, are_responses, masks)
     # Padding is a segment that no token attends to. The buffer must not be empty: every rank needs a row to compute.
     padding = -layout.num_tokens % multiple_of or (multiple_of if layout.num_tokens == 0 else 0)
     if padding:
@@ -125,9 +128,12 @@ def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_to
 
 
 def _targets(
-    layout: Layout, segments: Sequence[Tokens], are_responses: Sequence[bool]
+    layout: Layout,
+    segments: Sequence[Tokens],
+    are_responses: Sequence[bool],
+    masks: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the row, the token and the response's number of each target: all tokens of responses are targets."""
+    """Return the row, the token and the response's number of each target: the tokens of responses that masks have."""
     rows: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
@@ -142,9 +148,10 @@ def _targets(
         if length > first:
             predicting = np.arange(start - 1, start + length - 1)
             predicting[0] = before if before is not None else 0
-            rows.append(predicting[first:])
-            tokens.append(np.asarray(segments[segment][first:], dtype=np.int64))
-            numbers.append(np.full(length - first, num_responses, dtype=np.int64))
+            kept = slice(None) if masks is None else masks[num_responses][first:]
+            rows.append(predicting[first:][kept])
+            tokens.append(np.asarray(segments[segment][first:], dtype=np.int64)[kept])
+            numbers.append(np.full(len(rows[-1]), num_responses, dtype=np.int64))
         num_responses += 1
     empty = np.zeros(0, dtype=np.int64)
     return (np.concatenate([empty, *rows]), np.concatenate([empty, *tokens]), np.concatenate([empty, *numbers]))

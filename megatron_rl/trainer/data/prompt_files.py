@@ -45,6 +45,9 @@ class Row:
         return _error(self.path, self.line, reason)
 
 
+# The kinds of a chat's parts that are not text, each with the columns that hold such beside a prompt.
+_MEDIA = {"image": ("image", "images"), "video": ("video", "videos"), "audio": ("audio", "audios")}
+
 MakeRow = Callable[[Path, str, int, JSON, DataConfig, bool], Row]
 """Function that makes a row of a file's path, its name in identities, a line's number and its contents.
 
@@ -90,6 +93,7 @@ def _file_rows(path: Path, name: str, config: DataConfig, make: MakeRow) -> Iter
                     line,
                     f"is {_kind(content)}, not an object; write an object with the key {config.prompt_key}",
                 )
+            _refuse_media(path, line, content)
             yield make(path, name, line, content, config, num_rows == 1)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -249,6 +253,12 @@ def _checked_text(path: Path, line: int, value: object, what: str) -> str | list
     if not value:
         raise _error(path, line, f"has a {what} without a message; write one, or leave the row out")
     for number, message in enumerate(value, start=1):
+        if (kind := _find_media(message)) is not None:
+            raise _error(
+                path, line,
+                f"has {kind} in message {number} of its {what}, and models are trained on text alone; write the "
+                "message as text, or leave the row out",
+            )  # fmt: skip
         for key in ("role", "content"):
             text = message.get(key) if isinstance(message, dict) else None
             if not isinstance(text, str):
@@ -258,6 +268,30 @@ def _checked_text(path: Path, line: int, value: object, what: str) -> str | list
                     f'{what} needs text as its {key}; write {{"role": "user", "content": "..."}}',
                 )  # fmt: skip
     return value
+
+
+def _find_media(message: object) -> str | None:
+    """Name an image, a video or a sound among the parts of a chat message; None if there is none."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    for part in parts if isinstance(parts, list) else ():
+        if not isinstance(part, dict):
+            continue
+        for media, columns in _MEDIA.items():
+            if media in str(part.get("type")) or any(part.get(column) for column in columns):
+                return f"a part of the kind {media!r}"
+    return None
+
+
+def _refuse_media(path: Path, line: int, content: JSON) -> None:
+    """Raise an InputError if the row has images, videos or sounds beside its prompt."""
+    for columns in _MEDIA.values():
+        for column in columns:
+            if content.get(column):
+                raise _error(
+                    path, line,
+                    f"has something in column {column}, and models are trained on text alone; rename the column if "
+                    "rewards read it, or leave the row out",
+                )  # fmt: skip
 
 
 def _kind(value: object) -> str:

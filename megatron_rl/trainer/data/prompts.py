@@ -143,14 +143,21 @@ def load_prompts(config: DataConfig, model: Path, *, seed: int, longest: int, vo
 
 
 def tokenize_prompts(
-    read: PromptRows, config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int
+    read: PromptRows,
+    config: DataConfig,
+    model: Path,
+    *,
+    seed: int,
+    longest: int,
+    vocab_size: int,
+    has_environments: bool = False,
 ) -> PromptSource:
     """Tokenize, filter and divide the prompts of a run.
 
     `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response.
     """
     rows, eval_rows = read.trained, read.evaluated
-    tokenizer = PromptTokenizer.load(model, vocab_size, config)
+    tokenizer = PromptTokenizer.load(model, vocab_size, config, is_left_open=has_environments)
     notes: list[str] = []
     prompts = _fitting(rows, tokenizer, config, longest, "--prompts", notes)
     if config.eval_prompts:

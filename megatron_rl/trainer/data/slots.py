@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
+from megatron_rl.shared.protocol.turns import find_span_problems
 from megatron_rl.shared.protocol.wire import Slot
 from megatron_rl.trainer.data.batch import Batch, Batcher, BatchFacts
 from megatron_rl.trainer.data.device_copier import DeviceCopier
@@ -57,6 +58,7 @@ class IterationSlots:
         waiting: Callable[[int], AbstractContextManager] = nullcontext,
         num_ahead: int = 1,
         leave: Callable[[], None] = lambda: None,
+        max_turns: int = 0,
     ):
         """Start to fetch slots; `waiting` makes a context, from the slot's index, in which the rank waits for a slot.
 
@@ -70,6 +72,7 @@ class IterationSlots:
         self._copier = copier
         self._waiting = waiting
         self._num_ahead = num_ahead
+        self._max_turns = max_turns
         self._slots: list[Future[Slot]] = [Future() for _ in range(len(self))]
         self._num_asked = 0
         self._is_closed = False
@@ -154,7 +157,7 @@ class IterationSlots:
                         self._settle(later, error)
                     return
                 try:
-                    check_slot(slot, self.identity)
+                    check_slot(slot, self.identity, self._max_turns)
                 except BaseException as error:
                     self._settle(index, error)
                 else:
@@ -237,8 +240,11 @@ class UpdateSlots:
             del batch
 
 
-def check_slot(slot: Slot, identity: Identity) -> None:
-    """Raise SlotRefused unless every token of every response was sampled from the weights of this version."""
+def check_slot(slot: Slot, identity: Identity, max_turns: int = 0) -> None:
+    """Raise SlotRefused unless every token of every response was sampled from the weights of this version.
+
+    With `max_turns`, an environment may have written between the policy's turns.
+    """
     name = f"slot ({slot.replica}, {slot.index}) of iteration {identity.version}"
     found = Identity(slot.run, slot.version, slot.fingerprint)
     if found != identity:
@@ -246,13 +252,11 @@ def check_slot(slot: Slot, identity: Identity) -> None:
     tag = tag_version(identity.version)
     for part in slot.parts:
         for response in part.responses:
-            num_tokens = len(response.tokens) // 4
-            spans = [(span.version, span.start) for span in response.spans]
-            ends = [span.end for span in response.spans]
-            is_whole = spans == [(tag, start) for start in [0, *ends[:-1]]] and ends[-1:] == [num_tokens]
-            if response.fingerprint != identity.fingerprint or not is_whole:
+            problems = [*find_span_problems(response, tag, max_turns)]
+            if response.fingerprint != identity.fingerprint:
+                problems.append(f"its weights are {response.fingerprint[:12]}, wanted {identity.fingerprint[:12]}")
+            if problems:
                 raise SlotRefused(
-                    f"{name} holds a response of engine {response.engine} to prompt {part.prompt_index} with spans "
-                    f"{spans} of weights {response.fingerprint[:12]}, wanted {num_tokens} tokens of version {tag} of "
-                    f"{identity.fingerprint[:12]}"
+                    f"{name} holds a response of engine {response.engine} to prompt {part.prompt_index} that was not "
+                    f"sampled from this version: {problems[0]}"
                 )

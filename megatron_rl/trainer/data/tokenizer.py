@@ -10,8 +10,10 @@ import numpy as np
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol.wire import JSON, Prompt, encode_tokens
 from megatron_rl.shared.weights.end_tokens import read_end_tokens
+from megatron_rl.shared.weights.families import find_image_tokens
 from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row
 
 _ROWS_AT_A_TIME = 1024
@@ -27,9 +29,11 @@ class PromptTokenizer:
     tokenizer: Any
     vocab_size: int
     config: DataConfig
+    is_left_open: bool = False
+    """Chats end with the content of their last message: an environment may add to it before the policy's turn."""
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, config: DataConfig) -> "PromptTokenizer":
+    def load(cls, folder: Path, vocab_size: int, config: DataConfig, is_left_open: bool = False) -> "PromptTokenizer":
         """Load the tokenizer of a Hugging Face folder, without using the network or running code of the folder."""
         try:
             from transformers import AutoTokenizer
@@ -51,7 +55,7 @@ class PromptTokenizer:
                 f"--hf-model {folder} does not hold a tokenizer's vocabulary: put the model's tokenizer files into the "
                 f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
             )
-        return cls(folder, tokenizer, vocab_size, config)
+        return cls(folder, tokenizer, vocab_size, config, is_left_open)
 
     @property
     def end_of_text(self) -> int | None:
@@ -155,6 +159,8 @@ class PromptTokenizer:
                 f"one, or give plain text without --prompt-chat"
             ) from None
         try:
+            if self.is_left_open and not isinstance(messages, str):
+                return ChatWriter(self.tokenizer).write_prompt(messages)[0]
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
         # A template is a program: it may refuse a chat with its own error, or fail with any exception.
         except Exception as error:
@@ -167,13 +173,24 @@ class PromptTokenizer:
         for row, sequence in zip(rows, tokens, strict=True):
             if not len(sequence):
                 raise row.error("has a prompt without tokens; write one, or leave the row out")
-        if np.concatenate(tokens).max() < self.vocab_size:
-            return
         for row, sequence in zip(rows, tokens, strict=True):
             self.check_vocabulary(row, sequence)
 
+    @functools.cached_property
+    def _image_tokens(self) -> dict[int, str]:
+        """Tokens that stand for images in a prompt, or enclose them, each with its key of config.json."""
+        return find_image_tokens(self.folder) if (self.folder / "config.json").exists() else {}
+
     def check_vocabulary(self, row: Row, tokens: np.ndarray) -> None:
-        """Raise an InputError that names the row if one of its tokens is outside the model's vocabulary."""
+        """Raise an InputError that names the row if one of its tokens cannot be trained on.
+
+        Such a token is outside the model's vocabulary, or stands for an image.
+        """
+        if found := sorted(self._image_tokens.keys() & {*tokens.tolist()} if self._image_tokens else ()):
+            raise row.error(
+                f"has token {found[0]}, which stands for images ({self._image_tokens[found[0]]} in "
+                f"{self.folder / 'config.json'}), and models are trained on text alone; leave the row out"
+            )
         if tokens.max(initial=0) >= self.vocab_size:
             raise row.error(
                 f"has token {tokens.max()}, and the model's vocabulary ends at {self.vocab_size - 1}; the "

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.settings import EvaluationConfig
 from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.turns import count_sampled
 from megatron_rl.shared.protocol.wire import Evaluated, Evaluation, Group, Prompt, Sampling
 from megatron_rl.trainer.data.slots import Identity
 
@@ -68,7 +69,7 @@ class EngineEvaluator:
 def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
     """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response."""
     rewards = [[response.reward for response in group.responses] for group in evaluated.groups]
-    lengths = [len(response.tokens) // 4 for group in evaluated.groups for response in group.responses]
+    lengths = [count_sampled(response) for group in evaluated.groups for response in group.responses]
     return {
         "mean": statistics.fmean(reward for group in rewards for reward in group),
         "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),

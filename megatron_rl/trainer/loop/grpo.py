@@ -175,13 +175,16 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     deadline = datetime.timedelta(minutes=publish.deadline_minutes)
     sizes = settings.sizes
     longest = sizes.longest_prompt + sizes.longest_response
+    weights = policy.weights
+    if policy.base is not None and publish.lora == "adapter":
+        weights = policy.base.weights.without_base(policy.base.adapters, dtype)
     probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, publish.probe_bound, publish.agreement_bound)
     if transport == "shm":
         folder = find_shared_folder(settings)
         of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
-        hosts = Deliveries(policy.weights, session, receiver, run, of_hosts, deadline.total_seconds())
+        hosts = Deliveries(weights, session, receiver, run, of_hosts, deadline.total_seconds())
         return SharedMemoryPublisher(
-            policy.weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof, publish.through,
+            weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof, publish.through,
             hosts,
         )  # fmt: skip
     if transport not in session.platform.weight_transports:

@@ -88,6 +88,7 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows) -> PromptSource:
         seed=settings.training.seed,
         longest=settings.sizes.longest_prompt,
         vocab_size=settings.architecture.vocab_size,
+        has_environments=settings.environment.source is not None,
     )
 
 

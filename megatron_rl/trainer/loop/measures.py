@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
+from megatron_rl.shared.protocol.turns import count_sampled, count_turns
 from megatron_rl.shared.protocol.wire import GroupPart, Mismatch
 from megatron_rl.trainer.data.batch import BatchFacts
 
@@ -57,8 +58,10 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
         measures.add("groups.all_equal", is_all_equal(np.asarray(part.rewards)))
         measures.add("tokens.prompt", len(part.prompt_tokens) // 4)
     for response in part.responses:
-        length = len(response.tokens) // 4
+        length = count_sampled(response)
         measures.add("responses", 1)
+        measures.add("tokens.environment", len(response.tokens) // 4 - length)
+        measures.add("turns", count_turns(response.spans))
         measures.add("tokens.response", length)
         measures.bound("length", length)
         measures.add("truncated", response.finish_reason != "stop")
@@ -148,6 +151,9 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
         },
     }
+    if sums["tokens.environment"]:
+        metrics["responses"]["turns"] = sums["turns"] / responses
+        metrics["tokens"]["environment"] = int(sums["tokens.environment"])
     own = {name.removeprefix("metric."): sums[name] / targets for name in sums if name.startswith("metric.")}
     if own:
         metrics["metric"] = own

@@ -19,10 +19,11 @@ from megatron_rl.observe import run_folder
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
-from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
+from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SampledTurn, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.turns import ENVIRONMENT, count_sampled, mask_sampled
 from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.group_maker import build_decoder
 from megatron_rl.trainer.data.batch import BatchFacts
@@ -220,17 +221,35 @@ class SamplesReporter(MetricsReporter):
                 finish_reason=response.finish_reason,
                 advantage=None if advantages is None else advantages[number],
                 tokens=self._decode_tokens(response, trainer_N) if self._with_tokens else None,
+                turns=self._decode_turns(response),
             )
             for number, (text, (response, trainer_N)) in enumerate(zip(texts, responses, strict=True))
         ]
         return SampledGroup(row, prompt, sampled)
 
     def _decode_tokens(self, response: Response, trainer_N: np.ndarray | None) -> SampledTokens:
+        trainer: list[float] | None = None
+        if trainer_N is not None:
+            # As the engine's: 0 for what the environment wrote.
+            spread = np.zeros(len(response.tokens) // 4, dtype=trainer_N.dtype)
+            spread[mask_sampled(response)] = trainer_N
+            trainer = _round(spread)
         return SampledTokens(
             texts=self._decode([[token] for token in decode_tokens(response.tokens).tolist()]),
             engine=_round(decode_log_probs(response.log_probs)),
-            trainer=None if trainer_N is None else _round(trainer_N),
+            trainer=trainer,
         )
+
+    def _decode_turns(self, response: Response) -> list[SampledTurn] | None:
+        """Decode what each side wrote; None if an environment wrote nothing."""
+        if not any(span.version == ENVIRONMENT for span in response.spans):
+            return None
+        tokens = decode_tokens(response.tokens).tolist()
+        texts = self._decode([tokens[span.start : span.end] for span in response.spans])
+        return [
+            SampledTurn("environment" if span.version == ENVIRONMENT else "policy", text)
+            for span, text in zip(response.spans, texts, strict=True)
+        ]
 
 
 def _divide_log_probs(
@@ -241,7 +260,7 @@ def _divide_log_probs(
     for part in parts:
         of_part: list[np.ndarray | None] = []
         for response in part.responses:
-            end = begin + len(response.tokens) // 4
+            end = begin + count_sampled(response)
             of_part.append(None if log_probs_N is None else log_probs_N[begin:end])
             begin = end
         yield part, of_part

@@ -209,6 +209,7 @@ class Rollouts:
             lambda slot: self._timeline.span("wait", slot),
             num_ahead=terms.division.slots_per_replica if isinstance(relay, ReceivingRank) else 1,
             leave=relay.leave,
+            max_turns=terms.sampling.max_turns,
         )
 
     def _submit(self, identity: Identity) -> None:
@@ -265,6 +266,7 @@ def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSou
         temperature=temperature,
         stop_token_ids=list(dict.fromkeys([*(sampling.stop_token_ids or []), *stops])),
         ignore_eos=sampling.ignore_eos,
+        max_turns=0 if settings.environment.source is None else settings.environment.max_turns,
     )
 
 

@@ -95,6 +95,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
     num_parameters = sum(parameter.numel() for parameter in parameters)
+    num_published = _count_published(settings, parameters)
     device = {
         "weights": own.weights,
         "gradients": own.gradients,
@@ -105,13 +106,19 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "publish": _STREAM_BYTES if is_published and not is_shared else 0,
     }
     host = {
-        "publish": _VERSIONS_SHARED * num_parameters * dtype.itemsize if is_published and is_shared else 0,
+        "publish": _VERSIONS_SHARED * num_published * dtype.itemsize if is_published and is_shared else 0,
         "optimizer": own.offloaded,
         "frozen": frozen if is_offloaded else 0,
         # A save in the background writes from a copy of everything that the rank writes.
         "save": own.optimizer + own.offloaded + own.weights if settings.checkpoint.async_save else 0,
     }
     return Footprint(stage, num_parameters, device, host)
+
+
+def _count_published(settings: Settings, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Count the numbers that a rank publishes: with adapters these alone, or the base's weights with them merged."""
+    is_alone = settings.publish.lora == "adapter"
+    return sum(one.numel() for one in parameters if not settings.lora.rank or one.requires_grad is is_alone)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron_rl import code_files
 from megatron_rl.config.flag import names_function
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.weights.families.family import KEYS, Family
+from megatron_rl.shared.weights.families.images import list_image_tokens
 from megatron_rl.shared.weights.families.registry import FAMILIES
 from megatron_rl.types import Architecture
 
@@ -91,6 +92,23 @@ def read_architecture(folder: Path | str, guest: str | None = None) -> Architect
             f"{config['model_type']!r}: name the family of this model"
         )
     return dataclasses.replace(family.read(config), family=guest)
+
+
+def find_left_out(folder: Path | str, tensors: Collection[str]) -> set[str]:
+    """Find the tensors of a folder that are never published, since they are not trained.
+
+    A family that this package does not have leaves none out.
+    """
+    config = read_config(folder)
+    family = FAMILIES.get(config["model_type"])
+    return set() if family is None else family.find_left_out(config, tensors)
+
+
+def find_image_tokens(folder: Path | str) -> dict[int, str]:
+    """Map the tokens of a folder's model that stand for images or enclose them to their keys of config.json."""
+    config = read_config(folder)
+    family = FAMILIES.get(config["model_type"])
+    return {} if family is None or family.images is None else list_image_tokens(config)
 
 
 def find_config_key(field: str) -> str:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families.experts import ExpertKeys
+from megatron_rl.shared.weights.families.images import Images
 from megatron_rl.shared.weights.families.latents import read_latents, write_latents
 from megatron_rl.shared.weights.families.linear import read_linear, write_linear
 from megatron_rl.shared.weights.families.names import Name
@@ -81,9 +83,42 @@ class Family:
     """The key of the number of a head's dimensions that rotate; None if only partial_rotary_factor says it."""
     interleaves_rope: bool = False
     """True if neighbors rotate as pairs in all its models. Those of multi-latent attention do in any case."""
+    images: Images | None = None
+    """The place of the text model in folders that hold a vision model too; None for folders of text models."""
+
+    def with_images(self, name: str, hf_class: str, prefix: str, *tower: str, **changes: Any) -> "Family":
+        """Return the family of folders that hold such a text model under `prefix`, and a vision model in `tower`."""
+        images = Images(f"{name}_text", prefix, tower)
+        names = tuple(
+            dataclasses.replace(one, sources=tuple(images.rename(source) for source in one.sources))
+            for one in self.names
+        )
+        return dataclasses.replace(self, name=name, hf_class=hf_class, names=names, images=images, **changes)
+
+    def is_of_tower(self, tensor: str) -> bool:
+        """Check whether a tensor belongs to the vision model."""
+        return self.images is not None and tensor.startswith(self.images.tower)
+
+    def is_left_out(self, tensor: str, num_layers: int) -> bool:
+        """Check whether a tensor is not trained: of the vision model, or of a layer after the model's own."""
+        prefix = "model." if self.images is None else self.images.prefix
+        layer = re.match(rf"{re.escape(prefix)}layers\.(\d+)\.", tensor)
+        is_after = tensor.startswith("mtp.") or (layer is not None and int(layer.group(1)) >= num_layers)
+        return self.is_of_tower(tensor) or (is_after and self.has_prediction_layers)
+
+    def find_left_out(self, config: Mapping[str, Any], tensors: Iterable[str]) -> set[str]:
+        """Find the tensors of a folder that are not trained; of its config.json, only the number of layers is read."""
+        if self.images is None and not self.has_prediction_layers:
+            return set()
+        num_layers = read_count(self._unwrap(config), "num_hidden_layers")
+        return {tensor for tensor in tensors if self.is_left_out(tensor, num_layers)}
+
+    def _unwrap(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return config if self.images is None else self.images.unwrap(config)
 
     def read(self, config: Mapping[str, Any]) -> Architecture:
         """Read the architecture that a config.json of this family describes."""
+        config = self._unwrap(config)
         window = config.get("sliding_window", self.default_window)
         config = {**COMMON_DEFAULTS, **self.defaults, **{k: v for k, v in config.items() if v is not None}}
         config.setdefault("dtype", config.get("torch_dtype", "float32"))
@@ -169,7 +204,7 @@ class Family:
             config["sliding_window"] = architecture.sliding_window
         if self.window_key:
             config[self.window_key] = architecture.sliding_window is not None
-        return config
+        return config if self.images is None else self.images.wrap(config)
 
     def find_unsupported(self, architecture: Architecture) -> str | None:
         """Return a feature of this architecture that the family cannot express; None if it can express all of them."""

@@ -408,11 +408,31 @@ DEEPSEEK_V2 = Family(
 )  # fmt: skip
 """DeepSeek-V2: DeepSeek-V3's attention, and experts that a softmax chooses, from groups or from all."""
 
+QWEN3_VL = QWEN3.with_images("qwen3_vl", "Qwen3VLForConditionalGeneration", "model.language_model.", "model.visual.")
+"""The text of Qwen3-VL: Qwen3."""
+
+QWEN3_5_WITH_IMAGES = QWEN3_5.with_images(
+    "qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."
+)
+"""The text of Qwen3.5, in folders that hold its vision model."""
+
+GEMMA3 = GEMMA3_TEXT.with_images(
+    "gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "vision_tower.", "multi_modal_projector.",
+    # An output layer of its own would have a third prefix.
+    requires={**GEMMA3_TEXT.requires, "tie_word_embeddings": (True,)},
+    # Released folders leave these out.
+    defaults={
+        **GEMMA3_TEXT.defaults, "vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072,
+    },
+)  # fmt: skip
+"""The text of Gemma 3, in folders that hold its vision model."""
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, QWEN2_MOE, GLM4_MOE, SEED_OSS, GEMMA3_TEXT, QWEN3_NEXT,
         QWEN3_5, GPT_OSS, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, DEEPSEEK_V2, ERNIE4_5, QWEN3_5_MOE, MINIMAX_M2,
+        QWEN3_VL, QWEN3_5_WITH_IMAGES, GEMMA3,
     )
 }  # fmt: skip
 """The families by name. An architecture without a config.json gets the first family that can express it."""

@@ -33,6 +33,7 @@ from megatron_rl.shared.weights.shards import (
     load_shards,
     map_shards,
 )
+from megatron_rl.trainer.mcore.model.adapter_shards import list_scaled
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard
 from megatron_rl.trainer.mcore.session import Session
@@ -41,7 +42,8 @@ _log = logging.getLogger(__name__)
 # Files beside the weights, which engines and users need. They are copied unchanged.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 
@@ -59,7 +61,9 @@ class ModelWeights:
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
         self.adapters: Adapters | None = None
-        """The adapters that are merged into what is exported."""
+        """The adapters that are merged into what is exported, or exported without their base."""
+        self.base = ""
+        """The fingerprint of the base of adapters that are exported without it; empty for whole weights."""
         self.shards: list[Shard] = session.run_or_raise_everywhere(
             lambda: map_shards(self.mapping, session.coordinates, chunks[0].vocab_size, named_shards(chunks))
         )
@@ -77,6 +81,19 @@ class ModelWeights:
         ]
         return merged
 
+    def without_base(self, adapters: Adapters, dtype: str | None) -> "ModelWeights":
+        """Return the adapters of these weights in their place, for engines that hold the weights in this dtype."""
+        alone = copy.copy(self)
+        alone._device_weights, alone._stream = {}, None
+        alone.adapters, alone.base, alone.shards = adapters, self.fingerprint(dtype), list_scaled(adapters)
+        return alone
+
+    def list_specs(self, dtype: str | None = None) -> list[TensorSpec]:
+        """List the tensors that are exported."""
+        if self.adapters is None or not self.base:
+            return self.mapping.manifest(dtype)
+        return self.adapters.mapping.manifest(dtype or self.architecture.dtype)
+
     @property
     def is_written_here(self) -> bool:
         """Whether this rank writes any of the tensors. Only one replica's copy of a tensor is written."""
@@ -85,10 +102,19 @@ class ModelWeights:
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
-            if self._session.rank == 0 and (names := checkpoint.left_out):
-                what = f"{len(names)} tensors of layers that predict several tokens, such as {names[0]}"
-                _log.warning("%s in %s are not trained, and exports copy them", what, folder)
+            if self._session.rank == 0:
+                for what, names in self._group_left_out(checkpoint.left_out).items():
+                    some = f"{len(names)} tensors of {what}, such as {names[0]}"
+                    _log.warning("%s in %s are not trained, and exports copy them", some, folder)
             self._session.run_or_raise_everywhere(lambda: load_shards(self.shards, checkpoint))
+
+    def _group_left_out(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Group the tensors that are not trained by what they belong to."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            what = "the vision model" if self.mapping.is_of_tower(name) else "layers that predict several tokens"
+            found.setdefault(what, []).append(name)
+        return found
 
     def zero_padding(self) -> None:
         """Zero the rows that pad the vocabulary, which a checkpoint with other padding does not fill."""
@@ -98,7 +124,7 @@ class ModelWeights:
     def fingerprint(self, dtype: str | None = None) -> str:
         """Compute the fingerprint that these weights would have after an export."""
         digests = self._digest(dtype)
-        return compute_fingerprint(self.mapping.manifest(dtype), digests)
+        return compute_fingerprint(self.list_specs(dtype), digests, self.base)
 
     def save_hf(
         self,
@@ -142,8 +168,8 @@ class ModelWeights:
         return compute_fingerprint(sums.specs, digests)
 
     def _list_copied(self, source: Path | str | None) -> list[TensorSpec]:
-        """List the tensors of layers that are not trained, which an export copies from the folder `source`."""
-        if source is None or not self.mapping.has_prediction_layers:
+        """List the tensors that are not trained, which an export copies from the folder `source`."""
+        if source is None or not self.mapping.may_leave_out:
             return []
 
         def find() -> list[TensorSpec]:
@@ -151,6 +177,8 @@ class ModelWeights:
                 with Checkpoint(source) as checkpoint:
                     return checkpoint.list_left_out(self.mapping)
             except InputError as error:
+                if self.mapping.has_tower:
+                    raise
                 _log.warning("layers that predict several tokens, if there are any, are not exported: %s", error)
                 return []
 
@@ -172,7 +200,7 @@ class ModelWeights:
         is renamed, and its files are overwritten. Ranks other than rank 0 lay files out too if `is_laid_out_here`: a
         folder of another host, which only gets what that host's ranks own.
         """
-        plan = files.FilePlan(self.mapping.manifest(dtype))
+        plan = files.FilePlan(self.list_specs(dtype))
         digests, session = self._digest(dtype), self._session
         writers = [rank for rank, is_writer in enumerate(session.gather(self.is_written_here)) if is_writer]
         opened = contextlib.ExitStack()
@@ -200,7 +228,7 @@ class ModelWeights:
         return FilesBegun(self, session, folder, plan, dtype, digests, writers, is_read_early, opened, lays_out)
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
-        digests = Digests(self.mapping.manifest(dtype))
+        digests = Digests(self.list_specs(dtype))
         if self._is_exported_from_host:
             for shard in self.shards:
                 digests.add_shard(shard)
@@ -275,6 +303,8 @@ class ModelWeights:
         config = dict(_source_config(source) or derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
+        if stored in config.get("text_config", {}):
+            config["text_config"] = {**config["text_config"], stored: config[stored]}
         # Experts in MXFP4 and weights in scaled blocks were read in the model's dtype, and are written so.
         config.pop("quantization_config", None)
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -302,7 +332,7 @@ class FilesBegun:
         lays_out: bool,
     ):
         """Count what the ranks `writers` write if it is read early; close `opened` when all ranks have written."""
-        self.fingerprint = compute_fingerprint(plan.specs.values(), digests)
+        self.fingerprint = compute_fingerprint(plan.specs.values(), digests, weights.base)
         self.folder, self.plan, self.writers = folder, plan, writers
         self.digests = digests
         self._weights = weights

@@ -34,14 +34,16 @@ class Offers:
         self._session = session
         self._through = through
         self._dtype = dtype or weights.architecture.dtype
-        self._specs = weights.mapping.manifest(self._dtype)
+        self._specs = weights.list_specs(self._dtype)
         self._run = secrets.token_hex(8)
         self._ranks: list[RankOffer] = [RankOffer(0, [], [])] * session.world_size
         self._shards: OfferedShards | None = None
         if through == "files":
             return
         sharing = session.platform.device_sharing()
-        if sharing is None:
+        if weights.adapters is not None:
+            reasons = ["adapters are trained, and no memory of a device holds what is published"]
+        elif sharing is None:
             reasons = [f"the trainer's platform is {session.platform.name}"]
         elif not is_in_memory:
             reasons = ["the folder for published files is not in memory"]

@@ -118,6 +118,7 @@ class SharedMemoryPublisher:
             transport="shm",
             dtype=self._dtype or self._weights.architecture.dtype,
             location=str(folder),
+            base=self._weights.base,
             probe=b"" if self._probe is None else self._probe.tokens(version),
             deadline_seconds=self._deadline.total_seconds(),
             proof=self._proof,

@@ -1,0 +1,1 @@
+"""A game over several turns that a tiny model learns to play."""

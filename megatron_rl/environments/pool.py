@@ -1,0 +1,219 @@
+"""The pool of workers that hold environments, and the conversations with them.
+
+Invariants:
+
+- a conversation's environment is made for it, on one worker, and no other conversation sees it;
+- a conversation whose environment fails ends with EnvironmentFailed; one whose worker ended, with WorkerEnded;
+- no process that an environment started outlives `close`.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.environments.process import EnvironmentWorker
+from megatron_rl.environments.types import FLAG, Description, EnvironmentFailed, EnvironmentSpec, TooSlow
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.rewards.confinement import build_environment, find_python_path, plan_confinement
+from megatron_rl.rewards.process import OutputLog, WorkerFault
+from megatron_rl.rewards.types import PoolSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Conversation:
+    """A conversation with an environment."""
+
+    def __init__(self, worker: EnvironmentWorker, number: int, timeout: float) -> None:
+        self._worker = worker
+        self.number = number
+        self._timeout = timeout
+        self.opening: str | None = None
+        """The environment's first words."""
+
+    async def open(self, row: Mapping[str, Any], seed: int) -> None:
+        self.opening = await self._call("open", row=row, seed=seed)
+
+    async def step(self, completion: str) -> str | None:
+        """Return what the environment says to a completion; None once the conversation is over."""
+        said: str | None = await self._call("step", completion=completion)
+        return said
+
+    async def get_reward(self) -> float:
+        """Return the reward of the conversation."""
+        return float(await self._call("reward"))
+
+    async def close(self) -> None:
+        """Let the environment end; one that cannot is left as it is."""
+        with contextlib.suppress(EnvironmentFailed):
+            await self._call("close")
+
+    async def _call(self, call: str, **content: Any) -> Any:
+        return await self._worker.call({"call": call, "conversation": self.number, **content}, self._timeout)
+
+
+class EnvironmentPool:
+    """A pool of workers that hold environments. It belongs to the event loop that it is started in."""
+
+    def __init__(self, config: EnvironmentConfig, settings: PoolSettings | None = None) -> None:
+        assert config.source is not None
+        self._spec = EnvironmentSpec.parse(config.source)
+        self._source = self._spec.read()
+        self._config = config
+        self._settings = settings or PoolSettings()
+        self._workers: list[EnvironmentWorker] = []
+        self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(config.concurrency)
+        self._places_alone = asyncio.Semaphore(config.workers)
+        self._numbers = itertools.count(1)
+        self._ending: set[asyncio.Task[None]] = set()
+        self._log: OutputLog | None = None
+        self._scratch: Path | None = None
+        self.errors: collections.Counter[str] = collections.Counter()
+        """The number of conversations that failed, by reason."""
+        self.missing: dict[str, str] = {}
+        """The ways in which workers are not confined, each with the reason."""
+
+    @property
+    def identity(self) -> str:
+        """Everything that a pool knows to decide what environments say."""
+        digest = hashlib.sha256(self._source.encode()).hexdigest()
+        config = self._config
+        return json.dumps([str(self._spec.file), self._spec.name, digest, config.max_turns, config.on_error])
+
+    async def start(self) -> Description:
+        """Start the workers; raise a UsageError that names the file and line if the class cannot be used."""
+        self._scratch = Path(tempfile.mkdtemp(prefix="megatron-rl-environments-"))
+        self._log = OutputLog(self._settings.log)
+        try:
+            for _ in range(self._config.workers):
+                description = await self._start_worker()
+        except BaseException:
+            await self.close()
+            raise
+        for what, why in self.missing.items():
+            _log.warning("environments are not confined in %s: %s", what, why)
+        return description
+
+    @contextlib.asynccontextmanager
+    async def hold(self, row: Mapping[str, Any], seed: int, is_alone: bool = False) -> AsyncIterator[Conversation]:
+        """Hold a conversation with an environment that is made for a row; `is_alone`, on a worker of its own."""
+        async with self._places, self._places_alone if is_alone else contextlib.nullcontext():
+            conversation, worker = await self._open(row, seed, is_alone)
+            is_stuck = False
+            try:
+                yield conversation
+            except EnvironmentFailed as failure:
+                self.errors[str(failure)] += 1
+                is_stuck = isinstance(failure, TooSlow)
+                raise
+            finally:
+                if not is_stuck:
+                    await conversation.close()
+                self._leave(worker, conversation)
+
+    async def close(self) -> None:
+        """End all workers."""
+        for worker in list(self._workers):
+            self._end(worker)
+        while self._ending:
+            await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._log is not None:
+            self._log.close()
+        if self._scratch is not None:
+            await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+
+    async def _open(self, row: Mapping[str, Any], seed: int, is_alone: bool) -> tuple[Conversation, EnvironmentWorker]:
+        worker = await self._start_alone() if is_alone else await self._choose()
+        conversation = Conversation(worker, next(self._numbers), self._config.timeout)
+        worker.conversations.add(conversation.number)
+        try:
+            await conversation.open(row, seed)
+        except BaseException:
+            self._leave(worker, conversation)
+            raise
+        return conversation, worker
+
+    async def _start_alone(self) -> EnvironmentWorker:
+        """Start a worker that takes one conversation, and ends after it."""
+        await self._start_worker()
+        worker = self._workers[-1]
+        worker.is_worn = True
+        return worker
+
+    async def _choose(self) -> EnvironmentWorker:
+        """Return the worker with the fewest conversations; start another one for each that is worn."""
+        async with self._starting:
+            while len(fresh := [worker for worker in self._workers if not worker.is_worn]) < self._config.workers:
+                await self._start_worker()
+        return min(fresh, key=lambda worker: len(worker.conversations))
+
+    def _leave(self, worker: EnvironmentWorker, conversation: Conversation) -> None:
+        worker.conversations.discard(conversation.number)
+        if worker.is_worn and not worker.conversations and worker in self._workers:
+            self._end(worker)
+
+    async def _start_worker(self) -> Description:
+        assert self._scratch is not None and self._log is not None
+        path = find_python_path()
+        environment = build_environment(self._settings.environment, self._scratch, path)
+        try:
+            worker = await EnvironmentWorker.start(environment, self._settings.namespace, self._log)
+        except OSError as error:
+            raise PlatformError(
+                f"a process for environments cannot be started: {error.strerror or error}; make room for it (ulimit "
+                "-n, ulimit -u, memory), or lower --rollout-env-workers"
+            ) from None
+        try:
+            answer = await worker.set_up(self._setup_line(path), self._settings.start_timeout)
+            if "cannot_load" in answer:
+                raise UsageError(f"{FLAG}: {answer['cannot_load']}")
+            self._check_confinement(answer["missing"])
+        except WorkerFault as fault:
+            self._end(worker)
+            raise UsageError(f"{FLAG}: a process that loads {self._spec.name} {fault}") from None
+        except BaseException:
+            self._end(worker)
+            raise
+        worker.follow()
+        self._workers.append(worker)
+        return Description(**answer["description"])
+
+    def _setup_line(self, path: list[str]) -> bytes:
+        assert self._scratch is not None
+        read = [self._spec.file.parent, *self._settings.readable]
+        limits = plan_confinement(read, self._settings.private, self._scratch, path)
+        setup = {
+            "file": str(self._spec.file),
+            "name": self._spec.name,
+            "source": self._source,
+            "memory_bytes": self._settings.memory_bytes,
+            "confinement": None if self._settings.confine == "off" else dataclasses.asdict(limits),
+        }
+        return json.dumps(setup).encode() + b"\n"
+
+    def _check_confinement(self, missing: dict[str, str]) -> None:
+        self.missing = missing if self._settings.confine != "off" else {"everything": "--reward-confine is off"}
+        if self._settings.confine == "require" and missing:
+            what = "; ".join(f"{name} ({why})" for name, why in missing.items())
+            raise PlatformError(f"--reward-confine require: environments cannot be confined in {what}; write auto")
+
+    def _end(self, worker: EnvironmentWorker) -> None:
+        """End a worker in the background; `close` waits for it."""
+        worker.kill()
+        if worker in self._workers:
+            self._workers.remove(worker)
+        task = asyncio.get_running_loop().create_task(worker.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

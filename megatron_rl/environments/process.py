@@ -1,0 +1,72 @@
+"""The parent's side of a worker of environments: many calls at once, each with its own answer."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.environments.types import EnvironmentFailed, TooSlow, WorkerEnded
+from megatron_rl.rewards.process import ConfinedWorker, WorkerFault
+
+
+class EnvironmentWorker(ConfinedWorker):
+    """A worker that holds the environments of some conversations.
+
+    After a call that took too long it is `worn`: it takes no new conversation, and ends after those that it has.
+    """
+
+    MODULE = "megatron_rl.environments.worker"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.conversations: set[int] = set()
+        self.is_worn = False
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._fault: WorkerFault | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def follow(self) -> None:
+        """Begin to read answers; the set-up has been answered."""
+        self._reading = asyncio.get_running_loop().create_task(self._read_answers())
+
+    async def call(self, content: Mapping[str, Any], timeout: float) -> Any:
+        """Make a call and return what the environment says; raise EnvironmentFailed if it fails."""
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            if self._fault is not None:
+                raise WorkerEnded(str(self._fault), had_call=False)
+            async with asyncio.timeout(timeout):
+                await self._send(json.dumps({"id": number, **content}).encode() + b"\n")
+                return await waiting
+        except TimeoutError:
+            self.is_worn = True
+            raise TooSlow(f"did not answer {content['call']} within {timeout:g} seconds") from None
+        finally:
+            del self._waiting[number]
+
+    async def end(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        await super().end()
+
+    async def _read_answers(self) -> None:
+        try:
+            while True:
+                content = await self._receive()
+                waiting = self._waiting.get(content.get("id", 0))
+                # The caller of an answer that comes too late has left.
+                if waiting is None or waiting.done():
+                    continue
+                if "error" in content:
+                    waiting.set_exception(EnvironmentFailed(str(content["error"])))
+                else:
+                    waiting.set_result(content.get("said"))
+        except WorkerFault as fault:
+            self._fault, self.is_worn = fault, True
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(WorkerEnded(str(fault), had_call=True))

@@ -1,0 +1,154 @@
+"""A worker of environments: `python -m megatron_rl.environments.worker PARENT NAMESPACE`; see `rewards.worker`.
+
+The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
+is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. The calls
+of a conversation come one after another, each in a thread, so that one that hangs keeps no other conversation waiting.
+"""
+
+import asyncio
+import inspect
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+from megatron_rl.rewards.worker import answer, read_setup, run_worker
+
+_MOST_THREADS = 1024
+# The longest text of an environment, in bytes as it travels: a policy reads far less.
+LONGEST_TEXT = 1 << 19
+_LONGEST_ERROR = 2000
+
+
+class Environment:
+    """The environment of a conversation.
+
+    It has an event loop of its own, for an environment may keep what belongs to a loop, and one may block its loop.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._instance = factory()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def call(self, request: Mapping[str, Any]) -> Any:
+        """Make a call, and return what the environment says."""
+        kind, instance = request["call"], self._instance
+        if kind == "open":
+            return _check_text(self._run(instance.reset, **_choose(instance.reset, request["row"], request["seed"])))
+        if kind == "step":
+            return _check_text(self._run(instance.step, request["completion"]))
+        return _check_reward(self._run(instance.get_reward))
+
+    def close(self) -> None:
+        """Let the environment end."""
+        try:
+            if callable(close := getattr(self._instance, "close", None)):
+                self._run(close)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        if not inspect.isawaitable(result):
+            return result
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(_await(result))
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _choose(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Choose what `reset` is given: the row's columns, all or those that it names, and the seed if it names it."""
+    parameters = inspect.signature(reset).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = {name: value for name, value in row.items() if takes_all or name in parameters}
+    return {**given, "seed": seed} if "seed" in parameters and "seed" not in row else given
+
+
+def _check_text(said: object) -> str | None:
+    if said is not None and not isinstance(said, str):
+        raise TypeError(f"returned {type(said).__name__}, and must return text or None")
+    if said is not None and (size := len(json.dumps(said))) > LONGEST_TEXT:
+        raise ValueError(f"said {size:,} bytes, and {LONGEST_TEXT:,} are allowed")
+    return said
+
+
+def _check_reward(value: Any) -> float:
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueError(f"get_reward returned {value}, not a finite number")
+    return number
+
+
+def describe_error(error: BaseException, file: str) -> str:
+    """Return the last line of an error's traceback, and the line of the environment's file where it happened."""
+    from megatron_rl.rewards.calling import name_line
+
+    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_ERROR]
+    return message + name_line(error, file)
+
+
+def describe(factory: Callable[[], Any]) -> dict[str, Any]:
+    """Describe what an environment offers; raise a TypeError for one that cannot be used."""
+    instance = factory()
+    name = type(instance).__name__
+    for method in ("reset", "step"):
+        if not callable(getattr(instance, method, None)):
+            also = ": classes whose methods are tools are not run yet" if method == "step" else ""
+            raise TypeError(f"{name} has no method {method}{also}")
+    return {"name": name, "has_reward": callable(getattr(instance, "get_reward", None))}
+
+
+def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
+    """Load the class, and answer calls."""
+    setup = read_setup(requests, missing)
+    # Imported here, after the confinement: the keeper does not need it.
+    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line
+
+    file, name = setup["file"], setup["name"]
+    try:
+        factory = getattr(load_module(file, setup["source"]), name, None)
+        if not callable(factory):
+            raise CannotLoad(f"{file} has no class {name}")
+        description = describe(factory)
+    except CannotLoad as error:
+        answer(answers, {"cannot_load": str(error)})
+        return
+    except Exception as error:
+        answer(answers, {"cannot_load": f"{name} of {file}: {error}{name_line(error, file)}"})
+        return
+    answer(answers, {"ready": True, "missing": missing, "description": description})
+    environments: dict[int, Environment] = {}
+    one_at_a_time = threading.Lock()
+
+    def call(request: Mapping[str, Any]) -> Any:
+        conversation = request["conversation"]
+        if request["call"] == "open":
+            environments[conversation] = Environment(factory)
+        if request["call"] == "close":
+            return environments.pop(conversation).close()
+        return environments[conversation].call(request)
+
+    def handle(request: Mapping[str, Any]) -> None:
+        said: dict[str, Any] = {"id": request["id"]}
+        try:
+            said["said"] = call(request)
+        except BaseException as error:
+            said["error"] = describe_error(error, file)
+        with one_at_a_time:
+            sys.stdout.flush()
+            answer(answers, said)
+
+    executor = ThreadPoolExecutor(_MOST_THREADS, "calls")
+    while line := requests.readline():
+        executor.submit(handle, json.loads(line))
+
+
+if __name__ == "__main__":
+    run_worker(sys.argv[1:], serve)

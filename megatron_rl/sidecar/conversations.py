@@ -1,0 +1,210 @@
+"""Conversations of the policy with environments: the responses of a run with `--rollout-env`.
+
+Invariants:
+
+- what has been said is never changed: each turn of the policy is sampled after the tokens of all turns before it;
+- every turn of a conversation is sampled under one version, and says so itself;
+- the seeds of turns follow from the response's seed, so a conversation that is held again is the same, if its
+  environment is;
+- a conversation whose environment fails ends there, with the reward for failures, or fails its group by name.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from megatron_rl.environments.pool import Conversation, EnvironmentPool
+from megatron_rl.environments.types import COMPONENT, EnvironmentFailed, WorkerEnded
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.texts import Texts
+
+_log = logging.getLogger(__name__)
+
+# The attempts to hold a conversation that others in its process may have ended.
+_MAX_ATTEMPTS = 8
+
+
+class Sampler(Protocol):
+    """The engines together, which sample turns."""
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
+
+
+@dataclasses.dataclass
+class _Draft:
+    """A response while its conversation lasts."""
+
+    turns: list[wire.Response] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    spans: list[wire.VersionSpan] = dataclasses.field(default_factory=list)
+
+    def hear(self, tokens: list[int]) -> None:
+        """Add what the environment says."""
+        if tokens:
+            begin = len(self.tokens)
+            self.tokens += tokens
+            self.log_probs.append(np.zeros(len(tokens), dtype=np.float32))
+            self.spans.append(wire.VersionSpan(version=ENVIRONMENT, start=begin, end=len(self.tokens)))
+
+    def say(self, turn: wire.Response) -> list[int]:
+        """Add a turn of the policy; return its tokens."""
+        tokens = wire.decode_tokens(turn.tokens).tolist()
+        begin = len(self.tokens)
+        self.turns.append(turn)
+        self.tokens += tokens
+        self.log_probs.append(wire.decode_log_probs(turn.log_probs))
+        self.spans += [
+            msgspec.structs.replace(span, start=begin + span.start, end=begin + span.end, engine=turn.engine)
+            for span in turn.spans
+        ]
+        return tokens
+
+    def finish(self, seed: int, reason: wire.FinishReason, reward: float | None) -> wire.Response:
+        """Return the response."""
+        last = self.turns[-1]
+        spans = [
+            msgspec.structs.replace(span, engine="" if span.engine == last.engine else span.engine)
+            for span in self.spans
+        ]
+        # A turn under other weights makes the whole response one: it is refused where the group is checked.
+        others = [turn.fingerprint for turn in self.turns if turn.fingerprint != last.fingerprint]
+        return wire.Response(
+            tokens=wire.encode_tokens(self.tokens),
+            log_probs=wire.encode_log_probs(np.concatenate(self.log_probs)),
+            finish_reason=reason,
+            seed=seed,
+            engine=last.engine,
+            spans=spans,
+            fingerprint=others[0] if others else last.fingerprint,
+            reward=reward or 0.0,
+            components={} if reward is None else {COMPONENT: reward},
+        )
+
+
+class Conversations:
+    """Holds the conversations of groups."""
+
+    def __init__(
+        self, sampler: Sampler, pool: EnvironmentPool, texts: Texts, on_error: float | None, has_reward: bool
+    ) -> None:
+        """Make it; `on_error` is the reward of a conversation whose environment fails, None to fail its group."""
+        self._sampler = sampler
+        self._pool = pool
+        self._texts = texts
+        self._on_error = on_error
+        self._has_reward = has_reward
+
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]:
+        """Hold the conversations of a group, all at once."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                held = [tasks.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
+        except BaseExceptionGroup as group:
+            # The first failure is the reason; it cancelled the others.
+            raise group.exceptions[0] from None
+        return [task.result() for task in held]
+
+    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> wire.Response:
+        """Hold a conversation, again if others in its process ended it."""
+        is_alone = False
+        for attempt in itertools.count(1):
+            try:
+                return await self._hold_once(request, prompt, number, is_alone)
+            except WorkerEnded as ended:
+                if is_alone or attempt == _MAX_ATTEMPTS:
+                    raise _describe(ended, prompt) from None
+                _log.warning("attempt %d: %s", attempt, _describe(ended, prompt))
+                # One that may be the cause shares no process from now on.
+                is_alone = ended.had_call
+            except EnvironmentFailed as failure:
+                raise _describe(failure, prompt) from None
+        raise AssertionError("the loop returns or raises")
+
+    async def _hold_once(
+        self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool
+    ) -> wire.Response:
+        """Hold a conversation; raise EnvironmentFailed if it fails before the policy's turn, or is to be held again."""
+        seed, draft = request.seed + number, _Draft()
+        try:
+            async with self._pool.hold(_row(prompt), seed, is_alone) as conversation:
+                reason = await self._converse(request, prompt, number, conversation, draft)
+                reward = await conversation.get_reward() if self._has_reward else None
+        except EnvironmentFailed as failure:
+            is_to_be_repeated = isinstance(failure, WorkerEnded) and not is_alone
+            if is_to_be_repeated or not draft.turns or self._on_error is None:
+                raise
+            _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
+            return draft.finish(seed, "failed", self._on_error)
+        return draft.finish(seed, reason, reward)
+
+    async def _converse(
+        self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: _Draft
+    ) -> wire.FinishReason:
+        """Take turns until the conversation is over; return why it is."""
+        sampling = request.sampling
+        draft.hear(self._texts.open(prompt, conversation.opening))
+        if len(draft.tokens) >= sampling.max_tokens:
+            raise EnvironmentFailed(
+                f"its first words take {len(draft.tokens)} tokens, and a response may have {sampling.max_tokens}"
+            )
+        for turn in range(sampling.max_turns):
+            (said,) = await self._sampler.generate(_request_turn(request, number, turn, draft))
+            tokens = draft.say(said)
+            if said.finish_reason != "stop":
+                return said.finish_reason
+            heard = await conversation.step(self._texts.decode(tokens))
+            if heard is None:
+                return "stop"
+            reply = self._texts.reply(prompt, heard, tokens[-1])
+            if turn + 1 == sampling.max_turns or len(draft.tokens) + len(reply) >= sampling.max_tokens:
+                return "limit"
+            draft.hear(reply)
+        raise AssertionError("a conversation has at least one turn")
+
+
+def _request_turn(request: GroupRequest, number: int, turn: int, draft: _Draft) -> GroupRequest:
+    """Build the request for a turn, after all that has been said."""
+    left = request.sampling.max_tokens - len(draft.tokens)
+    sampling = request.sampling
+    return dataclasses.replace(
+        request,
+        request_id=f"{request.request_id}-{number}-{turn}",
+        prompt_tokens=(*request.prompt_tokens, *draft.tokens),
+        group_size=1,
+        seed=_derive_seed(request.seed + number, turn),
+        sampling=wire.Sampling(
+            max_tokens=left,
+            temperature=sampling.temperature,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            min_tokens=min(sampling.min_tokens, left),
+        ),
+        after=draft.turns[-1].engine if draft.turns else None,
+    )
+
+
+def _derive_seed(seed: int, turn: int) -> int:
+    """Derive the seed of a turn: two turns with one seed would draw the same random numbers."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{turn}".encode(), digest_size=8).digest(), "little") >> 2
+
+
+def _row(prompt: wire.Prompt) -> Mapping[str, Any]:
+    return {**prompt.columns, "prompt": prompt.text}
+
+
+def _describe(failure: EnvironmentFailed, prompt: wire.Prompt) -> MegatronRLError:
+    row = f" ({prompt.row})" if prompt.row else ""
+    return MegatronRLError(f"the environment of prompt {prompt.index}{row} failed: {failure}")

@@ -1,0 +1,123 @@
+"""An engine over several hosts: vLLM's own processes of several hosts, without Ray. Each host runs a part.
+
+The first part is the server. The others are headless: they have workers, and no socket. All parts meet at a port of the
+first part's host, then at ports that the kernel chooses, on the hosts' addresses.
+"""
+
+import array
+import dataclasses
+import fcntl
+import ipaddress
+import json
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import InputError, PlatformError
+
+HEADLESS = "--headless"
+_LIST_ADDRESSES = 0x8912
+"""The number of SIOCGIFCONF: the kernel lists all addresses of IPv4, each with its interface."""
+_ENTRY = struct.Struct("16s4x4s16x")
+"""An entry of its answer: the interface's name, then an address of 24 bytes, of which four are IPv4's."""
+_MOST_ADDRESSES = 1024
+_ADDRESSES_OF_IPV6 = Path("/proc/net/if_inet6")
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePart:
+    """The part of an engine that one of its several hosts runs."""
+
+    rank: int
+    """Its place among the parts; 0 is the server."""
+    num_parts: int
+    address: str
+    """The address at which the other hosts of the engine reach this one."""
+    leader: str
+    """The address of the server's host."""
+    port: int
+    """The port of the server's host at which the parts meet."""
+
+
+def list_flags(part: EnginePart) -> list[str]:
+    """List the flags of vLLM for a part."""
+    flags = [
+        "--distributed-executor-backend", "mp",
+        "--nnodes", str(part.num_parts),
+        "--node-rank", str(part.rank),
+        "--master-addr", part.leader,
+        "--master-port", str(part.port),
+    ]  # fmt: skip
+    return flags if part.rank == 0 else [*flags, HEADLESS]
+
+
+def set_variables(environment: dict[str, str], part: EnginePart) -> None:
+    """Keep the connections between parts on the interface that has this host's address.
+
+    Devices may have a network of their own, if the user has named it.
+    """
+    interface = find_interface(part.address)
+    environment |= {"VLLM_HOST_IP": part.address, "GLOO_SOCKET_IFNAME": interface}
+    for name in ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
+        environment.setdefault(name, interface)
+
+
+def find_interface(host: str) -> str:
+    """Return the name of the network interface that has an address of this host."""
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(f"{host!r}, an address of this host, cannot be found: {error}") from None
+    wanted = {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos}
+    for interface, address in (*_list_ipv4(), *_list_ipv6()):
+        if address in wanted:
+            return interface
+    raise InputError(
+        f"no network interface of this host has the address {host}: an engine over several hosts needs it, so name the "
+        "host in the file of --rollout-hosts by an address of its own"
+    )
+
+
+def encode_places(places: Sequence[tuple[str, int]]) -> str:
+    """Encode the folders of a version and their owners, one of each of an engine's hosts, for its workers."""
+    return json.dumps([list(place) for place in places])
+
+
+def pick_place(places: str, parallel: Any) -> tuple[Path, int]:
+    """Return the folder and its owner on the host of a worker, which has this parallel configuration."""
+    folder, user = json.loads(places)[getattr(parallel, "node_rank", 0)]
+    return Path(folder), user
+
+
+def run_headless(words: list[str]) -> None:
+    """Run the workers of a part without a server, until one of them ends."""
+    # vLLM moves its parser from release to release.
+    try:
+        from vllm.entrypoints.cli.serve import run_headless
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        raise PlatformError(
+            f"this vLLM runs no engine over several hosts as vLLM 0.32 does: {error}: install that one"
+        ) from None
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    arguments.api_server_count = 0
+    run_headless(arguments)
+
+
+def _list_ipv4() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
+    entries = array.array("B", bytes(_ENTRY.size * _MOST_ADDRESSES))
+    place, _ = entries.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        answer = fcntl.ioctl(asking, _LIST_ADDRESSES, struct.pack("iP", len(entries), place))
+    (num_bytes, _) = struct.unpack("iP", answer)
+    for interface, address in _ENTRY.iter_unpack(entries.tobytes()[:num_bytes]):
+        yield interface.partition(b"\0")[0].decode(), ipaddress.IPv4Address(address)
+
+
+def _list_ipv6() -> Iterator[tuple[str, ipaddress.IPv6Address]]:
+    for line in _ADDRESSES_OF_IPV6.read_text().splitlines() if _ADDRESSES_OF_IPV6.exists() else ():
+        digits, _, _, _, _, interface = line.split()
+        yield interface, ipaddress.IPv6Address(int(digits, 16))

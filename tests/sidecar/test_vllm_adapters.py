@@ -1,0 +1,145 @@
+"""A real vLLM that holds a base and gets adapters: it samples from both, proves both, and nothing else is taken."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, WrongWeights
+from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.vllm.answers import build_call
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
+from megatron_rl.sidecar.vllm.routes import AdaptersName
+from tests.sidecar import adapter_folders, vllm_models
+from tests.sidecar.conftest import Run, _kernels
+from tests.sidecar.vllm_models import Models, Reference, publish, request
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+_EXTENSION = "tests.sidecar.adapter_extension.Extension"
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def adapted(run: Run, models: Models, sockets: Path, request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
+    config = dataclasses.replace(
+        vllm_models.CONFIG,
+        model=str(models.first),
+        lora_rank=adapter_folders.RANK,
+        tensor_parallel_size=request.param,
+        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", _EXTENSION),
+        environment={"PYTHONPATH": str(Path(__file__).parents[2]), **_kernels()},
+    )
+    engine = VllmFactory(config, sockets, LocalLauncher()).create(f"adapted-{request.param}")
+    try:
+        run(engine.start())
+        yield engine
+    finally:
+        run(engine.close())
+
+
+def put(run: Run, engine: VllmEngine, models: Models, seed: int, version: int) -> None:
+    """Publish the adapters of a seed."""
+    factors = adapter_folders.draw_factors(models.first, seed)
+    with adapter_folders.published(models.first, factors, version) as weights:
+        run(publish(engine, weights))
+
+
+def generate(run: Run, engine: VllmEngine, *requests: Any) -> list[Any]:
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return run(all_of_them())
+
+
+def test_log_probs_are_those_of_merged_weights_in_every_version(
+    run: Run, adapted: VllmEngine, models: Models, tmp_path: Path
+) -> None:
+    requests = [request(number, 4, temperature=1.0, max_tokens=24) for number in range(6)]
+    for version in range(2):
+        factors = adapter_folders.draw_factors(models.first, version)
+        with adapter_folders.published(models.first, factors, version) as weights:
+            run(publish(adapted, weights))
+        groups = generate(run, adapted, *requests)
+        pairs = [(req, response) for req, group in zip(requests, groups, strict=True) for response in group]
+        assert {response.fingerprint for _, response in pairs} == {weights.fingerprint}
+        assert {span.version for _, response in pairs for span in response.spans} == {str(version)}
+        merged = adapter_folders.merge(models.first, factors, tmp_path / str(version))
+        assert Reference(merged).error_over_bound(pairs) <= 1
+        assert Reference(models.first).error_over_bound(pairs) > 1000
+
+
+def test_all_factors_and_all_of_the_base_are_compared(run: Run, adapted: VllmEngine, models: Models) -> None:
+    factors = adapter_folders.draw_factors(models.first, 0)
+    for version in (2, 3):
+        with adapter_folders.published(models.first, factors, version) as weights:
+            run(adapted.pause())
+            report = run(adapted.load(weights))
+        assert report.num_compared == report.num_parameters > len(factors)
+        assert report.fingerprint == weights.fingerprint
+
+
+@pytest.mark.parametrize("fault", ["stale", "one number"])
+def test_a_slot_that_holds_other_adapters_is_proved_wrong(
+    run: Run, adapted: VllmEngine, models: Models, fault: str
+) -> None:
+    put(run, adapted, models, 0, 4)
+    run(adapted._workers("plan", "megatron_rl_change_adapters", fault))
+    if fault == "stale":
+        put(run, adapted, models, 0, 5)
+    with pytest.raises(WrongWeights, match="do not hold the numbers that were given"):
+        put(run, adapted, models, 1, 6)
+    assert adapted.state is EngineState.DIRTY
+    run(adapted._workers("plan", "megatron_rl_change_adapters", ""))
+    put(run, adapted, models, 1, 6)
+
+
+def test_a_base_of_another_fingerprint_is_refused(run: Run, adapted: VllmEngine, models: Models) -> None:
+    factors = adapter_folders.draw_factors(models.second, 0)
+    with (
+        adapter_folders.published(models.second, factors, 7) as weights,
+        pytest.raises(EngineRefused, match="start engines from the trainer's --hf-model"),
+    ):
+        run(publish(adapted, weights))
+
+
+@pytest.mark.parametrize("named", [None, AdaptersName("8:of-before", 9)], ids=["the base", "an old version"])
+def test_a_request_that_names_others_is_refused(
+    run: Run, adapted: VllmEngine, models: Models, named: AdaptersName | None
+) -> None:
+    put(run, adapted, models, 1, 9)
+    call = build_call(request(0), adapted.limits, adapted._tag, named)
+    with pytest.raises(EngineRefused, match=f"the request names {named.name if named else 'no adapters'}"):
+        run(adapted._ask("generate", call))
+
+
+def test_an_answer_that_others_sampled_is_refused(
+    run: Run, adapted: VllmEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(run, adapted, models, 1, 10)
+    ask = adapted._ask
+
+    async def answer_of_base(step: str, call: Any) -> Any:
+        return msgspec.structs.replace(await ask(step, call), adapters="")
+
+    monkeypatch.setattr(adapted, "_ask", answer_of_base)
+    with pytest.raises(EngineRefused, match="was sampled with no adapters"):
+        generate(run, adapted, request(0))
+
+
+def test_a_step_of_the_base_ends_the_engine(run: Run, adapted: VllmEngine, models: Models) -> None:
+    """Ask by a route of vLLM's own; the engine samples nothing after it, so this test is the last one."""
+    put(run, adapted, models, 1, 11)
+    with contextlib.suppress(EngineRefused, EngineLost):
+        run(
+            adapted._connection.post(
+                "bypass", "/v1/completions", {"model": "policy", "prompt": [3, 4], "max_tokens": 2}
+            )
+        )
+    with pytest.raises((EngineLost, EngineRefused)):
+        generate(run, adapted, request(0))
+    assert "OtherAdapters" in adapted.last_words()

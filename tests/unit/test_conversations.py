@@ -1,0 +1,178 @@
+"""Conversations: the tokens that each turn is sampled after, seeds, limits, and the turns of chat templates."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import transformers
+
+from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.chat import ChatWriter
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
+from megatron_rl.sidecar.conversations import Conversations
+from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.texts import NumberTexts, TokenizerTexts
+from tests import chat_models
+
+PROMPT = wire.Prompt(index=4, row="rows:4", tokens=wire.encode_tokens([7, 8]), text="7 8", columns={"answer": "3"})
+REQUEST = GroupRequest("run-1-4", (7, 8), 2, 100, wire.Sampling(max_tokens=12, max_turns=3), prompt=4)
+
+
+class Engines:
+    """Engines that say two tokens, the seed's last digits first; the engine changes with every turn."""
+
+    def __init__(self, ends: Sequence[str] = ()) -> None:
+        self.requests: list[GroupRequest] = []
+        self._ends = list(ends)
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]:
+        self.requests.append(request)
+        tokens = [len(request.prompt_tokens), request.seed % 50]
+        return [
+            wire.Response(
+                tokens=wire.encode_tokens(tokens),
+                log_probs=wire.encode_log_probs([-1, -2]),
+                finish_reason=self._ends.pop(0) if self._ends else "stop",  # type: ignore[arg-type]
+                seed=request.seed,
+                engine=f"engine-{len(request.prompt_tokens) % 2}",
+                spans=[wire.VersionSpan(version="1", start=0, end=2)],
+                fingerprint="weights-1",
+            )
+        ]
+
+
+class Talk:
+    """A conversation with an environment that says what it is told to."""
+
+    def __init__(self, opening: str | None, answers: Sequence[Any]) -> None:
+        self.opening = opening
+        self.heard: list[str] = []
+        self._answers = list(answers)
+
+    async def step(self, completion: str) -> str | None:
+        self.heard.append(completion)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def get_reward(self) -> float:
+        return 10.0 + len(self.heard)
+
+
+class Pool:
+    """A pool whose conversations are given, one after the other."""
+
+    def __init__(self, *talks: Talk) -> None:
+        self.talks = list(talks)
+        self.held: list[tuple[Any, int, bool]] = []
+
+    @contextlib.asynccontextmanager
+    async def hold(self, row, seed: int, is_alone: bool = False):
+        self.held.append((row, seed, is_alone))
+        yield self.talks[len(self.held) - 1]
+
+
+def hold(engines: Engines, pool: Pool, on_error: float | None = 0.0, size: int = 1) -> list[wire.Response]:
+    conversations = Conversations(engines, pool, NumberTexts(), on_error, has_reward=True)  # type: ignore[arg-type]
+    request = GroupRequest(**{**vars(REQUEST), "group_size": size})
+    return asyncio.run(conversations.hold_group(request, PROMPT))
+
+
+def test_each_turn_is_sampled_after_all_that_was_said_and_with_a_seed_of_its_own() -> None:
+    engines, talk = Engines(), Talk("9", ["20 21", "22", None])
+    (response,) = hold(engines, Pool(talk))
+    first, second, third = engines.requests
+    assert first.prompt_tokens == (7, 8, 9)
+    assert second.prompt_tokens == (7, 8, 9, 3, 0, 20, 21)
+    assert third.prompt_tokens[:7] == second.prompt_tokens
+    assert [one.sampling.max_tokens for one in engines.requests] == [11, 7, 4]
+    assert len({one.seed for one in engines.requests}) == 3
+    assert [one.after for one in engines.requests] == [None, "engine-1", "engine-1"]
+    assert len({one.request_id for one in engines.requests}) == 3
+    tokens = wire.decode_tokens(response.tokens)
+    assert (7, 8, *tokens[:-2]) == third.prompt_tokens
+    assert tokens[~mask_sampled(response)].tolist() == [9, 20, 21, 22]
+    log_probs = wire.decode_log_probs(response.log_probs)
+    assert log_probs.tolist() == [0, -1, -2, 0, 0, -1, -2, 0, -1, -2]
+    assert [(span.version, span.engine) for span in response.spans] == [
+        (ENVIRONMENT, ""), ("1", "engine-1"), (ENVIRONMENT, ""), ("1", "engine-1"), (ENVIRONMENT, ""), ("1", ""),
+    ]  # fmt: skip
+    assert (response.engine, response.seed, response.finish_reason) == ("engine-0", 100, "stop")
+    assert (response.reward, response.components) == (13.0, {"environment": 13.0})
+
+
+def test_a_group_has_a_conversation_of_its_own_for_each_response() -> None:
+    pool = Pool(Talk(None, [None]), Talk(None, [None]))
+    first, second = hold(Engines(), pool, size=2)
+    assert (first.seed, second.seed) == (100, 101)
+    assert first.tokens != second.tokens
+    assert pool.held == [({"answer": "3", "prompt": "7 8"}, seed, False) for seed in (100, 101)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "answers", "reason", "num_tokens"),
+    [
+        (["stop", "length"], ["20", "unused"], "length", 5),
+        ([], ["20", "21", "22"], "limit", 8),
+        # What the environment says would leave no token for an answer.
+        ([], [" ".join(["20"] * 10)], "limit", 2),
+        ([], [" ".join(["20"] * 9), None], "stop", 13),
+    ],
+)
+def test_a_conversation_ends_at_its_limits(ends, answers, reason: str, num_tokens: int) -> None:
+    (response,) = hold(Engines(ends), Pool(Talk(None, answers)))
+    assert (response.finish_reason, len(response.tokens) // 4) == (reason, num_tokens)
+    assert response.spans[-1].version == "1"
+
+
+def test_a_failure_has_its_reward_or_fails_the_group_by_name() -> None:
+    (response,) = hold(Engines(), Pool(Talk(None, ["20", EnvironmentFailed("no such move")])), on_error=-1.0)
+    assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 5)
+    with pytest.raises(MegatronRLError, match=r"the environment of prompt 4 \(rows:4\) failed: no such move"):
+        hold(Engines(), Pool(Talk(None, ["20", EnvironmentFailed("no such move")])), on_error=None)
+    with pytest.raises(MegatronRLError, match="its first words take 12 tokens, and a response may have 12"):
+        hold(Engines(), Pool(Talk(" ".join(["9"] * 12), [])))
+
+
+def test_a_conversation_that_others_ended_is_held_again_and_one_that_may_be_the_cause_alone() -> None:
+    ended, suspected = WorkerEnded("its process ended", had_call=False), WorkerEnded("its process ended", had_call=True)
+    pool = Pool(Talk(None, [ended]), Talk(None, [suspected]), Talk(None, ["20", None]))
+    (response,) = hold(Engines(), pool)
+    assert response.finish_reason == "stop"
+    assert [is_alone for _, _, is_alone in pool.held] == [False, False, True]
+    pool = Pool(Talk(None, [suspected]), Talk(None, [suspected]))
+    (response,) = hold(Engines(), pool, on_error=-1.0)
+    assert (response.finish_reason, response.reward) == ("failed", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(chat_models.CHATML, "<|im_end|>"), (chat_models.LLAMA_3, "<|eot_id|>"), (chat_models.PHI_3, "<|end|>")],
+    ids=["ChatML", "Llama 3", "Phi 3"],
+)
+def test_a_conversation_has_the_tokens_that_the_template_gives_the_whole_chat(
+    tmp_path, template: str, end: str
+) -> None:
+    texts = TokenizerTexts(str(chat_models.save_tokenizer(tmp_path, template, end)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "2 + 3"}]
+    head, _ = ChatWriter(tokenizer).write_prompt(chat)
+    prompt = wire.Prompt(index=0, row="", tokens=b"", text=chat)
+    said, answered = [*tokenizer.encode("5"), chat_models.find(end)], "and 4"
+    tokens = tokenizer.encode(head, add_special_tokens=False) + texts.open(prompt, ", please") + said
+    tokens += texts.reply(prompt, answered, said[-1])
+    whole = [
+        {"role": "user", "content": "2 + 3, please"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": answered},
+    ]
+    rendered = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert tokens == tokenizer.encode(rendered, add_special_tokens=False)
+    assert texts.decode(said) == "5"
+    # A turn that another token ended keeps it, and the template's end follows.
+    assert texts.reply(prompt, answered, 0)[0] == chat_models.find(end)

@@ -1,0 +1,154 @@
+"""Environments in processes of their own: what they say, how they fail, and what a failure leaves to others."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
+from megatron_rl.errors import UsageError
+from tests.reward_pools import leftovers
+
+WORKERS = f"environments.worker {os.getpid()} "
+GAME = '''
+import asyncio, os, time
+
+class Game:
+    def reset(self, secret, seed, **row):
+        self.secret, self.tries, self.others = secret, 0, sorted(row)
+        return f"{seed}:"
+
+    async def step(self, completion):
+        self.tries += 1
+        if completion == "hang": time.sleep(60)
+        if completion == "wait": await asyncio.sleep(60)
+        if completion == "raise": raise RuntimeError("no such move")
+        if completion == "flood": return "x" * (1 << 20)
+        if completion == "number": return 7
+        if completion == "die": os._exit(3)
+        if completion == "row": return " ".join(self.others)
+        return None if completion == self.secret else completion + "?"
+
+    def get_reward(self):
+        return 1.0 / self.tries if self.secret != "nothing" else float("nan")
+
+class Tools:
+    def reset(self, **row): pass
+
+    def add(self, number: int) -> int:
+        """Add a number.
+
+        Args:
+            number: The number to add.
+        """
+
+def make_game():
+    return Game()
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "game.py"
+    path.write_text(GAME)
+    return path
+
+
+def build(file: Path, name: str = "Game", **changes: Any) -> EnvironmentPool:
+    return EnvironmentPool(EnvironmentConfig(source=f"{file}:{name}", **{"timeout": 1.0, "workers": 1, **changes}))
+
+
+async def play(pool: EnvironmentPool, *moves: str, secret: str = "5", is_alone: bool = False) -> list[Any]:
+    async with pool.hold({"secret": secret, "prompt": "a game"}, 8, is_alone) as game:
+        return [game.opening, *[await game.step(move) for move in moves], await game.get_reward()]
+
+
+def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file: Path) -> None:
+    async def run() -> None:
+        pool = build(file)
+        assert (await pool.start()).has_reward
+        assert await play(pool, "3", "row", "5") == ["8:", "3?", "prompt", None, pytest.approx(1 / 3)]
+        moves = ("hang", "wait", "raise", "flood", "number", "4")
+        games = [asyncio.create_task(play(pool, move, "5")) for move in moves]
+        *failed, good = await asyncio.gather(*games, return_exceptions=True)
+        assert good == ["8:", "4?", None, 0.5]
+        for error, said in zip(
+            failed,
+            (
+                "did not answer step within 1 seconds",
+                "did not answer step within 1 seconds",
+                f"RuntimeError: no such move ({file}:13)",
+                "said 1,048,578 bytes, and 524,288 are allowed",
+                "returned int, and must return text or None",
+            ),
+            strict=True,
+        ):
+            assert isinstance(error, EnvironmentFailed)
+            assert not isinstance(error, WorkerEnded)
+            assert said in str(error)
+        with pytest.raises(EnvironmentFailed, match="get_reward returned nan"):
+            await play(pool, secret="nothing")
+        assert sum(pool.errors.values()) == 6
+        # A process with a call that never ends holds no conversation any more, and another one has its place.
+        assert await play(pool, "5") == ["8:", None, 1.0]
+        await pool.close()
+        assert not leftovers(WORKERS)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_ends_says_which_conversations_may_be_the_cause(file: Path) -> None:
+    async def run() -> None:
+        pool = build(file)
+        await pool.start()
+        async with pool.hold({"secret": "5"}, 8) as other:
+            with pytest.raises(WorkerEnded, match="its process ended with exit code 3") as caught:
+                await play(pool, "die")
+            assert caught.value.had_call
+            with pytest.raises(WorkerEnded) as caught:
+                await other.step("4")
+            assert not caught.value.had_call
+        with pytest.raises(WorkerEnded):
+            await asyncio.gather(play(pool, "die", is_alone=True), play(pool, "5"))
+        assert await play(pool, "5", is_alone=True) == ["8:", None, 1.0]
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_function_may_make_environments_and_their_number_is_bounded(file: Path) -> None:
+    async def run() -> None:
+        pool = build(file, "make_game", concurrency=2, workers=2, timeout=0.5)
+        await pool.start()
+        begun = asyncio.get_running_loop().time()
+        games = await asyncio.gather(*[play(pool, "wait") for _ in range(4)], return_exceptions=True)
+        assert all(isinstance(game, EnvironmentFailed) for game in games)
+        assert asyncio.get_running_loop().time() - begun > 1.0
+        await pool.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Tools", "Tools has no method step: classes whose methods are tools are not run yet"),
+        ("Gam", "has no class Gam"),
+        ("os", "has no class os"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_by_name(file: Path, name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        asyncio.run(build(file, name).start())
+    assert not leftovers(WORKERS)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.py cannot be read"):
+        build(tmp_path / "none.py")
+    with pytest.raises(UsageError, match=r"write --rollout-env FILE\.py:CLASS"):
+        EnvironmentPool(EnvironmentConfig(source="game"))
