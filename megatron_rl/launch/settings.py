@@ -43,6 +43,7 @@ class LaunchSettings:
     ranks_per_host: int
     engine_hosts: int
     engines_per_host: int
+    hosts_per_engine: int
     devices_per_host: int
     port: int
     """The port of the agents."""
@@ -71,8 +72,10 @@ class LaunchSettings:
             f"engines = {self.engines_per_host}",
         ]
         if self.devices_per_host:
-            num_devices = self.engines_per_host * find_size(self.words)
+            num_devices = self.engines_per_host * find_size(self.words) // self.hosts_per_engine
             lines.append(f"devices = {list(range(num_devices))}")
+        if self.hosts_per_engine > 1:
+            lines.append(f"hosts_per_engine = {self.hosts_per_engine}")
         if self.engine_python:
             lines.append(f'python = "{self.engine_python}"')
         return "\n".join([*lines, *(["", f"[{kind}]", table] if kind else [])]) + "\n"
@@ -88,6 +91,7 @@ def add_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--engines-per-host", type=int, help="engines on a host; those that its accelerators suffice for"
     )
+    parser.add_argument("--hosts-per-engine", type=int, help="hosts that each engine is divided over; 1 if not given")
     parser.add_argument("--port", type=int, help=f"the agents' port; {DEFAULT_PORT} if not given")
     parser.add_argument("--python", help="the Python of ranks and agents")
     parser.add_argument("--engine-python", help="the Python that has vLLM; the agents' own if not given")
@@ -105,7 +109,14 @@ def read_common(
         problems.append(f"{_FOLDER} is missing after --: name the run's folder, which all hosts of ranks share")
         run = Path("run")
     devices = getattr(given, "devices_per_host", 8)
+    together = getattr(given, "hosts_per_engine", 1)
     size = find_size(words)
+    if together < 1 or size % together or getattr(given, "engine_hosts", 0) % together:
+        problems.append(
+            f"--hosts-per-engine {together} must divide {_TENSOR_PARALLEL} {size} and --engine-hosts: write another"
+        )
+        together = 1
+    size //= together
     settings = LaunchSettings(
         name=getattr(given, "name", run.name.lower().replace("_", "-")),
         words=_complete(words, scheduler, getattr(given, "trainer_hosts", 1)),
@@ -116,6 +127,7 @@ def read_common(
         ranks_per_host=getattr(given, "ranks_per_host", devices),
         engine_hosts=getattr(given, "engine_hosts", 0),
         engines_per_host=getattr(given, "engines_per_host", devices // size or 1),
+        hosts_per_engine=together,
         devices_per_host=devices,
         port=getattr(given, "port", DEFAULT_PORT),
         engine_python=getattr(given, "engine_python", ""),

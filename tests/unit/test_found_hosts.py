@@ -86,6 +86,26 @@ def test_the_hosts_of_kubernetes_are_pods_by_names_that_they_keep(tmp_path, monk
     assert [place.address for place in found] == ["maths-engines-0.maths:7300", "maths-engines-1.maths:7300"]
 
 
+def test_hosts_in_a_row_run_an_engine_together(tmp_path, monkeypatch):
+    text = TEXT.replace("devices = [0, 1]", "hosts_per_engine = 2\ndevices = [0, 1, 2, 3]") + PODS
+
+    def find(replicas: int, size: int) -> list[str]:
+        monkeypatch.setattr(kinds, "_await_agents", skip)
+        value = f"kubernetes:{write(tmp_path, text.replace('replicas = 2', f'replicas = {replicas}'))}"
+        found = asyncio.run(find_hosts(value, size, 1.0, contextlib.AsyncExitStack()))
+        return [place.together for place in found.read().hosts]
+
+    async def skip(*_: object) -> None: ...
+
+    assert find(4, 4) == ["engines-0", "engines-0", "engines-1", "engines-1"]
+    with pytest.raises(UsageError, match="hosts_per_engine = 2 must divide the number of hosts, 3"):
+        find(3, 4)
+    with pytest.raises(UsageError, match="hosts_per_engine = 2 must divide --rollout-tensor-parallel-size 3"):
+        find(4, 3)
+    with pytest.raises(UsageError, match=re.escape("devices = [0, 1, 2, 3] must name 2")):
+        find(4, 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [

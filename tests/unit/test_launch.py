@@ -77,6 +77,14 @@ def test_a_job_of_slurm_has_ranks_in_its_first_component_and_agents_in_its_secon
     assert found.token not in script + printed
 
 
+def test_an_engine_over_several_hosts_has_its_share_of_each(place, capsys):
+    assert launch("slurm", "--dry-run", "--engine-hosts", "4", "--hosts-per-engine", "2") == 0
+    found = read_hosts(place / "runs/maths/rollout/maths/launch", "slurm")
+    assert (found.hosts_per_engine, found.every.engines, found.every.devices) == (2, 8, (0, 1, 2, 3, 4, 5, 6, 7))
+    assert launch("slurm", "--dry-run", "--hosts-per-engine", "2") == ExitCode.USAGE
+    assert "--hosts-per-engine 2 must divide --rollout-tensor-parallel-size 2 and" in capsys.readouterr().err
+
+
 def test_the_manifests_name_each_other_and_the_secret_alone_has_the_token(place, capsys):
     assert launch("kubernetes", "--dry-run", "--image", "images/megatron-rl:1", "--claim", "shared:/shared") == 0
     folder = place / "maths-launch"

@@ -31,6 +31,7 @@ VARIABLE = "MEGATRON_RL_HOSTS"
 DEFAULT_PORT = 7100
 _RAY = "ray"
 _EVERY = "every_host"
+_TOGETHER = "hosts_per_engine"
 _PAUSE_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _NEWS_SECONDS = 30.0
@@ -98,10 +99,20 @@ class _Found:
     port: int
     token: str
     tls_ca: Path | None
+    hosts_per_engine: int
+    """The number of hosts in a row that run each of their engines together."""
 
     def place(self, addresses: Sequence[str]) -> StaticHosts:
         """Return the hosts with agents at these addresses."""
-        places = tuple(dataclasses.replace(self.every, address=address) for address in addresses)
+        size = self.hosts_per_engine
+        if len(addresses) % size:
+            raise UsageError(
+                f"{FLAG}: {_TOGETHER} = {size} must divide the number of hosts, {len(addresses)}: start others"
+            )
+        places = tuple(
+            dataclasses.replace(self.every, address=address, together=f"engines-{number // size}" if size > 1 else "")
+            for number, address in enumerate(addresses)
+        )
         return StaticHosts(places, self.token, self.tls_ca)
 
 
@@ -168,8 +179,8 @@ def _read(text: str, tensor_parallel_size: int) -> StaticHosts | _Found:
     if problems:
         raise UsageError(*problems)
     every = dict(content.get(_EVERY, {}))
-    port = every.pop("port", DEFAULT_PORT)
-    return _Found(_KINDS[kind](**own), static.make_place({**every, "address": ""}), port, token, tls_ca)
+    port, together = every.pop("port", DEFAULT_PORT), every.pop(_TOGETHER, 1)
+    return _Found(_KINDS[kind](**own), static.make_place({**every, "address": ""}), port, token, tls_ca, together)
 
 
 def _check(content: dict[str, Any], kind: str, tensor_parallel_size: int) -> Iterator[str]:
@@ -183,10 +194,17 @@ def _check(content: dict[str, Any], kind: str, tensor_parallel_size: int) -> Ite
     port = every.get("port", DEFAULT_PORT)
     if not _is_count(port) or port > 65534:
         yield f"[{_EVERY}]: port = {port!r} must be a port of at most 65534: agents take weights at the one after it"
-    if "address" in every:
-        yield f"[{_EVERY}]: address must not be given: hosts of {kind} are found"
-    alike = {key: value for key, value in every.items() if key != "port"}
-    of_host = static.check_host({**alike, "address": "host:1"}, tensor_parallel_size)
+    for key in ("address", "together"):
+        if key in every:
+            yield f"[{_EVERY}]: {key} must not be given: hosts of {kind} are found, and {_TOGETHER} groups them"
+    together = every.get(_TOGETHER, 1)
+    if not _is_count(together) or tensor_parallel_size % together:
+        yield (
+            f"[{_EVERY}]: {_TOGETHER} = {together!r} must divide --rollout-tensor-parallel-size {tensor_parallel_size}"
+        )
+        return
+    alike = {key: value for key, value in every.items() if key not in ("port", _TOGETHER)}
+    of_host = static.check_host({**alike, "address": "host:1"}, tensor_parallel_size // together)
     yield from (f"[{_EVERY}]: {problem}" for problem in of_host)
     yield from (f"[{kind}]: {problem}" for problem in _check_fields(own, _KINDS[kind]))
 
