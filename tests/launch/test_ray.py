@@ -5,9 +5,8 @@ import contextlib
 import os
 import socket
 import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 from megatron_rl.cli import main as megatron_rl
-from megatron_rl.observe import metrics
 from megatron_rl.sidecar.hosts import ray_cluster
 from megatron_rl.sidecar.hosts.kinds import find_hosts
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
@@ -26,7 +24,6 @@ from tests.hosts.worlds import TOKEN
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECONDS = 240.0
-ITERATIONS = 20
 
 
 @pytest.fixture
@@ -90,39 +87,17 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
     assert [path.name for path in logs.iterdir() if TOKEN in path.read_text()] == []
 
 
-def test_a_run_survives_the_loss_of_its_only_node_of_engines(cluster, tmp_path, capsys):
-    node = cluster.add_node(num_cpus=1)
+def test_a_run_trains_on_groups_of_an_engine_that_ray_has_placed(cluster, tmp_path, capsys):
+    cluster.add_node(num_cpus=1)
     world = loop.make_world(tmp_path, head_dim=32)
-    run = tmp_path / "runs" / "run"
     hosts = write(tmp_path, cluster.address, 1, find_free_port(), engines=1)
     words = world.words(
-        "run", train_iters=ITERATIONS, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
+        "run", train_iters=2, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
         rollout_hosts=hosts, rollout_max_num_seqs=8,
     )  # fmt: skip
-    with loop.running(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1") as ranks:
-        wait(lambda: count_iterations(run) >= 2, ranks)
-        cluster.remove_node(node, allow_graceful=False)
-        assert count_iterations(run) < ITERATIONS
-        cluster.add_node(num_cpus=1)
-        assert ranks.wait() == [0, 0], ranks.text()
-    assert megatron_rl(["audit", str(run)]) == 0
-    assert f"{ITERATIONS} of {ITERATIONS} iterations complete, 0 breaches" in capsys.readouterr().out
-    log = (run / "sidecar.log").read_text()
-    assert "of the Ray cluster is lost" in log
-    assert log.count("is up") >= 2
-
-
-def count_iterations(run: Path) -> int:
-    path = run / metrics.FILE_NAME
-    return path.read_text().count("\n") if path.exists() else 0
-
-
-def wait(condition: Callable[[], bool], ranks: loop.Ranks) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, ranks.text()
-        assert all(process.poll() is None for process in ranks.processes), ranks.text()
-        time.sleep(0.1)
+    loop.run(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1")
+    assert megatron_rl(["audit", str(tmp_path / "runs" / "run")]) == 0
+    assert "2 of 2 iterations complete, 0 breaches" in capsys.readouterr().out
 
 
 def find_free_port() -> int:
