@@ -32,8 +32,8 @@ from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.hosts import static
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
-from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, MEMORY_FLAGS, EngineMemory
-from megatron_rl.sidecar.vllm.server import LORA_RANKS, find_longest
+from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, LORA_RANKS, MEMORY_FLAGS, EngineMemory
+from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.types import Architecture
 

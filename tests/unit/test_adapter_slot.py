@@ -167,13 +167,15 @@ def test_an_engine_without_slots_is_refused() -> None:
 def test_a_step_with_other_adapters_is_ended() -> None:
     runner = filled()
     slot = AdapterSlot(runner)
-    runner._set_active_loras((0,), (0, 0), set())
+    # vLLM's warm-up names adapters of its own.
+    for tokens in ((0, 0), (1, 1)):
+        runner._set_active_loras(tokens[:1], tokens, set())
     slot.number = 5
     runner._set_active_loras((5,), (5, 5, 5), set())
     for tokens in ((5, 0), (4, 4)):
         with pytest.raises(OtherAdapters, match="the worker holds 5"):
             runner._set_active_loras(tokens[:1], tokens, set())
-    assert runner.activated == [(0, 0), (5, 5, 5)]
+    assert runner.activated == [(0, 0), (1, 1), (5, 5, 5)]
 
 
 def test_joined_proofs_keep_what_the_base_leaves_to_all_workers() -> None:

@@ -279,7 +279,7 @@ def test_a_tensor_that_one_worker_cannot_prove_is_digested_though_another_proves
 def test_files_are_checked_by_all_workers_together(tmp_path):
     extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for extension in extensions:
-        assert extension.megatron_rl_check_files(str(tmp_path), *TENSORS) == {}
+        assert extension.megatron_rl_check_files(str(tmp_path), *TENSORS, "a.weight of a base") == {}
     put_wrong_files(tmp_path)
     answers = [extension.megatron_rl_check_files(str(tmp_path), *TENSORS) for extension in extensions]
     assert answers == [

@@ -224,9 +224,12 @@ class WorkerExtension(AdapterLoader):
 
     @answered
     def megatron_rl_check_files(self, folder: str, *names: str) -> RpcAnswer:
-        """Refuse files of which these tensors do not match the digests that came with them."""
+        """Refuse files of which these tensors do not match the digests that came with them.
+
+        Those of a base that engines keep are in no file.
+        """
         received, digests = map_file_tensors(Path(folder)), read_digests(Path(folder))
-        must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
+        must_be_those_of(received, digests, self.megatron_rl_pick_share(received.keys() & set(names)))
         return {}
 
     @answered
