@@ -34,7 +34,7 @@ CASES = {
     "all recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
     "some recomputed": "--recompute-granularity selective --recompute-modules core_attn mlp",
     "norms recomputed": "--recompute-granularity selective --recompute-modules layernorm",
-    "adapters": "--use-distributed-optimizer --bf16 --lora-rank 4",
+    "adapters": "--use-distributed-optimizer --bf16 --lora-rank 4 --publish-lora adapter",
     "norms recomputed, sequences": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
     "--recompute-granularity selective --recompute-modules layernorm",
 }
@@ -119,6 +119,7 @@ def take(folder: Path, cases: dict[str, str]) -> dict[str, dict[str, Any]]:
             has_copy = weights[0].dtype != torch.float32
             found[name] = {
                 "parameters": sum(weight.numel() for weight in weights),
+                "trained": sum(weight.numel() for weight in weights if weight.requires_grad),
                 "weights": sum(weight.nbytes for weight in weights),
                 "gradients": sum(buffer.nbytes for buffer in buffers),
                 # The copy has the size of a moment.
@@ -146,6 +147,9 @@ def test_a_rank_takes_what_is_counted(tmp_path: Path, model: str, cases: dict[st
             print(name, rank, one)
             assert one.num_parameters == real["parameters"]
             assert one.device["weights"] == real["weights"]
+            if name == "adapters":
+                # Two versions in bfloat16.
+                assert one.host["publish"] == 4 * real["trained"]
             for part in ("gradients", "optimizer"):
                 # Buffers are padded, so that they can be divided.
                 assert one.device[part] == pytest.approx(real[part], rel=0.02), (name, part)

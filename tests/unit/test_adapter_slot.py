@@ -135,6 +135,21 @@ def test_a_narrower_slot_compares_nothing() -> None:
     assert (proof.num_compared, set(proof.uncompared)) == (0, FACTORS.keys())
 
 
+def test_a_number_that_only_a_wider_slot_tells_apart_is_found() -> None:
+    given = {name: factor.bfloat16() for name, factor in FACTORS.items()}
+    digests = {name: digest(factor).tolist() for name, factor in given.items()}
+    runner = filled()
+    for one in runner.manager.modules.values():
+        for stacked in (*one.lora_a_stacked, *one.lora_b_stacked):
+            stacked.copy_(stacked.bfloat16())
+    slot = AdapterSlot(runner)
+    slot.number = 5
+    assert slot.prove(list_specs(given), digests).num_compared == 8
+    runner.manager.modules[OUT].lora_b_stacked[0][0, 0, 1, 1] *= 1 + 1e-6
+    with pytest.raises(NotHeld, match="1 factors"):
+        slot.prove(list_specs(given), digests)
+
+
 @pytest.mark.parametrize("kind", ["MergedColumnParallelLinearVariableSliceWithLoRA", "FusedMoEWithLoRA"])
 def test_a_layer_that_cannot_be_read_back_is_refused_by_its_module(kind: str) -> None:
     runner = filled()
@@ -152,13 +167,15 @@ def test_an_engine_without_slots_is_refused() -> None:
 def test_a_step_with_other_adapters_is_ended() -> None:
     runner = filled()
     slot = AdapterSlot(runner)
-    runner._set_active_loras((0,), (0, 0), set())
+    # vLLM's warm-up names adapters of its own.
+    for tokens in ((0, 0), (1, 1)):
+        runner._set_active_loras(tokens[:1], tokens, set())
     slot.number = 5
     runner._set_active_loras((5,), (5, 5, 5), set())
     for tokens in ((5, 0), (4, 4)):
         with pytest.raises(OtherAdapters, match="the worker holds 5"):
             runner._set_active_loras(tokens[:1], tokens, set())
-    assert runner.activated == [(0, 0), (5, 5, 5)]
+    assert runner.activated == [(0, 0), (1, 1), (5, 5, 5)]
 
 
 def test_joined_proofs_keep_what_the_base_leaves_to_all_workers() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_rl import platforms
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar.vllm import memory
 from megatron_rl.sidecar.vllm.memory import EngineMemory, EngineNeeds, count_needs, divide
@@ -97,6 +98,11 @@ def test_an_engines_needs_follow_from_model_lengths_and_precision() -> None:
     assert count_needs(QWEN3, "bfloat16", 2, 8, 100).response == one.response // 2
     # With more devices than heads of keys and values, several devices hold the same ones.
     assert count_needs(QWEN3, "bfloat16", 8, 8, 100).response == one.response // 4
+    # Rank 9 takes a slot of 16, for each matrix, whatever divides the weights.
+    sizes = [sum(spec.shape) for spec in Mapping(QWEN3).manifest() if len(spec.shape) == 2]
+    for size in (1, 2):
+        with_slots = count_needs(QWEN3, "bfloat16", size, 8, 100, lora_rank=9)
+        assert with_slots.weights - count_needs(QWEN3, "bfloat16", size, 8, 100).weights == 2 * 16 * sum(sizes)
     assert count_needs(dataclasses.replace(QWEN3, vocab_size=100_000), "bfloat16", 1, 8, 100).work > one.work
 
 

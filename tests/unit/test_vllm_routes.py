@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import sys
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_rl.sidecar.engines import EngineBusy, EngineState, GroupRequest, W
 from megatron_rl.sidecar.vllm import routes
 from megatron_rl.sidecar.vllm.answers import Limits
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.routes import Cut, GroupAnswer, GroupCall, GroupChoice, Routes
+from megatron_rl.sidecar.vllm.routes import AdaptersName, Cut, GroupAnswer, GroupCall, GroupChoice, Routes
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER, HoldsOutputs
 
 CALL = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 2}, "3:abc"))
@@ -306,8 +307,8 @@ class Server:
         await self.routes({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
         return sent[-1]["body"] if sent else b""
 
-    async def commit(self, tag: str) -> None:
-        await self.post(routes.COMMIT, msgspec.json.encode({"tag": tag}))
+    async def commit(self, tag: str, adapters: str = "") -> None:
+        await self.post(routes.COMMIT, msgspec.json.encode({"tag": tag, "adapters": adapters}))
 
     async def spans(self) -> list[tuple] | None:
         answer = msgspec.msgpack.decode(await self.post(routes.GENERATE, CALL), type=GroupAnswer)
@@ -431,3 +432,58 @@ def test_the_experts_of_a_prompt_are_those_of_its_first_response_and_each_respon
     answer = asyncio.run(routes.sample_group(client, call))
     assert answer.prompt_experts == bytes(range(8))
     assert [choice.experts for choice in answer.choices] == [bytes([8, 9, 10, 11]), bytes([108, 109, 110, 111])]
+
+
+@pytest.mark.parametrize("named", [None, "3:abc", "4:abc"])
+@pytest.mark.parametrize("held", ["", "4:abc"])
+def test_only_a_group_that_names_the_committed_adapters_is_sampled(monkeypatch, named, held):
+    async def scenario() -> tuple[bytes, bytes]:
+        server = Server()
+        server.finish.set()
+        monkeypatch.setattr(routes, "sample_group", server.sample)
+        await server.commit("4:abc", held)
+        adapters = None if named is None else AdaptersName(named, 5)
+        call = msgspec.msgpack.encode(GroupCall("r", b"", {"n": 1}, "4:abc", adapters))
+        first = await server.post(routes.GENERATE, call)
+        # Weights that are loaded next belong to no version yet.
+        await server.post(routes.PAUSE)
+        return first, await server.post(routes.GENERATE, call)
+
+    first, second = asyncio.run(scenario())
+    refusal = b"the request names " + (named or "no adapters").encode()
+    assert (refusal in first) == ((named or "") != held)
+    assert (refusal in second) == (named is not None)
+
+
+@pytest.mark.parametrize("adapters", [None, AdaptersName("4:abc", 5)])
+def test_vllm_gets_the_adapters_that_a_group_names_and_the_answer_says_so(monkeypatch, adapters):
+    asked = []
+
+    class Request:
+        def __init__(self, name: str, number: int, path: str) -> None:
+            self.lora_name, self.number, self.path = name, number, path
+
+    class Client:
+        class renderer:
+            @staticmethod
+            async def render_cmpl_async(prompts):
+                return prompts
+
+        async def generate(self, prompt, params, request_id, **named):
+            asked.append(named)
+            yield SimpleNamespace(outputs=[], prompt_logprobs=None, **{"lora_request": None, **named})
+
+    modules = {"vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=0), "SamplingParams": dict}}
+    modules |= {"vllm.lora.request": {"LoRARequest": Request}}
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    call = GroupCall("r", b"", {"n": 1}, "4:abc", adapters)
+    answer = asyncio.run(routes.sample_group(Client(), call))
+    assert answer.adapters == ("" if adapters is None else "4:abc")
+    (named,) = asked
+    if adapters is None:
+        assert named == {}
+    else:
+        request = named["lora_request"]
+        assert (request.lora_name, request.number) == ("4:abc", 5)
+        assert not Path(request.path).exists()

@@ -109,8 +109,8 @@ def load(extension: WorkerExtension, folder: Path, expected: str = FINGERPRINT) 
     return extension.megatron_rl_load(encode_places([(str(folder), os.getuid())]), expected)
 
 
-def check_files(extension: WorkerExtension, folder: Path) -> dict:
-    return extension.megatron_rl_check_files(encode_places([(str(folder), os.getuid())]), *TENSORS)
+def check_files(extension: WorkerExtension, folder: Path, *more: str) -> dict:
+    return extension.megatron_rl_check_files(encode_places([(str(folder), os.getuid())]), *TENSORS, *more)
 
 
 def test_every_worker_loads_all_of_the_files(tmp_path):
@@ -284,7 +284,7 @@ def test_a_tensor_that_one_worker_cannot_prove_is_digested_though_another_proves
 def test_files_are_checked_by_all_workers_together(tmp_path):
     extensions = [worker(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for extension in extensions:
-        assert check_files(extension, tmp_path) == {}
+        assert check_files(extension, tmp_path, "a.weight of a base") == {}
     put_wrong_files(tmp_path)
     answers = [check_files(extension, tmp_path) for extension in extensions]
     assert answers == [

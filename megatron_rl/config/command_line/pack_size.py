@@ -213,5 +213,6 @@ def count_room(
         look_up("rollout.tensor_parallel_size"),
         look_up("rollout.max_num_seqs"),
         look_up("rollout.max_model_len") or look_up("training.seq_length"),
+        look_up("rollout.lora_rank") or (look_up("lora.rank") if look_up("publish.lora") == "adapter" else 0),
     )
     return memory.count_room(device, fixed, needs)

@@ -25,6 +25,9 @@ FLAG_OF_SHARING = "--rollout-colocate"
 MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
 """Flags of vLLM with which a user divides the memory instead."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of vLLM's slots for adapters."""
+
 _GIB = 1 << 30
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A multiple of the block sizes that vLLM's attention uses on devices.
@@ -113,12 +116,25 @@ def read_share(vllm_args: str) -> float:
         return 0.5
 
 
+def find_slot_rank(rank: int) -> int:
+    """Return the rank of vLLM's slot for adapters of this rank; 0 for none."""
+    return next(size for size in (0, *LORA_RANKS) if size >= rank)
+
+
 def count_needs(
-    architecture: Architecture, dtype: str, tensor_parallel_size: int, max_num_seqs: int, max_model_len: int
+    architecture: Architecture,
+    dtype: str,
+    tensor_parallel_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    lora_rank: int = 0,
 ) -> EngineNeeds:
     """Count the bytes that an engine needs on each of its devices."""
     size, item = tensor_parallel_size, _ITEM_BYTES[dtype]
-    tensors = [spec.num_elements for spec in Mapping(architecture).manifest()]
+    specs = Mapping(architecture).manifest()
+    tensors = [spec.num_elements for spec in specs]
+    # Every matrix has a slot, of which workers divide only some factors.
+    slots = find_slot_rank(lora_rank) * sum(sum(spec.shape) for spec in specs if len(spec.shape) == 2)
     experts = architecture.experts
     columns = architecture.ffn_hidden_size
     if experts:
@@ -132,7 +148,7 @@ def count_needs(
         channels = channels // architecture.num_query_groups * max(1, architecture.num_query_groups // size)
     of_token = architecture.num_full_layers * channels * item
     return EngineNeeds(
-        weights=math.ceil(sum(tensors) / size) * item,
+        weights=(math.ceil(sum(tensors) / size) + slots) * item,
         work=_CONTEXT + _GRAPHS + _DIGESTS + step + logits + publish,
         response=math.ceil(max_model_len / _BLOCK_TOKENS) * _BLOCK_TOKENS * of_token
         + _count_states(architecture, size),

@@ -41,8 +41,6 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"
 """A setting of glibc for an engine on a CPU: packing weights at a publish takes half the time, reading no longer."""
 _SCHEDULER_FLAG = "--scheduler-cls"
 EXPERTS_FLAG = "--enable-return-routed-experts"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM has slots for."""
 TEXT_FLAG = "--language-model-only"
 COMPILATION_FLAG = "--compilation-config"
 PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
@@ -190,8 +188,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.replays_routing:
         command.append(EXPERTS_FLAG)
     if config.lora_rank:
-        rank = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
-        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        rank = str(vllm_memory.find_slot_rank(config.lora_rank))
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", rank]
     if eager:
         command.append("--enforce-eager")
     # Where the user has flags of the same kind, the engine is tried with them, and refused if they lack this one.

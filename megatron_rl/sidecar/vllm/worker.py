@@ -225,10 +225,13 @@ class WorkerExtension(AdapterLoader):
 
     @answered
     def megatron_rl_check_files(self, places: str, *names: str) -> RpcAnswer:
-        """Refuse files of which these tensors do not match the digests that came with them."""
+        """Refuse files of which these tensors do not match the digests that came with them.
+
+        Those of a base that engines keep are in no file.
+        """
         path, _ = pick_place(places, self.vllm_config.parallel_config)
         received, digests = map_file_tensors(path), read_digests(path)
-        must_be_those_of(received, digests, self.megatron_rl_pick_share(names))
+        must_be_those_of(received, digests, self.megatron_rl_pick_share(received.keys() & set(names)))
         return {}
 
     @answered

@@ -87,6 +87,7 @@ def divide_device(settings: Settings, device: int, counted: int) -> memory.Share
         rollout.tensor_parallel_size,
         rollout.max_num_seqs,
         length,
+        rollout.lora_rank,
     )
     return memory.divide(device, counted, needs)
 
