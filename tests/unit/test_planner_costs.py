@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.analysis.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
-from megatron_rl.analysis.plan.chips import CHIPS, find_figures
+from megatron_rl.analysis.plan.chips import ASSUMED, CHIPS, find_figures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.analysis.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
 from megatron_rl.analysis.plan.engines import SimulatedGroup
@@ -299,6 +299,16 @@ def test_a_faster_chip_and_more_devices_cost_less_time():
     assert wide.engine.step < fast.engine.step
     recomputed = estimate(QWEN3_4B, CHIPS["h100"], split, 64, recomputes=True)
     assert recomputed.trainer.per_token > 1.2 * fast.trainer.per_token
+
+
+def test_a_publish_takes_longer_with_more_hosts_of_engines_than_the_trainers_links_carry_at_once():
+    def publish(trainer_hosts: int, engine_hosts: int) -> float:
+        split = DeviceSplit(tensor=8, replicas=trainer_hosts, num_engines=engine_hosts, engine_tensor=8)
+        return estimate(QWEN3_4B, CHIPS["h100"], split, 64).publish - ASSUMED.publish_seconds
+
+    once = count_parameters(QWEN3_4B).total * 2 / (CHIPS["h100"].network * ASSUMED.network)
+    for trainer_hosts, engine_hosts, times in ((1, 1, 1), (1, 4, 4), (4, 4, 1), (2, 8, 4), (1, 16, 2), (2, 16, 1)):
+        assert publish(trainer_hosts, engine_hosts) == pytest.approx(times * once), (trainer_hosts, engine_hosts)
 
 
 def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model_that_is_too_large():

@@ -161,7 +161,9 @@ def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
     running = min(_MOST_RUNNING, count_running(architecture, split.engine_tensor, context, chip.gib))
     if running < setting.group_size:
         return None
-    costs = estimate(architecture, chip, split, running, ASSUMED, wanted.num_frozen, wanted.recomputes)
+    costs = estimate(
+        architecture, chip, split, running, ASSUMED, wanted.num_frozen, wanted.recomputes, wanted.devices_per_host
+    )
     try:
         check_setting(setting)
     except UsageError:
