@@ -57,6 +57,8 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "gib_1024": "GiB of the service with 4,096 such groups and these engines",
         "idle_1024": "seconds of its processor time a second while nothing is asked, 1,024 engines",
         "publish_seconds_1024": "seconds of a publish of no bytes to 1,024 engines",
+        "publish_hosts_seconds_1024": "the same to 1,024 engines on 128 other hosts",
+        "publish_hosts_cpu_1024": "seconds of the service's processor in that publish",
     },
     "dynamic_sampling": {
         "ahead_vs_none_wide": "time to sample an iteration, half of the groups without a signal / none sampled ahead",

@@ -3,6 +3,8 @@
 4,096 groups of 16 responses of 256 tokens, journaled and audited, for 64 replicas of 64 ranks. As in a run, one rank of
 each replica asks for its slots, by the trainer's own client. The service has its own clients of engines, 1 to 1,024;
 the engines' servers are stand-ins (`control_engines.py`), which answer at once. So all seconds are the service's own.
+
+A publish is measured on its own too, with the engines on hosts of eight: `--publish-only` measures nothing else.
 """
 
 import argparse
@@ -22,9 +24,12 @@ import httpx
 import psutil
 
 from benchmarks import report
-from benchmarks.control_engines import FACTS, serve_engines
+from benchmarks.control_engines import FACTS, serve_agents, serve_engines
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.sidecar.engines import EngineState
+from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
+from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.recorder import RunRecorder
@@ -36,6 +41,8 @@ from tests.sidecar.scripted_service import RewardLength, weights
 
 NUM_REPLICAS, NUM_GROUPS, GROUP_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 64, 4096, 16, 256, 64
 NUM_ENGINES = (1, 4, 16, 64, 256, 1024)
+ENGINES_OF_HOST = 8
+_STARTED_AT_ONCE = 64
 TOKEN = "benchmark"
 PICTURE = Path(__file__).with_name("control_plane.svg")
 
@@ -59,11 +66,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=NUM_GROUPS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle-seconds", type=float, default=5.0)
+    parser.add_argument("--publish-only", action="store_true", help="measure publishes to hosts alone")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.engines, arguments.groups, arguments.rounds = (1, 4), 2 * NUM_REPLICAS, 1
         arguments.idle_seconds = 0.5
+    on_hosts = measure_hosts(arguments.engines[-1], arguments.rounds)
+    if arguments.publish_only:
+        report.finish(on_hosts)
+        return
     measured: dict[int, list[Cost]] = {num_engines: [] for num_engines in arguments.engines}
     for _ in range(arguments.rounds):
         for num_engines, costs in measured.items():
@@ -81,6 +93,7 @@ def main() -> None:
             "gib_1024": medians["gib"],
             "idle_1024": medians["idle"],
             "publish_seconds_1024": medians["publish"],
+            **on_hosts,
         }
     )
 
@@ -120,13 +133,69 @@ def measure(num_engines: int, num_groups: int, idle_seconds: float) -> Cost:
     return Cost(1e3 * pulling / num_groups, peak / 2**30, idle, publishing)
 
 
+def measure_hosts(num_engines: int, rounds: int) -> dict[str, float]:
+    """Measure publishes to engines on hosts of eight: seconds, and the service's processor seconds."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = multiprocessing.Pipe()
+    num_hosts = max(1, num_engines // ENGINES_OF_HOST)
+    serving = context.Process(target=serve_agents, args=(num_hosts, GROUP_SIZE, NUM_TOKENS, theirs), daemon=True)
+    serving.start()
+    publishing = context.Process(target=_publish_to_hosts, args=(ours.recv(), rounds, theirs), daemon=True)
+    publishing.start()
+    # The wait ends with an error if that process does.
+    theirs.close()
+    try:
+        rows = ours.recv()
+    finally:
+        publishing.join(30)
+        serving.terminate()
+    title = f"a publish of no bytes to {num_hosts} hosts of {ENGINES_OF_HOST} engines"
+    report.table(title, {"seconds": rows[0], "processor seconds of the service": rows[1]}, "")
+    return {
+        "publish_hosts_seconds_1024": statistics.median(rows[0]),
+        "publish_hosts_cpu_1024": statistics.median(rows[1]),
+    }
+
+
+def _publish_to_hosts(addresses: Sequence[str], rounds: int, pipe: Pipe) -> None:
+    asyncio.run(_publish_rounds(addresses, rounds, pipe))
+
+
+async def _publish_rounds(addresses: Sequence[str], rounds: int, pipe: Pipe) -> None:
+    folder = run_folder()
+    config = ServerConfig(model=str(folder), max_model_len=FACTS["max_model_len"])
+    places = tuple(HostPlace(address, ENGINES_OF_HOST) for address in addresses)
+    hosts = Hosts(StaticHosts(places, TOKEN), "run")
+    own = VllmFactory(config, folder, LocalLauncher())
+    supervisor = Supervisor(HostsFactory(own, 0, hosts.all, config), SupervisorConfig())
+    hosts.open()
+    try:
+        await supervisor.start(0)
+        # One after the other: all at once would leave hosts without beats, on a machine that plays them all.
+        for num_started in range(0, hosts.num_engines, _STARTED_AT_ONCE):
+            supervisor.add(min(_STARTED_AT_ONCE, hosts.num_engines - num_started))
+            while any(engine["state"] == EngineState.STARTING for engine in supervisor.status()["engines"].values()):
+                await asyncio.sleep(0.05)
+        rows: tuple[list[float], list[float]] = ([], [])
+        for version in range(1, rounds + 1):
+            begun, before = time.monotonic(), time.process_time()
+            await supervisor.publish(weights(version, str(folder)))
+            rows[0].append(time.monotonic() - begun)
+            rows[1].append(time.process_time() - before)
+        pipe.send(rows)
+    finally:
+        await supervisor.close()
+        await hosts.close()
+        shutil.rmtree(folder)
+
+
 def _ask(service: Pipe) -> float:
     """Return the processor seconds that the service has used."""
     service.send("seconds?")
     return float(service.recv())
 
 
-def _pull(socket: Path, num_groups: int, count: Callable[[], float]) -> tuple[float, float]:
+def _pull(place: Path, num_groups: int, count: Callable[[], float]) -> tuple[float, float]:
     """Publish and take all slots; return the seconds of the publish, and the processor seconds of the iteration."""
     plan = wire.Plan(
         num_prompts=num_groups, group_size=GROUP_SIZE, num_replicas=NUM_REPLICAS, micro_batch_size=GROUP_SIZE
@@ -137,7 +206,7 @@ def _pull(socket: Path, num_groups: int, count: Callable[[], float]) -> tuple[fl
         prompts=[wire.Prompt(index=index, row=str(index), tokens=prompt) for index in range(num_groups)],
         sampling=wire.Sampling(max_tokens=NUM_TOKENS, ignore_eos=True),
     )  # fmt: skip
-    transport = httpx.HTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None))
+    transport = httpx.HTTPTransport(uds=str(place), limits=httpx.Limits(max_connections=None))
     with (
         RolloutClient("http://sidecar", TOKEN, transport=transport) as client,
         ThreadPoolExecutor(NUM_REPLICAS) as ranks,
@@ -170,7 +239,7 @@ async def _serve(folder: Path, sockets: Sequence[Path], pipe: Pipe) -> None:
     while not all(map(Path.exists, sockets)):
         await asyncio.sleep(0.01)
     await supervisor.start(0)
-    await asyncio.gather(*(supervisor.adopt(str(socket)) for socket in sockets))
+    await asyncio.gather(*(supervisor.adopt(str(place)) for place in sockets))
     service = RolloutService(supervisor, RewardLength(), RunRecorder(folder, "run"))
     ended = asyncio.Event()
     app = build_application(service, TOKEN, ended.set)

@@ -306,7 +306,7 @@ def test_hosts_below_one_that_dies_get_the_rest_in_another_round(memory: Path) -
         assert control.await_round(SOON)
         assert list(control.list_lost()) == ["host-0"]
         below = control.list_open()
-        assert below == ["host-2", "host-3", "host-6", "host-7", "host-8"]
+        assert below == ["host-2", "host-4", "host-6", "host-8"]
         roots = control.begin_round()
         started = ranks.send([target for target in targets if target.name in roots], 1, streams=1)
         for supply in list_supplies(started):
@@ -318,13 +318,13 @@ def test_hosts_below_one_that_dies_get_the_rest_in_another_round(memory: Path) -
             read_as_engine(ranks, receiver.folder / "version-1")
 
 
-def test_a_tree_reaches_each_host_once_and_no_host_forwards_to_more_than_two() -> None:
+def test_a_tree_reaches_each_host_once_and_no_host_forwards_to_more_than_one() -> None:
     for count in (0, 1, 8, 9, 12, 100):
         names = [str(number) for number in range(count)]
         roots, children = plan_tree(names)
         assert len(roots) == (count if count <= 8 else 2)
         assert sorted([*roots, *(below for root in roots for below in list_below(root, children))]) == sorted(names)
-        assert max((len(own) for own in children.values()), default=0) <= 2
+        assert max((len(own) for own in children.values()), default=0) <= 1
 
 
 @pytest.mark.parametrize(

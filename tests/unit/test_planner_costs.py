@@ -326,6 +326,16 @@ def test_adapters_cost_less_than_weights_and_alone_they_take_slots():
     assert running[0] == running[1] > running[2] > 0.98 * running[0]
 
 
+def test_a_publish_takes_longer_with_more_hosts_of_engines_than_the_trainers_links_carry_at_once():
+    def publish(trainer_hosts: int, engine_hosts: int) -> float:
+        split = DeviceSplit(tensor=8, replicas=trainer_hosts, num_engines=engine_hosts, engine_tensor=8)
+        return estimate(QWEN3_4B, CHIPS["h100"], split, 64).publish - ASSUMED.publish_seconds
+
+    once = count_parameters(QWEN3_4B).total * 2 / (CHIPS["h100"].network * ASSUMED.network)
+    for trainer_hosts, engine_hosts, times in ((1, 1, 1), (1, 4, 4), (4, 4, 1), (2, 8, 4), (1, 16, 2), (2, 16, 1)):
+        assert publish(trainer_hosts, engine_hosts) == pytest.approx(times * once), (trainer_hosts, engine_hosts)
+
+
 def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model_that_is_too_large():
     short, long = (count_running(QWEN3_4B, 1, context, 80) for context in (1000, 4000))
     assert short == pytest.approx(4 * long, rel=0.01)

@@ -6,6 +6,7 @@ from megatron_rl.analysis.plan.chips import ASSUMED, Assumptions, DeviceFigures
 from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, TrainerCosts, publish_seconds
 from megatron_rl.config.rank_bytes import ParameterCounts, count_parameters
 from megatron_rl.shared.weights.adapters import AdapterMapping
+from megatron_rl.shared.weights.delivery.tree import plan_tree
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.types import Architecture
 
@@ -70,16 +71,25 @@ def estimate(
     num_frozen: int = 0,
     recomputes: bool = False,
     adapters: TrainedAdapters | None = None,
+    devices_per_host: int = 8,
 ) -> Costs:
     """Estimate the costs of a run of the model on these devices, with this split."""
     size = count_parameters(architecture)
-    network = chip.network * assumptions.network
+    # As many times as the weights leave each host of the trainer, which has its own part of them.
+    num_sent = _count_sent(-(-split.engine_devices // devices_per_host)) / -(-split.trainer_devices // devices_per_host)
+    network = chip.network * assumptions.network / max(1.0, num_sent)
     in_slots = 0 if adapters is None else adapters.num_in_slots
     return Costs(
         engine=_estimate_engine(architecture, size, chip, split.engine_tensor, max_running, assumptions, in_slots),
         trainer=_estimate_trainer(architecture, size, chip, split, assumptions, num_frozen, recomputes, adapters),
         publish=publish_seconds(assumptions.publish_seconds, (in_slots or size.total) * _BYTES, network),
     )
+
+
+def _count_sent(num_hosts: int) -> int:
+    """Count the hosts of engines that get the weights from the trainer."""
+    roots, _ = plan_tree([str(number) for number in range(num_hosts)])
+    return len(roots)
 
 
 def count_context_bytes(architecture: Architecture) -> int:

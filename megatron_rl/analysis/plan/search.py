@@ -163,7 +163,9 @@ def _make(wanted: Wanted, split: DeviceSplit) -> Candidate | None:
     running = min(_MOST_RUNNING, count_running(architecture, split.engine_tensor, context, chip.gib, adapters))
     if running < setting.group_size:
         return None
-    costs = estimate(architecture, chip, split, running, ASSUMED, num_frozen, recomputes, adapters)
+    costs = estimate(
+        architecture, chip, split, running, ASSUMED, num_frozen, recomputes, adapters, wanted.devices_per_host
+    )
     try:
         check_setting(setting)
     except UsageError:
