@@ -30,7 +30,10 @@ CASES = {
         "CP2, recomputed": f"--context-parallel-size 2 {FULL}",
     },
     "qwen3_moe": {"EP2": LAYOUTS["EP2"], "TP2+SP,EP2,ETP1": SP_EXPERTS},
+    "deepseek_v3": {"TP2+SP,EP2,ETP1": SP_EXPERTS, "PP2xVPP2": LAYOUTS["PP2xVPP2"]},
 }
+# Two virtual stages of two ranks.
+NUM_LAYERS = {"deepseek_v3": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ def compute(folder: Path, cases: dict[str, str]) -> dict[str, Found]:
 
 def draw_base(name: str, folder: Path) -> Path:
     """Draw a model whose weights are exact in bfloat16, stored in float32."""
-    hf_models.draw(name, folder, num_hidden_layers=2)
+    hf_models.draw(name, folder, num_hidden_layers=NUM_LAYERS.get(name, 2))
     path = folder / "model.safetensors"
     save_file({key: value.bfloat16().float() for key, value in load_file(path).items()}, path, {"format": "pt"})
     return folder
@@ -101,7 +104,7 @@ def list_factors(weights: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tens
     """Draw A and B for each adapted weight."""
     found = {}
     for name, weight in weights.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             a, b = name_factors(name.removesuffix(".weight"))
             found[name] = draw_factor(a, (RANK, weight.shape[1])), draw_factor(b, (len(weight), RANK))
     return found
@@ -128,7 +131,12 @@ def restrict(dense: Computed, weights: dict[str, torch.Tensor]) -> Computed:
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param("qwen3", marks=pytest.mark.each_change), pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+    "model",
+    [
+        pytest.param("qwen3", marks=pytest.mark.each_change),
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_those_of_a_dense_model_restricted_to_the_factors(tmp_path: Path, model: str) -> None:
     folder = draw_base(model, tmp_path / model)
