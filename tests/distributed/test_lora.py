@@ -151,3 +151,18 @@ def test_gradients_are_those_of_a_dense_model_restricted_to_the_factors(tmp_path
         norm = torch.cat([gradient.flatten() for gradient in found.computed.gradients.values()]).norm()
         assert found.norm == pytest.approx(norm.item(), rel=1e-4), name
     assert len({found.merged for found in ranks[0].values()}) == 1
+
+
+@pytest.mark.slow
+def test_gradients_in_bfloat16_are_as_near_as_those_of_a_dense_model(tmp_path: Path) -> None:
+    """Compare with transformers in the same precision, whose weights are merged and rounded."""
+    folder = draw_base("qwen3", tmp_path / "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    dense = expected_at(merge(weights), folder, theirs=torch.bfloat16)
+    expected = Expected(*(restrict(one, weights) for one in (dense.theirs, dense.truth)))
+    cases = {name: f"{LAYOUTS[name]} --bf16" for name in ("TP2+SP", "DP2+overlap")}
+    for name, found in run_ranks(compute, 2, folder, cases)[0].items():
+        worst = expected.worst(found.computed)
+        print(name, worst)
+        assert all(error <= 1 for error, _ in worst.values()), name
+        assert 0 < found.norm < float("inf")
