@@ -163,6 +163,11 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "logprob_peak_vs_logits": "the same, in a process of its own",
         "logprob_vs_naive": "seconds of the output layer with log-probs / of its naive twin",
     },
+    "lora_memory": {
+        "adapters_vs_all": "memory of a rank that trains adapters of rank 32 / all weights, 0.6 B, with a KL term",
+        "all_gib": "GiB of the rank that trains all weights",
+        "adapters_gib": "GiB of the rank that trains adapters",
+    },
     "shared_prompt": {
         "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 after a prompt of 512",
         "speedup_2048_64_8": "the same after a prompt of 2,048",

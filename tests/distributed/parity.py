@@ -64,7 +64,7 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The results of transformers in float32 and in float64."""
+    """The results of transformers in the run's precision and in float64."""
 
     theirs: Computed
     truth: Computed
@@ -78,21 +78,30 @@ class Expected:
         return worst_of(ours, self.theirs.gradients, self.truth.gradients)
 
 
-def expected(folder: Path, batches: list[Groups] | None = None, temperature: float = 1.0) -> Expected:
+def expected(
+    folder: Path,
+    batches: list[Groups] | None = None,
+    temperature: float = 1.0,
+    theirs: torch.dtype = torch.float32,
+) -> Expected:
     """Compute the expected results of the responses, each after a copy of its prompt, without packing."""
     batches = micro_batches() if batches is None else batches
-    return Expected(*(_with_gradients(folder, batches, temperature, dtype) for dtype in (torch.float32, torch.float64)))
+    return Expected(*(_with_gradients(folder, batches, temperature, dtype) for dtype in (theirs, torch.float64)))
 
 
 def expected_at(
-    weights: dict[str, torch.Tensor], like: Path, batches: list[Groups] | None = None, temperature: float = 1.0
+    weights: dict[str, torch.Tensor],
+    like: Path,
+    batches: list[Groups] | None = None,
+    temperature: float = 1.0,
+    theirs: torch.dtype = torch.float32,
 ) -> Expected:
     """Compute the same with other weights in place of the folder's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(like / "config.json", folder)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        return expected(folder, batches, temperature)
+        return expected(folder, batches, temperature, theirs)
 
 
 def by_transformers(

@@ -34,7 +34,10 @@ CASES = {
         "CP2, recomputed": f"--context-parallel-size 2 {FULL}",
     },
     "qwen3_moe": {"EP2": LAYOUTS["EP2"], "TP2+SP,EP2,ETP1": SP_EXPERTS},
+    "deepseek_v3": {"TP2+SP,EP2,ETP1": SP_EXPERTS, "PP2xVPP2": LAYOUTS["PP2xVPP2"]},
 }
+# Two virtual stages of two ranks.
+NUM_LAYERS = {"deepseek_v3": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,7 @@ def compute(folder: Path, cases: dict[str, str]) -> dict[str, Found]:
 
 def draw_base(name: str, folder: Path) -> Path:
     """Draw a model whose weights are exact in bfloat16, stored in float32."""
-    hf_models.draw(name, folder, num_hidden_layers=2)
+    hf_models.draw(name, folder, num_hidden_layers=NUM_LAYERS.get(name, 2))
     path = folder / "model.safetensors"
     save_file({key: value.bfloat16().float() for key, value in load_file(path).items()}, path, {"format": "pt"})
     return folder
@@ -109,7 +112,7 @@ def list_factors(weights: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tens
     """Draw A and B for each adapted weight."""
     found = {}
     for name, weight in weights.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             a, b = name_factors(name.removesuffix(".weight"))
             found[name] = draw_factor(a, (RANK, weight.shape[1])), draw_factor(b, (len(weight), RANK))
     return found
@@ -148,7 +151,12 @@ def identify_alone(folder: Path, weights: dict[str, torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param("qwen3", marks=pytest.mark.each_change), pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+    "model",
+    [
+        pytest.param("qwen3", marks=pytest.mark.each_change),
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_those_of_a_dense_model_restricted_to_the_factors(tmp_path: Path, model: str) -> None:
     folder = draw_base(model, tmp_path / model)
@@ -164,3 +172,18 @@ def test_gradients_are_those_of_a_dense_model_restricted_to_the_factors(tmp_path
         assert found.norm == pytest.approx(norm.item(), rel=1e-4), name
     assert len({found.merged for found in ranks[0].values()}) == 1
     assert {found.alone for found in ranks[0].values()} == {identify_alone(folder, weights)}
+
+
+@pytest.mark.slow
+def test_gradients_in_bfloat16_are_as_near_as_those_of_a_dense_model(tmp_path: Path) -> None:
+    """Compare with transformers in the same precision, whose weights are merged and rounded."""
+    folder = draw_base("qwen3", tmp_path / "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    dense = expected_at(merge(weights), folder, theirs=torch.bfloat16)
+    expected = Expected(*(restrict(one, weights) for one in (dense.theirs, dense.truth)))
+    cases = {name: f"{LAYOUTS[name]} --bf16" for name in ("TP2+SP", "DP2+overlap")}
+    for name, found in run_ranks(compute, 2, folder, cases)[0].items():
+        worst = expected.worst(found.computed)
+        print(name, worst)
+        assert all(error <= 1 for error, _ in worst.values()), name
+        assert 0 < found.norm < float("inf")

@@ -97,11 +97,19 @@ def test_each_module_of_a_fused_weight_has_its_own_rows() -> None:
         assert (queries.a.owned, queries.b.owned) == (rank == 0, True)
 
 
-def test_multi_latent_attention_is_refused_by_name() -> None:
+def test_every_product_of_latent_attention_has_an_adapter_unless_targets_are_named() -> None:
     latents = Latents(kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8, query_rank=8)
     architecture = dataclasses.replace(QWEN3, family="glm4_moe_lite", latents=latents)
-    with pytest.raises(InputError, match="multi-latent attention"):
-        AdapterMapping(Mapping(architecture), 4, ["o_proj"])
+    adapters = AdapterMapping(Mapping(architecture), 4)
+    wanted = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert {*wanted} < {*adapters.targets}
+    (part,) = adapters.place(
+        "decoder.layers.1.self_attention.linear_kv_down_proj.weight", Coordinates(tensor_rank=1, tensor_size=2), 256
+    )
+    # The rows of a narrow row and of the part that rotates, of which the second rank has the second half.
+    assert part.module == "model.layers.1.self_attn.kv_a_proj_with_mqa"
+    assert (part.a.shape, part.b.shape) == ((4, 64), (10, 4))
+    assert (part.b.pieces[0].source, part.splits_inputs) == (10, False)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:

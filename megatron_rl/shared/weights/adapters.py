@@ -20,7 +20,10 @@ from megatron_rl.shared.weights.families.names import Split
 from megatron_rl.shared.weights.mapping import Coordinates, Piece, ShardMap, TensorSpec
 
 # The modules that have adapters if none are named, by the ends of their names in families.
-_USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_USUAL = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3",
+)  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Settings of PEFT with which an adapter computes something else, each with the value that changes nothing.
@@ -85,11 +88,6 @@ class AdapterMapping:
 
     def _refuse(self, module: str, is_expert: bool) -> None:
         """Raise for a module that cannot have an adapter yet."""
-        if self._weights.architecture.latents is not None and "self_attn" in module:
-            raise InputError(
-                f"--lora-targets: {module} belongs to multi-latent attention, which cannot have adapters yet: name "
-                f"modules of the MLP only"
-            )
         if is_expert and self._weights.stacks_experts:
             raise InputError(
                 f"--lora-targets: {module} is stored with all experts of its layer in one tensor, for which PEFT has "
