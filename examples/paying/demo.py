@@ -4,6 +4,7 @@ python -m examples.paying.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] 
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from examples.paying.game import LARGEST, MOST_PAYMENTS, write_amount
+from examples.paying.game import AMOUNTS, FEES, MOST_PAYMENTS, write_amount
 from megatron_rl.analysis.picture import picture
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.summary import text_curves
@@ -32,16 +33,15 @@ LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
-SMALLEST = 10
-NUM_HELD_OUT = 4
+NUM_HELD_OUT = 48
 # A payment and its end, and three characters of what is left before the next one.
 RESPONSE_LENGTH = 5 * MOST_PAYMENTS
 FLAGS = [
-    "--train-iters", "60", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--train-iters", "70", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
     "--seq-length", "32", "--rollout-max-tokens", str(RESPONSE_LENGTH), "--rollout-max-num-seqs", "256",
     "--rollout-env-max-turns", str(MOST_PAYMENTS), "--lr", "1e-3", "--lr-warmup-iters", "2", "--weight-decay", "0",
     "--lr-decay-style", "linear", "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0",
-    "--eval-interval", "10", "--eval-num-samples", "32", "--eval-temperature", "1.0",
+    "--eval-interval", "10", "--eval-num-samples", "4", "--eval-temperature", "1.0",
 ]  # fmt: skip
 
 
@@ -78,20 +78,20 @@ def main() -> None:
     report = verify(run)
     print(f"\naudit: {report.num_lines} lines, {len(report.breaches)} breaches")
     print(
-        f"of {NUM_HELD_OUT} amounts that were never trained on, {found[0]:.1%} were paid exactly at the first "
-        f"evaluation, {found[-1]:.1%} at the last one; {time.monotonic() - start:.0f} s in all\n"
+        f"of {NUM_HELD_OUT} held-out games, four times each, {found[0]:.1%} were won at the first evaluation and "
+        f"{found[-1]:.1%} at the last one; {time.monotonic() - start:.0f} s in all\n"
         f"the picture: {out / 'picture.png'}"
     )
     (out / "result.json").write_text(json.dumps({"before": found[0], "after": found[-1]}) + "\n")
 
 
 def write_rows(folder: Path, seed: int) -> None:
-    """Write the amounts to train on and those held out."""
-    amounts = [*range(SMALLEST, LARGEST + 1)]
-    random.Random(seed).shuffle(amounts)
-    for name, chosen in (("held_out", amounts[:NUM_HELD_OUT]), ("train", amounts[NUM_HELD_OUT:])):
-        lines = (json.dumps({"prompt": write_amount(amount), "amount": amount}) for amount in chosen)
-        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    """Write the games to train on and those held out: an amount, and the fees after the first two payments."""
+    games = [*itertools.product(AMOUNTS, FEES, FEES)]
+    random.Random(seed).shuffle(games)
+    for name, chosen in (("held_out", games[:NUM_HELD_OUT]), ("train", games[NUM_HELD_OUT:])):
+        rows = ({"prompt": write_amount(amount), "amount": amount, "fees": fees} for amount, *fees in chosen)
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def warm_up(folder: Path, seed: int, num_steps: int = 150) -> None:
@@ -121,11 +121,11 @@ def warm_up(folder: Path, seed: int, num_steps: int = 150) -> None:
 
 def play(draw: random.Random) -> str:
     """Write a game of random payments."""
-    left = draw.randrange(1, LARGEST + 1)
+    left = draw.choice(AMOUNTS)
     text = write_amount(left)
-    for _ in range(MOST_PAYMENTS):
+    for fee in (draw.choice(FEES), draw.choice(FEES), 0):
         paid = draw.randrange(10)
-        left = max(left - paid, 0)
+        left = max(left + fee - paid, 0)
         text += f"{paid}{END}{write_amount(left)}"
     return text
 
