@@ -21,7 +21,7 @@ RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +131,9 @@ cuda: ## install the environment for GPUs (.venv-cuda): Python 3.12, the CUDA bu
 
 gpu-demo: cuda ## the demo in bf16 on one GPU, which trainer and engine share: installs, trains, ends with curve, audit and time
 	$(CUDA_VENV)/bin/python -m examples.arithmetic.demo --gpu --out gpu-demo
+
+paying: env ## a game over several turns: a tiny model learns to pay an amount exactly, with real vLLM
+	$(VENV)/bin/python -m examples.paying.demo --out paying
 
 demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo

@@ -61,7 +61,7 @@ def read_responses(run: Path) -> list[dict]:
 def test_periodic_and_sync_end_in_the_same_weights_where_the_policy_acts(world) -> None:
     compare_schedules(world, "acting", 2, [51], rollout_env=write_game(world), **CHANGES)
     run = world.folder / "acting-51" / "run"
-    report = verify(run / "audit.jsonl")
+    report = verify(run)
     assert not report.breaches
     responses = read_responses(run)
     turns = [sum(span[0] != "environment" for span in response["spans"]) for response in responses]
@@ -82,7 +82,7 @@ def test_a_conversation_whose_environment_fails_ends_alone_and_gets_the_reward_f
     words = world.words("faults", **CHANGES, **changes)
     loop.run(folder, 1, words)
     run = world.folder / "runs" / "faults"
-    assert not verify(run / "audit.jsonl").breaches
+    assert not verify(run).breaches
     failed = [one for one in read_responses(run) if one["finish_reason"] == "failed"]
     assert {one["reward"] for one in failed} == {-2.0}
     assert all(one["spans"][-1][0] != "environment" for one in failed)

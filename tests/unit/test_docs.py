@@ -19,6 +19,7 @@ from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar import settings as sidecar_settings
 from tests import documents, stand_in_tree
@@ -117,6 +118,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(
             "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
         ),
+    },
+    "docs/environments.md": {
+        "make paying": By("tests/unit/test_docs.py::test_the_game_over_several_turns_is_learned"),
     },
     "docs/hosts.md": {
         "python -m megatron_rl.sidecar.agent": By("tests/hosts/test_agents.py"),
@@ -404,6 +408,18 @@ def test_the_demo_learns(tmp_path):
     run(f"{sys.executable} {command} --out {tmp_path / 'demo'}", ROOT, seconds=3000)
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["after"] > result["before"] + 0.3
+
+
+@pytest.mark.slow
+def test_the_game_over_several_turns_is_learned(tmp_path):
+    """Run the command of make paying, in another folder."""
+    command = "-m examples.paying.demo"
+    assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
+    run(f"{sys.executable} {command} --out {tmp_path / 'paying'}", ROOT, seconds=3000)
+    result = json.loads((tmp_path / "paying" / "result.json").read_text())
+    assert result["before"] < 0.4
+    assert result["after"] > 0.85
+    assert not verify(tmp_path / "paying" / "run").breaches
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.trainer.data.order import Curriculum, RowOrder
 from megatron_rl.trainer.data.prompt_files import find_problems
-from megatron_rl.trainer.data.prompts import PromptSource, load_prompts
+from megatron_rl.trainer.data.prompts import PromptSource, load_prompts, read_prompts, tokenize_prompts
 from tests import hf_models
 from tests import reward_pools as rewards
 
@@ -582,3 +582,18 @@ def test_without_a_curriculum_rewards_change_nothing_and_what_rested_is_forgotte
     order.advance(2, rewards=[1.0, 1.0])
     assert order.peek(4) == [2, 3, 0, 1]
     assert order.num_resting is None
+
+
+def test_rows_of_one_prompt_are_different_tasks_of_environments(tmp_path: Path, model: Path) -> None:
+    """The same prompt may be another task with other columns."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "pay", "amount": amount % 6}) + "\n" for amount in range(12)))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "pay", "amount": 4}) + "\n")
+    config = DataConfig(prompts=[rows], eval_prompts=[held_out])
+    sizes = {"seed": 0, "longest": 50, "vocab_size": VOCAB_SIZE}
+    found = tokenize_prompts(read_prompts(config), config, model, **sizes, has_environments=True)
+    assert sorted(prompt.columns["amount"] for prompt in found.take(10)) == [0, 0, 1, 1, 2, 2, 3, 3, 5, 5]
+    assert "2 of 12 prompts are the same as held-out ones and left out" in found.notes
+    with pytest.raises(InputError, match="leaves none to train on"):
+        tokenize_prompts(read_prompts(config), config, model, **sizes)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -220,10 +220,19 @@ def draw_held_out(rows: Sequence[P], count: int, seed: int) -> list[P]:
     return sorted(rows, key=lambda row: digest_text(f"held out\0{seed}\0{row.row}"))[:count]
 
 
-def leave_out(rows: Sequence[P], held_out: Sequence[P], config: DataConfig, notes: list[str]) -> list[P]:
-    """Return the rows to train on: those whose prompts differ from every held-out prompt."""
-    tokens = {row.tokens for row in held_out}
-    kept = [row for row in rows if row.tokens not in tokens]
+def leave_out(
+    rows: Sequence[P],
+    held_out: Sequence[P],
+    config: DataConfig,
+    notes: list[str],
+    identify: Callable[[P], object] = lambda row: row.tokens,
+) -> list[P]:
+    """Return the rows to train on: those whose prompts differ from every held-out prompt.
+
+    `identify` returns what two prompts have in common if they are the same.
+    """
+    same = {identify(row) for row in held_out}
+    kept = [row for row in rows if identify(row) not in same]
     num_drawn = 0 if config.eval_prompts else len(held_out)
     num_same = len(rows) - num_drawn - len(kept)
     if not kept:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -164,7 +165,8 @@ def tokenize_prompts(
         held_out = _fitting(eval_rows, tokenizer, config, longest, "--eval-prompts", notes)
     else:
         held_out = draw_held_out(prompts, config.held_out, seed)
-    trained = leave_out(prompts, held_out, config, notes)
+    # Environments may make different tasks of one prompt.
+    trained = leave_out(prompts, held_out, config, notes, *([_identify_task] if has_environments else []))
     num_read = len(rows) + len(eval_rows)
     stops = tokenizer.find_stops((prompt.text for prompt in (*trained, *held_out)), notes)
     return PromptSource(
@@ -203,6 +205,10 @@ def _fitting(
         are = "is" if num_left_out == 1 else "are"
         notes.append(f"{num_left_out} of {len(rows)} {of} {are} longer than {limit} tokens and left out")
     return prompts
+
+
+def _identify_task(prompt: Prompt) -> tuple[bytes, str]:
+    return prompt.tokens, json.dumps(prompt.columns, sort_keys=True, default=str)
 
 
 def _build_curriculum(config: DataConfig) -> Curriculum | None:

@@ -1,9 +1,10 @@
-"""Run the demo: a tiny model that guesses blindly learns to halve the range, over several turns, with real vLLM.
+"""Run the demo: a tiny model that pays at random learns to pay an amount exactly, over several turns, with real vLLM.
 
-python -m examples.guessing.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
+python -m examples.paying.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from examples.guessing.game import MOST_GUESSES, NUM_NUMBERS
+from examples.paying.game import AMOUNTS, FEES, MOST_PAYMENTS, write_amount
 from megatron_rl.analysis.picture import picture
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.summary import text_curves
@@ -26,21 +27,21 @@ from megatron_rl.shared.records.audit_check import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 END, PAD = "<end>", "<pad>"
-TOKENS = (*"0123456789-:<>", END, PAD)
+TOKENS = (*"0123456789:", END, PAD)
 LAYOUTS = {
     "dp2": ["--use-distributed-optimizer"],
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
-NUM_HELD_OUT = 128
-# Three guesses with their ends, two answers between them.
-RESPONSE_LENGTH = 3 * MOST_GUESSES + MOST_GUESSES - 1
+NUM_HELD_OUT = 48
+# A payment and its end, and three characters of what is left before the next one.
+RESPONSE_LENGTH = 5 * MOST_PAYMENTS
 FLAGS = [
-    "--train-iters", "50", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
-    "--seq-length", "32", "--rollout-max-tokens", str(RESPONSE_LENGTH + 2), "--rollout-max-num-seqs", "256",
-    "--rollout-env-max-turns", str(MOST_GUESSES), "--lr", "5e-4", "--lr-warmup-iters", "2", "--weight-decay", "0",
+    "--train-iters", "70", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--seq-length", "32", "--rollout-max-tokens", str(RESPONSE_LENGTH), "--rollout-max-num-seqs", "256",
+    "--rollout-env-max-turns", str(MOST_PAYMENTS), "--lr", "1e-3", "--lr-warmup-iters", "2", "--weight-decay", "0",
     "--lr-decay-style", "linear", "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0",
-    "--eval-interval", "10",
+    "--eval-interval", "10", "--eval-num-samples", "4", "--eval-temperature", "1.0",
 ]  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="dp2", help="of two ranks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("guessing"))
+    parser.add_argument("--out", type=Path, default=Path("paying"))
     parser.add_argument("flags", nargs="*", help="after --: flags for pretrain_grpo.py, which win over the demo's")
     arguments = parser.parse_args()
     out, start = arguments.out, time.monotonic()
@@ -65,45 +66,36 @@ def main() -> None:
             str(ROOT / "pretrain_grpo.py"), *FLAGS, "--hf-model", str(out / "model"),
             "--prompts", str(out / "train.jsonl"), "--eval-prompts", str(out / "held_out.jsonl"),
             "--seed", str(arguments.seed + 1), "--rollout-folder", str(run),
-            "--rollout-env", f"{Path(__file__).parent / 'game.py'}:Guessing",
+            "--rollout-env", f"{Path(__file__).parent / 'game.py'}:Paying",
             *LAYOUTS[arguments.layout], *arguments.flags,
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
     )  # fmt: skip
     records = read_metrics(run)
-    print(text_curves({"guessing": records}))
-    picture({"guessing": run}, out / "picture.png")
+    print(text_curves({"paying": records}))
+    picture({"paying": run}, out / "picture.png")
     found = [record["evaluation"]["mean"] for record in records if "evaluation" in record]
     report = verify(run)
     print(f"\naudit: {report.num_lines} lines, {len(report.breaches)} breaches")
     print(
-        f"of {NUM_HELD_OUT} held-out numbers {found[0]:.1%} were found at the first evaluation, {found[-1]:.1%} at the "
-        f"last one; {time.monotonic() - start:.0f} s in all\nthe picture: {out / 'picture.png'}"
+        f"of {NUM_HELD_OUT} held-out games, four times each, {found[0]:.1%} were won at the first evaluation and "
+        f"{found[-1]:.1%} at the last one; {time.monotonic() - start:.0f} s in all\n"
+        f"the picture: {out / 'picture.png'}"
     )
     (out / "result.json").write_text(json.dumps({"before": found[0], "after": found[-1]}) + "\n")
 
 
-def list_games() -> list[tuple[int, int]]:
-    """List all games: the first number of the range, and the number to find."""
-    firsts = range(100 - NUM_NUMBERS + 1)
-    return [(first, first + place) for first in firsts for place in range(NUM_NUMBERS)]
-
-
-def write_prompt(first: int) -> str:
-    return f"{first:02}-{first + NUM_NUMBERS - 1:02}:"
-
-
 def write_rows(folder: Path, seed: int) -> None:
-    """Write the games to train on and those held out."""
-    games = list_games()
+    """Write the games to train on and those held out: an amount, and the fees after the first two payments."""
+    games = [*itertools.product(AMOUNTS, FEES, FEES)]
     random.Random(seed).shuffle(games)
     for name, chosen in (("held_out", games[:NUM_HELD_OUT]), ("train", games[NUM_HELD_OUT:])):
-        lines = (json.dumps({"prompt": write_prompt(first), "secret": secret}) for first, secret in chosen)
-        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        rows = ({"prompt": write_amount(amount), "amount": amount, "fees": fees} for amount, *fees in chosen)
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def warm_up(folder: Path, seed: int, num_steps: int = 300) -> None:
-    """Save a model that knows the rules by supervision: it guesses any number of the range, whatever it has heard."""
+def warm_up(folder: Path, seed: int, num_steps: int = 150) -> None:
+    """Save a model that knows the rules by supervision: it pays any digit, whatever is left."""
     tokenizer = make_tokenizer()
     config = transformers.Qwen3Config(
         vocab_size=len(TOKENS), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
@@ -113,10 +105,10 @@ def warm_up(folder: Path, seed: int, num_steps: int = 300) -> None:
     torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    draw, games = random.Random(seed), list_games()
+    draw = random.Random(seed)
     for step in range(num_steps):
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 30, 2 * (num_steps - step) / num_steps)
-        rows = torch.tensor([tokenizer.encode(play(*draw.choice(games), draw)) for _ in range(128)])
+        rows = torch.tensor([tokenizer.encode(play(draw)) for _ in range(128)])
         logits = model(rows[:, :-1]).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
@@ -127,11 +119,15 @@ def warm_up(folder: Path, seed: int, num_steps: int = 300) -> None:
     print(f"warm-up: {num_steps} steps, loss {loss.item():.2f}; saved in {folder}", flush=True)
 
 
-def play(first: int, secret: int, draw: random.Random) -> str:
-    """Write a game of blind guesses."""
-    guesses = [draw.randrange(first, first + NUM_NUMBERS) for _ in range(MOST_GUESSES)]
-    turns = [f"{guess:02}{END}" + (">" if guess < secret else "<") for guess in guesses]
-    return write_prompt(first) + "".join(turns)
+def play(draw: random.Random) -> str:
+    """Write a game of random payments."""
+    left = draw.choice(AMOUNTS)
+    text = write_amount(left)
+    for fee in (draw.choice(FEES), draw.choice(FEES), 0):
+        paid = draw.randrange(10)
+        left = max(left + fee - paid, 0)
+        text += f"{paid}{END}{write_amount(left)}"
+    return text
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
