@@ -585,7 +585,7 @@ def test_without_a_curriculum_rewards_change_nothing_and_what_rested_is_forgotte
 
 
 def test_rows_of_one_prompt_are_different_tasks_of_environments(tmp_path: Path, model: Path) -> None:
-    """The same prompt may be another task with other columns."""
+    """Read the same prompt with several values in a column."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "pay", "amount": amount % 6}) + "\n" for amount in range(12)))
     held_out = tmp_path / "held_out.jsonl"

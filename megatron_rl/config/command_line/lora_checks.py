@@ -97,6 +97,11 @@ def _check_targets(settings: DraftSettings, model: Architecture) -> Iterator[str
             "--publish-lora adapter: the adapters of experts cannot be read back from vLLM's slots yet: write "
             "--publish-lora merged, or --lora-targets without modules of experts"
         )
+    if model.latents is not None and settings.publish.lora == "adapter":
+        yield (
+            "--publish-lora adapter: vLLM joins products of latent attention, whose adapters cannot be read back from "
+            "its slots yet: write --publish-lora merged"
+        )
     expert_tensor = sizes.expert_tensor or sizes.tensor
     if has_experts and expert_tensor > 1:
         yield (
