@@ -28,6 +28,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferInitInfo": (),
     "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferUpdateInfo": (),
+    "vllm.entrypoints.cli.serve.run_headless": (),
     "vllm.entrypoints.common.cli_args.make_arg_parser": (),
     "vllm.entrypoints.launchers.cli_args.make_arg_parser": (),
     "vllm.entrypoints.openai.cli_args.make_arg_parser": (),
@@ -104,6 +105,7 @@ FLAGS = (
     "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
     "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--scheduler-cls",
     "--enable-return-routed-experts", "--enable-lora", "--max-loras", "--max-lora-rank",
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--language-model-only",
 )  # fmt: skip
 FLAG_FILES = (
     "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",

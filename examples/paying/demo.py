@@ -33,15 +33,15 @@ LAYOUTS = {
     "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "pp2": ["--pipeline-model-parallel-size", "2"],
 }
-NUM_HELD_OUT = 48
+NUM_HELD_OUT = 16
 # A payment and its end, and three characters of what is left before the next one.
 RESPONSE_LENGTH = 5 * MOST_PAYMENTS
 FLAGS = [
-    "--train-iters", "70", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--train-iters", "80", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
     "--seq-length", "32", "--rollout-max-tokens", str(RESPONSE_LENGTH), "--rollout-max-num-seqs", "256",
     "--rollout-env-max-turns", str(MOST_PAYMENTS), "--lr", "1e-3", "--lr-warmup-iters", "2", "--weight-decay", "0",
     "--lr-decay-style", "linear", "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0",
-    "--eval-interval", "10", "--eval-num-samples", "4", "--eval-temperature", "1.0",
+    "--eval-interval", "10", "--eval-num-samples", "16", "--eval-temperature", "1.0",
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     report = verify(run)
     print(f"\naudit: {report.num_lines} lines, {len(report.breaches)} breaches")
     print(
-        f"of {NUM_HELD_OUT} held-out games, four times each, {found[0]:.1%} were won at the first evaluation and "
+        f"of {NUM_HELD_OUT} held-out games, 16 times each, {found[0]:.1%} were won at the first evaluation and "
         f"{found[-1]:.1%} at the last one; {time.monotonic() - start:.0f} s in all\n"
         f"the picture: {out / 'picture.png'}"
     )
@@ -86,11 +86,11 @@ def main() -> None:
 
 
 def write_rows(folder: Path, seed: int) -> None:
-    """Write the games to train on and those held out: an amount, and the fees after the first two payments."""
-    games = [*itertools.product(AMOUNTS, FEES, FEES)]
+    """Write the games to train on and those held out: pairs of an amount and a fee."""
+    games = [*itertools.product(AMOUNTS, FEES)]
     random.Random(seed).shuffle(games)
     for name, chosen in (("held_out", games[:NUM_HELD_OUT]), ("train", games[NUM_HELD_OUT:])):
-        rows = ({"prompt": write_amount(amount), "amount": amount, "fees": fees} for amount, *fees in chosen)
+        rows = ({"prompt": write_amount(amount), "amount": amount, "fee": fee} for amount, fee in chosen)
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -123,7 +123,7 @@ def play(draw: random.Random) -> str:
     """Write a game of random payments."""
     left = draw.choice(AMOUNTS)
     text = write_amount(left)
-    for fee in (draw.choice(FEES), draw.choice(FEES), 0):
+    for fee in (draw.choice(FEES), *[0] * (MOST_PAYMENTS - 1)):
         paid = draw.randrange(10)
         left = max(left + fee - paid, 0)
         text += f"{paid}{END}{write_amount(left)}"

@@ -25,6 +25,8 @@ hostname "$1"
 mount --bind "$2" /mnt
 mount -t tmpfs tmpfs /tmp
 mount -t tmpfs tmpfs /dev/shm
+echo "$3" > /tmp/hosts
+mount --bind /tmp/hosts /etc/hosts
 echo
 cat
 """
@@ -46,12 +48,20 @@ class Host:
         """The process that keeps the host's files apart while it runs."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            words = [*self._enter, "unshare", "--mount", "--uts", "sh", "-ec", _SEPARATE, "sh", namespace, str(folder)]
-            holder = self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == b"\n"
-            target = ["--target", str(holder.pid)]
-            self._enter = ["nsenter", *target, "--net", "--mount", "--uts", f"--wd={Path.cwd()}", "--"]
+            self.restart()
+
+    def restart(self) -> None:
+        """Begin with an empty memory, after `kill`; the folder is as it was."""
+        assert self.folder is not None
+        self.close()
+        words = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-ec", _SEPARATE]
+        words += ["sh", self.namespace, str(self.folder), f"127.0.0.1 localhost\n{self.address} {self.namespace}"]
+        holder = self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        target = ["--target", str(holder.pid)]
+        self._enter = ["nsenter", *target, "--net", "--mount", "--uts", f"--wd={Path.cwd()}", "--"]
+        self.set_link(True)
 
     def popen(self, words: Sequence[str], **arguments: Any) -> "subprocess.Popen[bytes]":
         """Start a process on this host; its number is that of the process itself."""
@@ -78,8 +88,9 @@ class Host:
                 process.kill()
 
     def close(self) -> None:
-        """End the process that keeps its files apart."""
+        """End the process that keeps its files apart, and all that a failed test has left on the host."""
         if self._holder is not None:
+            self.kill()
             self._holder.communicate()
 
     def set_link(self, is_up: bool) -> None:

@@ -17,31 +17,17 @@ from examples.arithmetic import demo, task, warm_up
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.observe.metrics import read_metrics
 from tests.hosts.namespaces import INSIDE, Host, network
-from tests.hosts.worlds import TOKEN, Agent
+from tests.hosts.real_agents import HostAgent, write_hosts
+from tests.hosts.worlds import Agent
 from tests.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-PORT, MASTER_PORT, SERVICE_PORT = 7100, 29500, 8700
+MASTER_PORT, SERVICE_PORT = 29500, 8700
 ITERATIONS = 12
 REQUESTS_SHARE = 0.1
 """The bytes of requests for groups, of beats and of acknowledgements, over those of this tiny model's weights."""
 FILES = ("model", "train.jsonl", "held_out.jsonl")
-
-
-class HostAgent(Agent):
-    """An agent with vLLM on a host that has files of its own."""
-
-    def __init__(self, host: Host) -> None:
-        assert host.folder is not None
-        super().__init__(host.folder / "agent", f"{host.address}:{PORT}", host.popen)
-
-    def start(self) -> None:
-        inside = INSIDE / "agent"
-        words = [sys.executable, "-m", "megatron_rl.sidecar.agent", "--listen", self.address]
-        words += ["--token-file", str(inside / "token"), "--folder", str(inside)]
-        with (self.folder / "output").open("ab") as output:
-            self.process = self._popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +46,7 @@ def train(hosts: Sequence[Host], agents: Sequence[Agent], start: Path, layout: s
         for name in FILES:
             copy = shutil.copytree if (start / name).is_dir() else shutil.copy
             copy(start / name, host.folder / name)
-    named = [f'[[host]]\naddress = "{agent.address}"\n' for agent in agents]
-    (first.folder / "token").touch(mode=0o600)
-    (first.folder / "token").write_text(TOKEN)
-    (first.folder / "hosts.toml").write_text("\n".join(['token_file = "token"', *named]))
+    write_hosts(first, agents)
     flags: dict[str, Any] = {
         "train_iters": ITERATIONS, "eval_interval": ITERATIONS, "rollout_num_engines": 0,
         "hf_model": INSIDE / "model", "prompts": INSIDE / "train.jsonl", "eval_prompts": INSIDE / "held_out.jsonl",

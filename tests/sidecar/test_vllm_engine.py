@@ -236,8 +236,8 @@ def test_a_prefix_of_old_weights_is_never_used_while_a_salt_or_a_reset_guards_it
     async def keep_cache(step: str, route: str, content: object = None) -> object:
         return {"success": True} if route.startswith("/reset_prefix_cache") else await post(step, route, content)
 
-    def build_without_version(asked, limits, tag):
-        return build_call(asked, limits, tag if tag.startswith("probe") else "any version")
+    def build_without_version(asked, limits, tag, *adapters):
+        return build_call(asked, limits, tag if tag.startswith("probe") else "any version", *adapters)
 
     # Longer than a block of the cache, which has 128 tokens on a CPU.
     asked = request(31, temperature=0.0, max_tokens=NUM_TOKENS, length=400)

@@ -108,7 +108,7 @@ def test_an_end_of_a_turn_that_the_models_files_do_not_list_is_noted_once_and_as
     tmp_path, config, generation, stops
 ):
     model = chat_models.save_tokenizer(tmp_path / "model", CHATML, "<|endoftext|>")
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps({"model_type": "made_up", **config}))
     if generation is not None:
         (model / "generation_config.json").write_text(json.dumps(generation))
     rows = write(tmp_path / "prompts.jsonl", {"prompt": CHAT[:1]}, {"prompt": CHAT[:3]})

@@ -132,9 +132,9 @@ def test_a_journal_of_another_wire_version_is_named_with_both_versions_and_a_rem
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
-        later.setattr(journals, "WIRE_VERSION", 3)
+        later.setattr(journals, "WIRE_VERSION", 4)
         write(path, [4])
-    said = "has wire version 3, and this megatron_rl has 2: move the file away and resume from the checkpoint"
+    said = "has wire version 4, and this megatron_rl has 3: move the file away and resume from the checkpoint"
     with pytest.raises(JournalDamaged, match=said):
         Journal(path, SUBMISSION)
 

@@ -19,6 +19,7 @@ from megatron_rl.sidecar.vllm import scoring
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.scoring import patch_sampler, use_own_scoring
 from megatron_rl.sidecar.vllm.server import configure_server, run_folder
+from tests import hf_models
 from tests.sidecar.standin_vllm import FACTS
 
 HOST, BF16 = torch.device("cpu"), torch.bfloat16
@@ -121,11 +122,11 @@ def test_only_a_gpu_with_vllms_second_runner_is_patched_and_only_if_that_is_want
 
 @pytest.mark.parametrize("choice", ["ours", "vllm"])
 def test_the_choice_of_a_run_reaches_every_engine_and_what_keeps_vllms_kernels_is_said(
-    choice: str, caplog: pytest.LogCaptureFixture
+    choice: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level("INFO")
     rollout = RolloutConfig(scoring=choice, dtype="float32")
-    config = configure_server(rollout, Path("/models/qwen"), 128, "cuda", num_threads=1)
+    config = configure_server(rollout, hf_models.draw("qwen3", tmp_path), 128, "cuda", num_threads=1)
     launcher = SimpleNamespace(start=lambda spec: SimpleNamespace(address=spec.address, need=lambda pid: None))
     factory = VllmFactory(config, run_folder(), launcher)
     asked: list[tuple[str, ...]] = []

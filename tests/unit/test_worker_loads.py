@@ -57,6 +57,7 @@ def worker(tmp_path, model=None, rank: int = 0, world_size: int = 1) -> WorkerEx
     """Build a worker around a model, whose checkpoint lies in a folder, with the digests of a publish beside it."""
     save_file(TENSORS, tmp_path / "model.safetensors")
     write_digests(tmp_path, DIGESTS)
+    (tmp_path / "config.json").write_text('{"model_type": "made_up"}')
     for path in (tmp_path, *tmp_path.iterdir()):
         path.chmod(0o700 if path.is_dir() else 0o600)
     worker = WorkerExtension()

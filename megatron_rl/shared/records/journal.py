@@ -26,15 +26,15 @@ import msgspec
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.protocol.wire import WIRE_VERSION, Group, Response, Submission
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, Group, Response, Sampling, Submission
 from megatron_rl.shared.records.append_file import AppendFile, make_private_folder
 
 _MAGIC = b"mrlj"
 # Precedes each payload: the magic, the payload's length and checksum, and the checksum of these three.
 _HEAD = struct.Struct("<4sIII")
 _READ_BYTES = 1 << 20
-# Version 1 has the same groups under the same keys. Its submissions differ, so its claims are not recovered.
-_READABLE_WIRE_VERSIONS = (1, WIRE_VERSION)
+# Earlier versions have the same groups under the same keys. Their submissions differ: claims are not recovered.
+_READABLE_WIRE_VERSIONS = (1, 2, WIRE_VERSION)
 _REMEDY = "move the file away and resume from the checkpoint, and its groups are sampled again"
 
 
@@ -223,11 +223,19 @@ def make_group_key(submission: Submission, prompt_index: int, scoring: str = "")
         submission.version,
         submission.prompts[prompt_index],
         derive_group_seed(submission.run, submission.version, prompt_index),
-        submission.sampling,
+        _describe_sampling(submission.sampling),
         submission.plan.group_size,
         scoring,
     )
     return _hash(what)
+
+
+def _describe_sampling(sampling: Sampling) -> dict[str, object]:
+    """Describe the sampling as wire version 1 did, which knew no environments."""
+    described = msgspec.structs.asdict(sampling)
+    if not sampling.max_turns:
+        del described["max_turns"]
+    return described
 
 
 def _claims_key(submission: Submission, scoring: str) -> bytes:

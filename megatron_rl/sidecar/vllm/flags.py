@@ -141,11 +141,20 @@ def _find_error(output: str) -> str:
     return " ".join((message if is_found else output).split())
 
 
-def _main(words: list[str]) -> int:
+def build_parser() -> argparse.ArgumentParser | None:
+    """Build the parser of the installed vLLM; return None if this vLLM has it in another place."""
     parsers, utilities = (_import_first(names) for names in (_PARSERS, _UTILITIES))
     if parsers is None or utilities is None:
+        return None
+    parser: argparse.ArgumentParser = parsers.make_arg_parser(utilities.FlexibleArgumentParser())
+    return parser
+
+
+def _main(words: list[str]) -> int:
+    parser = build_parser()
+    if parser is None:
         return 0
-    found = list(_find_taken(parsers.make_arg_parser(utilities.FlexibleArgumentParser()), words))
+    found = list(_find_taken(parser, words))
     print("\n".join(found))
     return _NOT_FREE if found else 0
 

@@ -93,16 +93,16 @@ def pick_place(places: str, parallel: Any) -> tuple[Path, int]:
 
 def run_headless(words: list[str]) -> None:
     """Run the workers of a part without a server, until one of them ends."""
-    # vLLM moves its parser from release to release.
+    from megatron_rl.sidecar.vllm.flags import build_parser
+
+    parser = build_parser()
     try:
         from vllm.entrypoints.cli.serve import run_headless
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
-        raise PlatformError(
-            f"this vLLM runs no engine over several hosts as vLLM 0.32 does: {error}: install that one"
-        ) from None
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+        raise PlatformError(f"this vLLM runs no engine over several hosts: {error}: install another one") from None
+    if parser is None:
+        raise PlatformError("this vLLM has the parser of its flags in another place: install another one")
+    arguments = parser.parse_args(words)
     arguments.api_server_count = 0
     run_headless(arguments)
 
