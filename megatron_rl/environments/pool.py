@@ -110,9 +110,12 @@ class EnvironmentPool:
     async def hold(self, row: Mapping[str, Any], seed: int, is_alone: bool = False) -> AsyncIterator[Conversation]:
         """Hold a conversation with an environment that is made for a row; `is_alone`, on a worker of its own."""
         async with self._places, self._places_alone if is_alone else contextlib.nullcontext():
-            conversation, worker = await self._open(row, seed, is_alone)
+            worker = await (self._start_alone() if is_alone else self._choose())
+            conversation = Conversation(worker, next(self._numbers), self._config.timeout)
+            worker.conversations.add(conversation.number)
             is_stuck = False
             try:
+                await conversation.open(row, seed)
                 yield conversation
             except EnvironmentFailed as failure:
                 self.errors[str(failure)] += 1
@@ -133,17 +136,6 @@ class EnvironmentPool:
             self._log.close()
         if self._scratch is not None:
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
-
-    async def _open(self, row: Mapping[str, Any], seed: int, is_alone: bool) -> tuple[Conversation, EnvironmentWorker]:
-        worker = await self._start_alone() if is_alone else await self._choose()
-        conversation = Conversation(worker, next(self._numbers), self._config.timeout)
-        worker.conversations.add(conversation.number)
-        try:
-            await conversation.open(row, seed)
-        except BaseException:
-            self._leave(worker, conversation)
-            raise
-        return conversation, worker
 
     async def _start_alone(self) -> EnvironmentWorker:
         """Start a worker that takes one conversation, and ends after it."""

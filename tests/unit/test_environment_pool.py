@@ -11,6 +11,7 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
 from megatron_rl.errors import UsageError
+from megatron_rl.rewards.types import PoolSettings
 from tests.reward_pools import leftovers
 
 WORKERS = f"environments.worker {os.getpid()} "
@@ -19,6 +20,7 @@ import asyncio, os, time
 
 class Game:
     def reset(self, secret, seed, **row):
+        if secret == "broken": raise ValueError("no such game")
         self.secret, self.tries, self.others = secret, 0, sorted(row)
         return f"{seed}:"
 
@@ -35,6 +37,9 @@ class Game:
 
     def get_reward(self):
         return 1.0 / self.tries if self.secret != "nothing" else float("nan")
+
+    def close(self):
+        print("closed", self.__dict__.get("secret"), flush=True)
 
 class Tools:
     def reset(self, **row): pass
@@ -59,7 +64,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def build(file: Path, name: str = "Game", **changes: Any) -> EnvironmentPool:
-    return EnvironmentPool(EnvironmentConfig(source=f"{file}:{name}", **{"timeout": 1.0, "workers": 1, **changes}))
+    config = EnvironmentConfig(source=f"{file}:{name}", **{"timeout": 1.0, "workers": 1, **changes})
+    return EnvironmentPool(config, PoolSettings(log=file.parent / "log"))
 
 
 async def play(pool: EnvironmentPool, *moves: str, secret: str = "5", is_alone: bool = False) -> list[Any]:
@@ -81,7 +87,7 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
             (
                 "did not answer step within 1 seconds",
                 "did not answer step within 1 seconds",
-                f"RuntimeError: no such move ({file}:13)",
+                f"RuntimeError: no such move ({file}:14)",
                 "said 1,048,578 bytes, and 524,288 are allowed",
                 "returned int, and must return text or None",
             ),
@@ -92,11 +98,16 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
             assert said in str(error)
         with pytest.raises(EnvironmentFailed, match="get_reward returned nan"):
             await play(pool, secret="nothing")
-        assert sum(pool.errors.values()) == 6
+        with pytest.raises(EnvironmentFailed, match="ValueError: no such game"):
+            await play(pool, secret="broken")
+        assert sum(pool.errors.values()) == 7
         # A process with a call that never ends holds no conversation any more, and another one has its place.
         assert await play(pool, "5") == ["8:", None, 1.0]
         await pool.close()
         assert not leftovers(WORKERS)
+        # Each but the two that hang is closed, the one too whose reset fails.
+        closed = (file.parent / "log").read_text().split("\n")[:-1]
+        assert sorted(closed) == [*["closed 5"] * 6, "closed None", "closed nothing"]
 
     asyncio.run(run())
 
