@@ -120,7 +120,8 @@ def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> N
     except CannotLoad as error:
         answer(answers, {"cannot_load": str(error)})
         return
-    except Exception as error:
+    except BaseException as error:
+        # The class is the user's own.
         answer(answers, {"cannot_load": f"{name} of {file}: {error}{name_line(error, file)}"})
         return
     answer(answers, {"ready": True, "missing": missing, "description": description})
