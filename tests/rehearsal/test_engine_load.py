@@ -90,7 +90,9 @@ def published(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Path, str, dic
     folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
     try:
         save_file(tensors, folder / "model.safetensors")
-        (folder / "model.safetensors").chmod(0o600)
+        (folder / "config.json").write_text('{"model_type": "made_up"}')
+        for file in folder.iterdir():
+            file.chmod(0o600)
         digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
         write_digests(folder, digests)
         specs = [TensorSpec(name, tuple(one.shape), str(one.dtype)[6:]) for name, one in tensors.items()]

@@ -253,32 +253,32 @@ BOTH = "install the same megatron_rl on both"
 
 def test_a_trainer_of_another_wire_version_takes_no_lease_and_is_told_both_versions(tmp_path: Path) -> None:
     with serving(tmp_path) as server, started(server) as client, server.raw() as raw:
-        for query in ("", "&wire=1", "&wire=3"):
+        for query in ("", "&wire=1", "&wire=2", "&wire=4"):
             answer = raw.post(f"/v1/lease?run=run{query}", headers={"Authorization": f"Bearer {TOKEN}"})
             assert answer.status_code == 400
-            said = f"the wire version of the trainer is {query[-1:] or 1}, and this side speaks 2: {BOTH}"
+            said = f"the wire version of the trainer is {query[-1:] or 1}, and this side speaks 3: {BOTH}"
             assert answer.json()["error"] == said
         # The lease still belongs to the first trainer.
         client.submit(submission())
 
 
-@pytest.mark.parametrize(("answer", "theirs"), [({"lease": 7}, 1), ({"lease": 7, "wire": 3}, 3)])
+@pytest.mark.parametrize(("answer", "theirs"), [({"lease": 7}, 1), ({"lease": 7, "wire": 4}, 4)])
 def test_a_trainer_refuses_a_sidecar_of_another_wire_version(answer: dict[str, int], theirs: int) -> None:
     sidecar = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
-    said = f"the wire version of the sidecar at http://sidecar is {theirs}, and this side speaks 2: {BOTH}"
+    said = f"the wire version of the sidecar at http://sidecar is {theirs}, and this side speaks 3: {BOTH}"
     with RolloutClient("http://sidecar", TOKEN, transport=sidecar) as client, pytest.raises(InputError, match=said):
         client.take_lease("run")
 
 
 def test_a_message_of_another_wire_version_is_named_by_it_whatever_its_fields() -> None:
     current = msgspec.msgpack.decode(wire.encode(weights()))
-    said = f"the wire version of the message is 3, and this side speaks 2: {BOTH}"
+    said = f"the wire version of the message is 4, and this side speaks 3: {BOTH}"
     for fields in ({}, {"colour": 1}, {"version": "next"}):
-        message = msgspec.msgpack.encode(current | {"wire": 3} | fields)
+        message = msgspec.msgpack.encode(current | {"wire": 4} | fields)
         with pytest.raises(InputError, match=said):
             wire.decode(message, wire.Weights)
     unknown = msgspec.msgpack.encode(current | {"colour": 1})
-    with pytest.raises(InputError, match="not a Weights of wire version 2: .*colour"):
+    with pytest.raises(InputError, match="not a Weights of wire version 3: .*colour"):
         wire.decode(unknown, wire.Weights)
 
 
