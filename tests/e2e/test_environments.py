@@ -11,7 +11,8 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
-from tests.e2e.test_loop import compare_schedules
+from tests.e2e import test_resume as resume
+from tests.e2e.test_loop import compare_schedules, script
 
 GAME = '''
 class Game:
@@ -100,3 +101,14 @@ def test_a_failing_environment_ends_the_run_by_name_where_a_flag_says_so(world) 
         assert ranks.wait() == [ExitCode.RUN]
         assert "the environment of prompt" in ranks.text()
         assert re.search("RuntimeError: the third game is broken|its process ended with exit code 9", ranks.text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["rank", "sidecar"])
+def test_a_run_killed_amid_conversations_resumes_as_if_it_had_not_been(world, kill: str) -> None:
+    # Turns take up to 0.15 s, so that many conversations have begun and not ended.
+    changes = {**CHANGES, "rollout_env": write_game(world), "rollout_script": script(world, 61)}
+    whole = resume.uninterrupted(world, f"whole-{kill}", 1, **changes)
+    folder = resume.killed(world, f"killed-{kill}", 1, {0: resume.fault("generation", kill)}, **changes)
+    resume.resumed(world, folder, 1, **changes)
+    resume.assert_same(folder, whole)
