@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_left_out, read_architecture
 from megatron_rl.shared.weights.mapping import Mapping, measure_model
 from megatron_rl.sidecar.vllm.proofs import read_started_from
-from megatron_rl.sidecar.vllm.server import configure_server, make_process_spec
+from megatron_rl.sidecar.vllm.server import configure_server, make_process_spec, run_folder
 from megatron_rl.trainer.data.prompts import load_prompts
 from megatron_rl.types import Rope, RopeKind
 from tests import hf_models
@@ -136,9 +137,14 @@ def test_engines_do_not_wait_for_layers_that_predict_several_tokens(tmp_path: Pa
 def test_engines_start_without_the_vision_model(folder: Path, tmp_path: Path) -> None:
     config = configure_server(RolloutConfig(), folder, 64, "cpu", 1)
     assert config.is_text_only
-    assert "--language-model-only" in make_process_spec(config, "engine-0", tmp_path, tmp_path / "log").command
-    other = dataclasses.replace(config, is_text_only=False)
-    assert "--language-model-only" not in make_process_spec(other, "engine-1", tmp_path, tmp_path / "log").command
+    # Its path is short enough for sockets.
+    sockets = run_folder()
+    try:
+        assert "--language-model-only" in make_process_spec(config, "engine-0", sockets, tmp_path / "log").command
+        other = dataclasses.replace(config, is_text_only=False)
+        assert "--language-model-only" not in make_process_spec(other, "engine-1", sockets, tmp_path / "log").command
+    finally:
+        shutil.rmtree(sockets)
 
 
 @pytest.mark.parametrize(
