@@ -34,12 +34,16 @@ class EnvironmentWorker(ConfinedWorker):
     async def call(self, content: Mapping[str, Any], timeout: float) -> Any:
         """Make a call and return what the environment says; raise EnvironmentFailed if it fails."""
         number = next(self._numbers)
+        try:
+            line = json.dumps({"id": number, **content}).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed(f"a column of the row cannot be passed on as JSON: {error}") from None
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             if self._fault is not None:
                 raise WorkerEnded(str(self._fault), had_call=False)
             async with asyncio.timeout(timeout):
-                await self._send(json.dumps({"id": number, **content}).encode() + b"\n")
+                await self._send(line)
                 return await waiting
         except TimeoutError:
             self.is_worn = True

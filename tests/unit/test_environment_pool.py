@@ -100,7 +100,10 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
             await play(pool, secret="nothing")
         with pytest.raises(EnvironmentFailed, match="ValueError: no such game"):
             await play(pool, secret="broken")
-        assert sum(pool.errors.values()) == 7
+        with pytest.raises(EnvironmentFailed, match="a column of the row cannot be passed on as JSON: .*bytes"):
+            async with pool.hold({"secret": b"5"}, 8):
+                pass
+        assert sum(pool.errors.values()) == 8
         # A process with a call that never ends holds no conversation any more, and another one has its place.
         assert await play(pool, "5") == ["8:", None, 1.0]
         await pool.close()
