@@ -14,11 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-import tokenizers
 import torch
 import transformers
 from torch.nn import functional
 
+from examples.arithmetic import model as tiny
+from examples.arithmetic.demo import LAYOUTS
 from examples.paying.game import AMOUNTS, FEES, MOST_PAYMENTS, write_amount
 from megatron_rl.analysis.picture import picture
 from megatron_rl.observe.metrics import read_metrics
@@ -26,13 +27,6 @@ from megatron_rl.observe.summary import text_curves
 from megatron_rl.shared.records.audit_check import verify
 
 ROOT = Path(__file__).resolve().parents[2]
-END, PAD = "<end>", "<pad>"
-TOKENS = (*"0123456789:", END, PAD)
-LAYOUTS = {
-    "dp2": ["--use-distributed-optimizer"],
-    "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-    "pp2": ["--pipeline-model-parallel-size", "2"],
-}
 NUM_HELD_OUT = 16
 # A payment and its end, and three characters of what is left before the next one.
 RESPONSE_LENGTH = 5 * MOST_PAYMENTS
@@ -96,14 +90,7 @@ def write_rows(folder: Path, seed: int) -> None:
 
 def warm_up(folder: Path, seed: int, num_steps: int = 150) -> None:
     """Save a model that knows the rules by supervision: it pays any digit, whatever is left."""
-    tokenizer = make_tokenizer()
-    config = transformers.Qwen3Config(
-        vocab_size=len(TOKENS), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM(config)
+    model, tokenizer = tiny.draw(seed), tiny.make_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     draw = random.Random(seed)
     for step in range(num_steps):
@@ -114,8 +101,7 @@ def warm_up(folder: Path, seed: int, num_steps: int = 150) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny.save(model, folder)
     print(f"warm-up: {num_steps} steps, loss {loss.item():.2f}; saved in {folder}", flush=True)
 
 
@@ -126,18 +112,8 @@ def play(draw: random.Random) -> str:
     for fee in (draw.choice(FEES), *[0] * (MOST_PAYMENTS - 1)):
         paid = draw.randrange(10)
         left = max(left + fee - paid, 0)
-        text += f"{paid}{END}{write_amount(left)}"
+        text += f"{paid}{tiny.END}{write_amount(left)}"
     return text
-
-
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Make a tokenizer of characters."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: index for index, token in enumerate(TOKENS)}))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    words.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
 
 
 if __name__ == "__main__":

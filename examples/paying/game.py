@@ -6,7 +6,7 @@ FEES = range(6)
 
 
 def write_amount(amount: int) -> str:
-    return f"{amount:02}:"
+    return f"{amount:02}="
 
 
 class Paying:
