@@ -31,7 +31,7 @@ NUM_HELD_OUT = 16
 # A payment and its end, and three characters of what is left before the next one.
 RESPONSE_LENGTH = 5 * MOST_PAYMENTS
 FLAGS = [
-    "--train-iters", "80", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
+    "--train-iters", "120", "--grpo-prompts-per-step", "32", "--grpo-group-size", "16", "--micro-batch-size", "256",
     "--seq-length", "32", "--rollout-max-tokens", str(RESPONSE_LENGTH), "--rollout-max-num-seqs", "256",
     "--rollout-env-max-turns", str(MOST_PAYMENTS), "--lr", "1e-3", "--lr-warmup-iters", "2", "--weight-decay", "0",
     "--lr-decay-style", "linear", "--adam-beta1", "0.9", "--adam-beta2", "0.95", "--clip-grad", "1.0",
