@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.shared.records.audit_chain import Breach
-from megatron_rl.shared.records.audit_check import Report, describe_weaker_proof, verify
+from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.shared.records.audit_log import FILE_NAME
+from megatron_rl.shared.records.audit_report import Report, describe_weaker_proof
 from megatron_rl.shared.records.audit_samples import read_kept
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
+    if arguments.rescore_bound is None and report.proofs.quantizations:
+        names = "; ".join(report.proofs.quantizations)
+        raise UsageError(
+            f"the engines of {arguments.run} quantize ({names}), so their log-probs are not the weights' own: "
+            "write --rescore-bound, the most that one may be off (`mismatch.max` in the metrics)"
+        )
     # Imported here: torch and transformers take seconds, and checking the log does not need them.
     from megatron_rl.commands.rescore import rescore
 
@@ -119,6 +126,11 @@ def _print(report: Report) -> None:
             f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
             f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
         )
+    for name, source in report.count_sources().items():
+        print(
+            f"source {name}: {source.num_groups} groups, {source.num_responses} responses, mean reward "
+            f"{source.reward / max(source.num_responses, 1):.4f}"
+        )
     proofs = report.proofs
     print(
         f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "
@@ -126,6 +138,8 @@ def _print(report: Report) -> None:
     )
     for base in proofs.bases:
         print(f"engines got adapters alone and hold the base {base[:12]}; fingerprints cover both")
+    for name, count in proofs.quantizations.items():
+        print(f"engines quantize ({name}): in {count} of {proofs.num_reports} reports")
     if proofs.num_weaker:
         print(describe_weaker_proof(proofs))
     _print_put_off(report)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.protocol.branches import list_parts, trace_path
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
@@ -170,8 +171,13 @@ def _differences(model: "PreTrainedModel", sample: Sample) -> np.ndarray:
     everything = np.concatenate([prompt, response])
     if len(reported) != len(response) or everything.min() < 0 or everything.max() >= model.config.vocab_size:
         return np.full(len(response), math.inf)
-    sampled = mask_sampled(sample.response)
-    return np.abs(log_probs(model, prompt, response, sample.temperature) - reported)[sampled]
+    whole = lambda begin, end: everything[len(prompt) + begin : len(prompt) + end]  # noqa: E731
+    parts, found = list_parts(sample.response), []
+    for number, part in enumerate(parts):
+        path = trace_path(parts, number, len(prompt))
+        before = np.concatenate([everything[:0], *(whole(begin, end) for begin, end in path)])
+        found.append(log_probs(model, before, whole(part.start, part.end), sample.temperature))
+    return np.abs(np.concatenate(found) - reported)[mask_sampled(sample.response)]
 
 
 def _breaches(samples: Sequence[Sample], differences: Sequence[np.ndarray], bound: float) -> Iterator[Breach]:

@@ -20,16 +20,10 @@ from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.shared.protocol.wire import Mismatch, Plan, Submission
 from megatron_rl.shared.records.append_file import FileInUse
 from megatron_rl.shared.records.audit_chain import BreachName
-from megatron_rl.shared.records.audit_check import Report, verify
-from megatron_rl.shared.records.audit_log import (
-    FIRST_PREV,
-    AuditBroken,
-    AuditLog,
-    EngineReport,
-    ProbeRecord,
-    hash_content,
-    hash_line,
-)
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.records.audit_events import EngineReport, ProbeRecord
+from megatron_rl.shared.records.audit_log import FIRST_PREV, AuditBroken, AuditLog, hash_content, hash_line
+from megatron_rl.shared.records.audit_report import Report
 from megatron_rl.sidecar.iteration import Iteration
 from tests.killing import kill_while_appending
 from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, plans
@@ -325,6 +319,16 @@ def test_the_audit_counts_how_engines_proved_their_weights(path: Path) -> None:
     assert (proofs.num_reports, proofs.num_whole, proofs.num_probed, proofs.furthest) == (3, 2, 2, 2e-5)
 
 
+def test_the_audit_says_what_engines_quantize(path: Path, capsys) -> None:
+    plain = held("engine-0", 3, FINGERPRINT)
+    with AuditLog(path, "run") as log:
+        log.record_publish(3, FINGERPRINT, [plain, msgspec.structs.replace(plain, quantization="fp8_per_channel")])
+    assert [line.count("quantization") for line in path.read_text().splitlines()][-1] == 1
+    assert verify(path).proofs.quantizations == {"fp8_per_channel": 1}
+    cli.main(["audit", str(path)])
+    assert "engines quantize (fp8_per_channel): in 1 of 2 reports" in capsys.readouterr().out
+
+
 def test_parameters_that_are_not_compared_are_a_breach_unless_the_weaker_proof_is_accepted(path, capsys) -> None:
     submission = make_submission(make_plan(num_prompts=2))
     few = EngineReport(engine="engine-1", version=3, fingerprint=FINGERPRINT, compared=3, parameters=9)
@@ -560,11 +564,12 @@ def test_the_experts_of_a_response_are_in_the_log_and_so_is_a_mismatch_without_t
     with AuditLog(path, "run", clock=lambda: 1.0) as log:
         log.record_group(3, group)
         log.record_group(3, routed)
-        log.record_mismatch(3, Mismatch(mean=0.1, largest=0.5, bound=0.2))
+        log.record_mismatch(3, Mismatch(mean=0.1, largest=0.5, bound=0.2, num_differing=7))
         log.record_mismatch(3, Mismatch(mean=0.1, largest=0.5, bound=0.2, without_replay=0.15))
     _, plain, with_experts, measured, compared = map(json.loads, path.read_text().splitlines())
     assert all("experts" not in response for response in plain["responses"])
     hashes = [response["experts"] for response in with_experts["responses"]]
     assert hashes == [hash_content(b"pab"), *[hash_content(b"ab")] * 3]
     assert "without_replay" not in measured
+    assert measured["num_differing"] == 7
     assert compared["without_replay"] == 0.15

@@ -1,21 +1,23 @@
 """`megatron-rl audit RUN --rescore N`: an engine that samples with other weights than it claims is caught by name."""
 
 import dataclasses
+import itertools
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl import cli
-from megatron_rl.commands.rescore import _read_fingerprint
+from megatron_rl.commands.rescore import _differences, _read_fingerprint
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.records.audit_log import FILE_NAME
-from megatron_rl.shared.records.audit_samples import choose_samples, read_kept
+from megatron_rl.shared.records.audit_samples import Sample, choose_samples, read_kept
 from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import Proof
@@ -92,6 +94,7 @@ def record(
     lying: str = "",
     noise: float = 0.0,
     num_prompts: int = 4,
+    quantization: str = "",
 ) -> Path:
     """Record a run of these versions, as the service does; a lying engine keeps the first version."""
     plan = wire.Plan(num_prompts=num_prompts, group_size=GROUP_SIZE, num_replicas=1, micro_batch_size=GROUP_SIZE)
@@ -99,7 +102,8 @@ def record(
     for version in versions:
         fingerprint = checkpoints.fingerprints[version]
         weights = wire.Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
-        recorder.published(weights, [Proof(engine, WeightReport(version, fingerprint)) for engine in ENGINES])
+        report = WeightReport(version, fingerprint, quantization=quantization)
+        recorder.published(weights, [Proof(engine, report) for engine in ENGINES])
         prompts = [
             wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([5, 6, index]))
             for index in range(num_prompts)
@@ -235,6 +239,13 @@ def test_a_journal_that_holds_other_responses_than_the_log_is_a_breach(honest, c
     assert "3 not computed again: its journal" in output
 
 
+def test_the_bound_must_be_given_if_engines_quantize(tmp_path, checkpoints, capsys) -> None:
+    run = record(tmp_path / "run", checkpoints, versions=(3,), noise=0.004, quantization="fp8_per_channel")
+    assert audit(run, checkpoints.folder) == 2
+    assert "quantize (fp8_per_channel), so their log-probs are not the weights' own" in capsys.readouterr().err
+    assert audit(run, checkpoints.folder, "--rescore-bound", "0.005") == 0
+
+
 def test_a_journal_that_a_sidecar_writes_to_can_be_read(tmp_path, checkpoints) -> None:
     recorder = RunRecorder(record(tmp_path / "run", checkpoints, versions=(3,)), "run")
     assert len(read_kept(tmp_path / "run").samples[3]) == 8
@@ -268,3 +279,27 @@ def test_the_log_alone_is_checked_without_torch(honest: Path) -> None:
         [sys.executable, "-c", code, "audit", str(honest / FILE_NAME)], capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_each_branch_is_scored_after_all_that_it_follows(checkpoints: Checkpoints) -> None:
+    prompt, parts = [5, 6, 7], [(0, [11, 12, 13]), (2, [14, 15]), (-1, [16, 17])]
+    sequences = [[5, 6, 7, 11, 12, 13], [5, 6, 7, 11, 12, 14, 15], [5, 6, 16, 17]]
+    scored = hf_models.log_probs(checkpoints.of(3), sequences, TEMPERATURE)
+    starts = [0, 3, 5]
+    response = wire.Response(
+        tokens=wire.encode_tokens([token for _, tokens in parts for token in tokens]),
+        log_probs=wire.encode_log_probs(
+            torch.cat([values[-len(tokens) :] for values, (_, tokens) in zip(scored, parts, strict=True)]).numpy()
+        ),
+        finish_reason="stop",
+        seed=1,
+        engine="engine-0",
+        spans=[wire.VersionSpan(version="3", start=start, end=end) for start, end in itertools.pairwise([*starts, 7])],
+        branches=[wire.Branch(start=start, after=parts[number][0]) for number, start in enumerate(starts) if number],
+        fingerprint="",
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoints.of(3), dtype=torch.float32).eval()
+    sample = Sample(3, 0, 0, TEMPERATURE, wire.encode_tokens(prompt), response, line=1)
+    assert _differences(model, sample).max() < 1e-5
+    chain = dataclasses.replace(sample, response=msgspec.structs.replace(response, branches=[]))
+    assert _differences(model, chain)[3:].min() > 1e-3

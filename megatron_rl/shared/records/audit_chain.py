@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from megatron_rl.shared.records.audit_log import FIRST_PREV, AnyEvent, hash_line, read_links
+from megatron_rl.shared.records.audit_events import AnyEvent
+from megatron_rl.shared.records.audit_log import FIRST_PREV, hash_line, read_links
 
 
 class BreachName(enum.StrEnum):

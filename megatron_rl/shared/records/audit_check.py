@@ -1,126 +1,23 @@
 """Checks of an audit log: its events must contradict neither each other nor the promises of the run."""
 
-import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.protocol.provenance import FINISH_REASONS, derive_group_seed, tag_version
+from megatron_rl.shared.protocol.provenance import derive_group_seed, name_source
 from megatron_rl.shared.protocol.selection import SelectionByArrival, SelectionBySignal, has_signal, open_selection
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
-from megatron_rl.shared.protocol.turns import ENVIRONMENT
-from megatron_rl.shared.protocol.wire import Proof
-from megatron_rl.shared.records import audit_log
+from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach, BreachName, Chain
-from megatron_rl.shared.records.audit_log import find_files, find_first_file, name_file, read_log_lines
-
-# Breaches, each with a detail.
-_Problems = Iterator[tuple[BreachName, str]]
-
-
-@dataclasses.dataclass
-class IterationSummary:
-    """One attempt at an iteration, as the log has it."""
-
-    version: int
-    fingerprint: str
-    line: int
-    outcome: str = "unfinished"
-    num_groups: int = 0
-    num_restored: int = 0
-    num_responses: int = 0
-    num_tokens: int = 0
-    num_claims: int = 0
-    mismatch: float | None = None
-    """Mean difference between the trainer's log-probs and those of the engines that sampled the tokens."""
-    compared: tuple[int, int] | None = None
-    """Parameters compared bit for bit, and their total, on the engine with the fewest; None without reports."""
-    engines: set[str] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass
-class Proofs:
-    """Counts of the proofs of the weights that engines report, over all publishes."""
-
-    num_reports: int = 0
-    num_whole: int = 0
-    """Reports of engines that compared all of their parameters with the received weights."""
-    num_weaker: int = 0
-    """Reports of engines that compared fewer parameters, in a run that accepts the weaker proof."""
-    num_probed: int = 0
-    """Reports of engines whose log-probs were compared with the trainer's."""
-    furthest: float = 0.0
-    """Largest mean difference in these reports."""
-    bases: list[str] = dataclasses.field(default_factory=list)
-    """Fingerprints of the bases on which engines got adapters alone."""
-
-    def count(self, report: audit_log.EngineReport, proof: Proof | None) -> None:
-        self.num_reports += 1
-        self.num_whole += 0 < report.parameters == report.compared
-        self.num_weaker += proof == "probe" and report.compared < report.parameters
-        if report.probe is not None:
-            self.num_probed += 1
-            self.furthest = max(self.furthest, report.probe.mean)
-
-
-class PutOff(NamedTuple):
-    """A prompt that was submitted and put off, with the number of responses that were asked for."""
-
-    version: int
-    prompt: int
-    tokens: str
-    """Hash of its tokens."""
-    num_responses: int
-
-
-def describe_weaker_proof(proofs: Proofs) -> str:
-    """Say how many reports rest on the weaker proof."""
-    return (
-        f"the weaker proof was accepted (--publish-proof probe): in {proofs.num_weaker} of {proofs.num_reports} "
-        "reports the engine did not compare all parameters, and only the probe's log-probs show what the others hold"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The contents of a log, and its breaches."""
-
-    run: str
-    files: list[tuple[str, int]]
-    """Files of the log, each with its number of lines; breaches count lines over all files."""
-    head: str
-    num_covered: int
-    """Number of lines up to the last given head, which are proved to be unchanged."""
-    num_starts: int
-    num_recovered: int
-    iterations: list[IterationSummary]
-    evaluations: list[audit_log.Evaluate]
-    proofs: Proofs
-    put_off: list[PutOff] | None
-    """Prompts that were put off when the log ended; None if the log does not begin with the run."""
-    breaches: list[Breach]
-
-    @property
-    def num_lines(self) -> int:
-        return sum(num_lines for _, num_lines in self.files)
-
-    def place(self, line: int) -> str:
-        """Describe the place of a line; if the log has several files, name its file."""
-        if len(self.files) == 1:
-            return f"line {line}"
-        for name, num_lines in self.files:
-            if line <= num_lines:
-                return f"line {line} of {name}"
-            line -= num_lines
-        return f"line {line} after the last"
+from megatron_rl.shared.records.audit_log import find_files, find_first_file, name_file, read_links, read_log_lines
+from megatron_rl.shared.records.audit_report import IterationSummary, Proofs, PutOff, Report, SourceSummary
+from megatron_rl.shared.records.audit_responses import Problems, find_response_problems
 
 
 class _Attempt:
     """An iteration from its submission to its end."""
 
-    def __init__(self, submit: audit_log.Submit, engines: set[str], line: int) -> None:
+    def __init__(self, submit: audit_events.Submit, engines: set[str], line: int) -> None:
         self.submit = submit
         self.engines = engines
         self.summary = IterationSummary(submit.version, submit.fingerprint, line)
@@ -140,9 +37,9 @@ class _EventChecker:
         self.num_starts = 0
         self.num_recovered = 0
         self.summaries: list[IterationSummary] = []
-        self.evaluations: list[audit_log.Evaluate] = []
+        self.evaluations: list[audit_events.Evaluate] = []
         self.proofs = Proofs()
-        self._published: audit_log.Publish | None = None
+        self._published: audit_events.Publish | None = None
         self._engines: set[str] = set()
         # Parameters compared and their total, for the version published last, on the engine with the fewest.
         self._compared: tuple[int, int] | None = None
@@ -152,41 +49,41 @@ class _EventChecker:
         self._put_off: dict[int, list[PutOff]] = {-1: []}
         self._puts_off = False
 
-    def take(self, event: audit_log.AnyEvent, line: int) -> _Problems:
+    def take(self, event: audit_events.AnyEvent, line: int) -> Problems:
         match event:
-            case audit_log.Start():
+            case audit_events.Start():
                 return self._start(event)
-            case audit_log.Recovered():
+            case audit_events.Recovered():
                 self.num_recovered += 1
-            case audit_log.Publish():
+            case audit_events.Publish():
                 return self._publish(event)
-            case audit_log.NotProven():
+            case audit_events.NotProven():
                 return iter([(BreachName.NOT_PROVEN, f"version {event.version}: {event.reason}")])
-            case audit_log.Submit():
+            case audit_events.Submit():
                 return self._submit(event, line)
-            case audit_log.GroupFinished():
+            case audit_events.GroupFinished():
                 return self._group(event)
-            case audit_log.SlotClaimed():
+            case audit_events.SlotClaimed():
                 return self._claim(event)
-            case audit_log.MismatchMeasured():
+            case audit_events.MismatchMeasured():
                 return self._mismatch(event)
-            case audit_log.Complete():
+            case audit_events.Complete():
                 return self._complete(event)
-            case audit_log.Fail():
+            case audit_events.Fail():
                 self._end(event.version, "failed")
-            case audit_log.Evaluate():
+            case audit_events.Evaluate():
                 self.evaluations.append(event)
                 return self._check_published(event, "evaluated")
         return iter(())
 
-    def _start(self, event: audit_log.Start) -> _Problems:
+    def _start(self, event: audit_events.Start) -> Problems:
         self.num_starts += 1
         if self.run is None:
             self.run = event.run
         elif event.run != self.run:
             yield BreachName.FOREIGN_RUN, f"the log belongs to run {self.run!r}, and this event to {event.run!r}"
 
-    def _publish(self, event: audit_log.Publish) -> _Problems:
+    def _publish(self, event: audit_events.Publish) -> Problems:
         before = self._published
         if before is None or (before.version, before.fingerprint) != (event.version, event.fingerprint):
             self._engines, self._compared = set(), None
@@ -222,7 +119,7 @@ class _EventChecker:
                     f"{probe.bound:g}",
                 )
 
-    def _submit(self, event: audit_log.Submit, line: int) -> _Problems:
+    def _submit(self, event: audit_events.Submit, line: int) -> Problems:
         self._attempt = attempt = _Attempt(event, self._engines, line)
         attempt.summary.compared = self._compared
         self.summaries.append(attempt.summary)
@@ -256,7 +153,7 @@ class _EventChecker:
             if seed != wanted:
                 yield BreachName.WRONG_SEED, f"prompt {prompt} is submitted with seed {seed}, wanted {wanted}"
 
-    def _check_published(self, event: audit_log.Submit | audit_log.Evaluate, what: str) -> _Problems:
+    def _check_published(self, event: audit_events.Submit | audit_events.Evaluate, what: str) -> Problems:
         if self._published is None or self._published.version != event.version:
             yield BreachName.NOT_PUBLISHED, f"version {event.version} is {what} but was not published last"
         elif self._published.fingerprint != event.fingerprint:
@@ -266,7 +163,7 @@ class _EventChecker:
                 f"version {event.version} is {what} with {event.fingerprint[:12]} and was published with {published}",
             )
 
-    def _group(self, event: audit_log.GroupFinished) -> _Problems:
+    def _group(self, event: audit_events.GroupFinished) -> Problems:
         attempt = self._current(event.version)
         if attempt is None or not 0 <= event.prompt < len(attempt.submit.prompts):
             yield BreachName.NEVER_SUBMITTED, f"prompt {event.prompt} of version {event.version}"
@@ -292,10 +189,10 @@ class _EventChecker:
             where = f"response {number} of prompt {event.prompt} of version {event.version}"
             if response.seed != seed + number:
                 yield BreachName.WRONG_SEED, f"{where} has seed {response.seed}, wanted {seed + number}"
-            for name, detail in _response_problems(response, attempt):
+            for name, detail in find_response_problems(response, attempt.submit, attempt.engines):
                 yield name, f"{where} {detail}"
 
-    def _claim(self, event: audit_log.SlotClaimed) -> _Problems:
+    def _claim(self, event: audit_events.SlotClaimed) -> Problems:
         attempt = self._current(event.version)
         where = f"slot ({event.replica}, {event.index}) of version {event.version}"
         if attempt is None:
@@ -317,7 +214,7 @@ class _EventChecker:
                 yield BreachName.CLAIMED_TWICE, f"{where} holds prompt {prompt}, and so does another"
             attempt.claimed.add(prompt)
 
-    def _mismatch(self, event: audit_log.MismatchMeasured) -> _Problems:
+    def _mismatch(self, event: audit_events.MismatchMeasured) -> Problems:
         attempt = self._current(event.version)
         if attempt is not None:
             attempt.summary.mismatch = event.mean
@@ -329,7 +226,7 @@ class _EventChecker:
                 f"beyond {event.bound:g}",
             )
 
-    def _complete(self, event: audit_log.Complete) -> _Problems:
+    def _complete(self, event: audit_events.Complete) -> Problems:
         attempt = self._current(event.version)
         if attempt is None:
             yield BreachName.COMPLETE_OUTSIDE, f"version {event.version}"
@@ -428,53 +325,17 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
     )
 
 
-def _follows(index: int, link: str, line: bytes, event: audit_log.AnyEvent | None) -> bool:
+def _follows(index: int, link: str, line: bytes, event: audit_events.AnyEvent | None) -> bool:
     """Return whether a file's first line, if it can be read, continues the file before it."""
-    links = audit_log.read_links(line.removesuffix(b"\n"))
-    expected = audit_log.Continued(file=index) if index else event
+    links = read_links(line.removesuffix(b"\n"))
+    expected = audit_events.Continued(file=index) if index else event
     return links is None or (links.prev == link and event in (None, expected))
 
 
-def _count(summary: IterationSummary, event: audit_log.GroupFinished) -> None:
+def _count(summary: IterationSummary, event: audit_events.GroupFinished) -> None:
     summary.num_groups += 1
     summary.num_restored += event.is_restored
     summary.num_responses += len(event.responses)
     summary.num_tokens += sum(response.num_tokens for response in event.responses)
     summary.engines.update(response.engine for response in event.responses)
-
-
-def _response_problems(response: audit_log.ResponseRecord, attempt: _Attempt) -> _Problems:
-    submit = attempt.submit
-    if response.fingerprint != submit.fingerprint:
-        wanted = submit.fingerprint[:12]
-        yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"
-    for engine in dict.fromkeys(span.engine or response.engine for span in response.spans) or (response.engine,):
-        if engine not in attempt.engines:
-            yield BreachName.UNKNOWN_ENGINE, f"comes from engine {engine}, which did not report the version"
-    may_act = submit.sampling.max_turns > 0
-    versions = sorted({span.version for span in response.spans if not (may_act and span.version == ENVIRONMENT)})
-    position = 0
-    for span in response.spans:
-        position = span.end if span.start == position and span.end >= span.start else -1
-    if len(versions) > 1:
-        yield BreachName.TWO_VERSIONS, f"has versions {' and '.join(versions)}"
-    elif position != response.num_tokens or versions not in ([], [tag_version(submit.version)]):
-        spans = [(span.version, span.start, span.end) for span in response.spans]
-        yield BreachName.WRONG_SPAN, f"has {response.num_tokens} tokens and spans {spans}"
-    if response.finish_reason not in FINISH_REASONS:
-        yield BreachName.NO_FINISH_REASON, f"has finish reason {response.finish_reason!r}"
-    given = [span.version == ENVIRONMENT for span in response.spans]
-    if may_act and (given[-1:] == [True] or any(one and other for one, other in itertools.pairwise(given))):
-        yield BreachName.WRONG_SPAN, "ends with a turn of the environment, or has two in a row"
-    num_turns = sum(not given for given, _ in itertools.groupby(given))
-    if may_act and num_turns > submit.sampling.max_turns:
-        yield BreachName.CUT_OFF, f"has {num_turns} turns of {submit.sampling.max_turns}"
-    if response.finish_reason in ("limit", "failed") and not may_act:
-        yield BreachName.CUT_OFF, f"ends by {response.finish_reason}, without an environment"
-    if response.finish_reason == "cut":
-        is_allowed = submit.plan.tail == "truncate" and 0 < response.num_tokens < submit.sampling.max_tokens
-        if not is_allowed:
-            yield BreachName.CUT_OFF, f"is cut off after {response.num_tokens} tokens"
-    limit = submit.sampling.max_tokens
-    if response.num_tokens > limit or (response.finish_reason == "length" and response.num_tokens != limit):
-        yield BreachName.CUT_OFF, f"ends by {response.finish_reason} after {response.num_tokens} tokens of {limit}"
+    summary.sources.setdefault(name_source(event.row), SourceSummary()).count(event)

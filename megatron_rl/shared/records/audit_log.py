@@ -19,18 +19,27 @@ import msgspec
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.protocol.wire import (
-    WIRE_VERSION,
-    Evaluation,
-    Group,
-    Mismatch,
-    Plan,
-    Proof,
-    Response,
-    Sampling,
-    Submission,
-)
+from megatron_rl.shared.protocol.wire import Evaluation, Group, Mismatch, Proof, Response, Submission
 from megatron_rl.shared.records.append_file import AppendFile
+from megatron_rl.shared.records.audit_events import (
+    AnyEvent,
+    Complete,
+    Continued,
+    EngineReport,
+    Evaluate,
+    Fail,
+    GroupFinished,
+    MismatchMeasured,
+    NotProven,
+    Publish,
+    Recovered,
+    ResponseRecord,
+    SlotClaimed,
+    SpanRecord,
+    Start,
+    Submit,
+    TrainedWith,
+)
 
 FILE_NAME = "audit.jsonl"
 MAX_BYTES = 64 << 20
@@ -81,197 +90,6 @@ _READ_BYTES = 1 << 16
 
 class AuditBroken(MegatronRLError):
     """The end of the log is damaged, so nothing is added to it."""
-
-
-class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """An event of a run; each kind of event has its own fields and tag."""
-
-
-class Start(AuditEvent, frozen=True, kw_only=True, tag="start"):
-    """A sidecar opened the log."""
-
-    run: str
-    wire: int = WIRE_VERSION
-    details: dict[str, Any] = {}
-
-
-class Recovered(AuditEvent, frozen=True, kw_only=True, tag="recovered"):
-    """A kill had torn the last line, whose bytes were cut off."""
-
-    num_bytes: int
-
-
-class Continued(AuditEvent, frozen=True, kw_only=True, tag="continued"):
-    """The first line of every file but the first: the chain continues here."""
-
-    file: int
-
-
-class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences between the log-probs that engine and trainer give to the tokens of the probe."""
-
-    mean: float
-    largest: float
-    bound: float | None
-    """Largest accepted mean; None without a bound, since JSON cannot write infinity."""
-
-
-class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights that an engine reports to hold, and the proof of them."""
-
-    engine: str
-    version: int
-    fingerprint: str
-    compared: int = 0
-    """Number of parameters that were compared, bit for bit, with the received weights."""
-    parameters: int = 0
-    """Number of all parameters."""
-    probe: ProbeRecord | None = None
-    """Comparison of its log-probs with the trainer's; None if it was not made."""
-
-
-class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
-    """These engines hold a version; repeated, with the same fingerprint, when an engine joins or comes back."""
-
-    version: int
-    fingerprint: str
-    engines: list[EngineReport]
-    proof: Proof | None = None
-    """Weakest proof that the run accepts; None in logs of releases that did not record it."""
-    base: str | msgspec.UnsetType = msgspec.UNSET
-    """Fingerprint of the base that engines hold, if only adapters came: `fingerprint` covers both."""
-
-
-class NotProven(AuditEvent, frozen=True, kw_only=True, tag="not_proven"):
-    """An engine was proved not to hold the version that it reported; nothing was sampled with it."""
-
-    version: int
-    fingerprint: str
-    engine: str
-    reason: str
-
-
-class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
-    """The differences between the log-probs that trainer and engines give to an iteration's tokens."""
-
-    version: int
-    mean: float | None
-    largest: float | None
-    """Largest difference; as the mean, None if it is not finite."""
-    bound: float | None
-    """Largest accepted mean; None if a scripted engine drew the tokens at random."""
-    without_replay: float | msgspec.UnsetType = msgspec.UNSET
-    """Mean over some of the tokens without the experts that engines chose; unset if not measured."""
-
-
-class Submit(AuditEvent, frozen=True, kw_only=True, tag="submit"):
-    """An iteration begins. After a restart it begins again, and all of its groups and claims are repeated."""
-
-    version: int
-    fingerprint: str
-    plan: Plan
-    sampling: Sampling
-    prompts: list[str]
-    seeds: list[int]
-    num_carried: int = 0
-    """Number of prompts that earlier iterations put off; they come first."""
-
-
-class SpanRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Version, start and end, as in `wire.VersionSpan`."""
-
-    version: str
-    start: int
-    end: int
-    engine: str = ""
-
-
-class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A response, with hashes of its tokens and log-probs."""
-
-    tokens: str
-    log_probs: str
-    num_tokens: int
-    finish_reason: str = ""
-    seed: int
-    engine: str
-    spans: list[SpanRecord]
-    fingerprint: str
-    reward: float
-    components: dict[str, float | None] = {}
-    """Rewards by function."""
-    experts: str = ""
-    """Hash of the experts of its tokens, in the first response those of the prompt's before them; empty without."""
-
-
-class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
-    """A group was taken into the iteration."""
-
-    version: int
-    prompt: int
-    prompt_hash: str
-    is_restored: bool
-    responses: list[ResponseRecord]
-
-
-class SlotClaimed(AuditEvent, frozen=True, kw_only=True, tag="claim"):
-    """A replica claimed these groups for a slot."""
-
-    version: int
-    replica: int
-    index: int
-    prompts: list[int]
-
-
-class TrainedWith(AuditEvent, frozen=True, kw_only=True, tag="plug_ins"):
-    """The trainer reports the user's own functions that it has trained with."""
-
-    version: int
-    sha256: dict[str, str]
-    """Hashes of the functions' files, by flag."""
-
-
-class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
-    """The trainer reports the groups and responses that it has trained on."""
-
-    version: int
-    num_groups: int
-    num_responses: int
-
-
-class Fail(AuditEvent, frozen=True, kw_only=True, tag="fail"):
-    """The iteration ended without an update."""
-
-    version: int
-    reason: str
-
-
-class Evaluate(AuditEvent, frozen=True, kw_only=True, tag="evaluation"):
-    """A version was evaluated on prompts that are not trained on."""
-
-    version: int
-    fingerprint: str
-    sampling: Sampling
-    num_prompts: int
-    num_responses: int
-    mean_reward: float
-
-
-AnyEvent = (
-    Start
-    | Recovered
-    | Continued
-    | Publish
-    | NotProven
-    | Submit
-    | GroupFinished
-    | SlotClaimed
-    | MismatchMeasured
-    | TrainedWith
-    | Complete
-    | Fail
-    | Evaluate
-)
 
 
 class AuditLog:
@@ -347,6 +165,7 @@ class AuditLog:
                 mean=mean,
                 largest=largest,
                 bound=mismatch.bound,
+                num_differing=mismatch.num_differing,
                 without_replay=mismatch.without_replay,
             )
         )
@@ -378,8 +197,10 @@ class AuditLog:
                 seed=response.seed,
                 engine=response.engine,
                 spans=[SpanRecord(span.version, span.start, span.end, span.engine) for span in response.spans],
+                branches=[(branch.start, branch.after) for branch in response.branches],
                 fingerprint=response.fingerprint,
                 reward=response.reward,
+                turn_rewards=response.turn_rewards,
                 components=response.components,
                 experts=_hash_experts(response),
             )
@@ -390,6 +211,7 @@ class AuditLog:
                 version=version,
                 prompt=group.prompt.index,
                 prompt_hash=hash_content(group.prompt.tokens),
+                row=group.prompt.row,
                 is_restored=is_restored,
                 responses=responses,
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.shared.protocol.wire import Response
-from megatron_rl.shared.records import audit_log
+from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_log import find_files, find_first_file, hash_content, read_log_lines
 from megatron_rl.shared.records.journal import JournalDamaged, find_journal, read_groups
@@ -50,8 +50,8 @@ class KeptSamples:
 class _Logged:
     """The log's record of the last attempt at a version."""
 
-    submit: audit_log.Submit
-    groups: dict[int, tuple[int, audit_log.GroupFinished]] = dataclasses.field(default_factory=dict)
+    submit: audit_events.Submit
+    groups: dict[int, tuple[int, audit_events.GroupFinished]] = dataclasses.field(default_factory=dict)
     """Groups by prompt, each with its line."""
 
 
@@ -95,7 +95,7 @@ def choose_samples(samples: Mapping[int, list[Sample]], count: int, seed: str) -
 def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
     """Read the log's record of each version; groups, of which a log may have many, only for versions with a journal."""
     logged: dict[int, _Logged] = {}
-    decoder = msgspec.json.Decoder(audit_log.Submit | audit_log.GroupFinished)
+    decoder = msgspec.json.Decoder(audit_events.Submit | audit_events.GroupFinished)
     for number, line in enumerate(_lines(find_files(first).values()), start=1):
         if b'"event":"submit"' not in line and b'"event":"group"' not in line:
             continue
@@ -104,7 +104,7 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             # `verify` has already reported the line.
             continue
-        if isinstance(event, audit_log.Submit):
+        if isinstance(event, audit_events.Submit):
             logged[event.version] = _Logged(event)
         elif event.version in logged and find_journal(journals, event.version).exists():
             logged[event.version].groups[event.prompt] = (number, event)
@@ -150,18 +150,18 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
     return [sample for samples in found.values() for sample in samples], breaches
 
 
-def _is_of_the_same_request(responses: list[Response], event: audit_log.GroupFinished) -> bool:
+def _is_of_the_same_request(responses: list[Response], event: audit_events.GroupFinished) -> bool:
     """Return whether both have the same weights and seeds; a journal may also hold groups of other attempts."""
     of_journal = [(response.fingerprint, response.seed) for response in responses]
     return of_journal == [(record.fingerprint, record.seed) for record in event.responses]
 
 
 def _pairs(
-    responses: list[Response], event: audit_log.GroupFinished
-) -> Iterable[tuple[Response, audit_log.ResponseRecord]]:
+    responses: list[Response], event: audit_events.GroupFinished
+) -> Iterable[tuple[Response, audit_events.ResponseRecord]]:
     return zip(responses, event.responses, strict=True)
 
 
-def _is_same(response: Response, record: audit_log.ResponseRecord) -> bool:
+def _is_same(response: Response, record: audit_events.ResponseRecord) -> bool:
     hashes = (hash_content(response.tokens), hash_content(response.log_probs))
     return hashes == (record.tokens, record.log_probs)

@@ -1,0 +1,81 @@
+"""Responses in the audit log: their branches, the rewards of their turns, and the sources of their prompts."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_rl.commands import audit
+from megatron_rl.errors import ExitCode
+from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.protocol.wire import Group, Sampling
+from megatron_rl.shared.records.audit_events import EngineReport, ResponseRecord, SpanRecord, Submit
+from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
+from megatron_rl.shared.records.audit_responses import find_response_problems
+from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, with_response
+
+
+@pytest.mark.parametrize(
+    ("branches", "spans", "problem"),
+    [
+        ([], [], None),
+        ([(2, 1)], [], None),
+        ([(2, -3), (6, 6)], [("3", 6, 7)], "follows a token after it"),
+        ([(5, 1)], [], "branches at tokens [5], where no spans begin"),
+        ([(4, 1), (0, 0)], [], "branches at tokens [4, 0]"),
+        ([(2, 1)], [("environment", 6, 7)], "ends with a turn of the environment"),
+        ([(6, 1)], [("3", 6, 7), ("environment", 7, 8)], "ends with a turn of the environment"),
+        ([(4, 1)], [], "ends with a turn of the environment"),
+        ([(2, 1), (6, 1)], [("3", 6, 7)], "has 3 turns of 2"),
+    ],
+)
+def test_the_branches_of_a_response_are_checked(branches, spans, problem: str | None) -> None:
+    found = check(branches, spans)
+    assert (problem is None and not found) or problem in " ".join(found)
+
+
+def test_rewards_of_turns_are_one_for_each_turn() -> None:
+    assert check(turn_rewards=[0.5, -1.0]) == check(turn_rewards=[]) == []
+    assert check(turn_rewards=[0.5]) == ["has rewards of 1 turns, and 2 turns"]
+    assert check([(2, 1), (6, 1)], [("3", 6, 7)], turn_rewards=[0.5, 0.5]) == [
+        "has rewards of 2 turns, and 3 turns",
+        "has 3 turns of 2",
+    ]
+
+
+def test_groups_are_counted_by_the_source_of_their_prompts_and_keep_the_rewards_of_turns(tmp_path, capsys) -> None:
+    plan, path = make_plan(num_prompts=4, num_replicas=1), tmp_path / FILE_NAME
+    submission = make_submission(plan)
+    rows = ["math.jsonl:7", "games.jsonl:1", "math.jsonl:8", "math.jsonl:2"]
+    with AuditLog(path, "run") as log:
+        log.record_publish(3, FINGERPRINT, [EngineReport(engine="engine-0", version=3, fingerprint=FINGERPRINT)])
+        log.record_submission(submission)
+        for prompt, row in enumerate(rows):
+            group = with_response(make_group(submission, prompt), 1, turn_rewards=[0.25 * prompt])
+            log.record_group(3, Group(prompt=msgspec.structs.replace(group.prompt, row=row), responses=group.responses))
+            log.record_claim(3, Claim(replica=0, index=prompt, prompts=[prompt]))
+        log.record_completion(3, 4, 16)
+    groups = [line for line in map(json.loads, path.read_text().splitlines()) if line["event"] == "group"]
+    assert [group["row"] for group in groups] == rows
+    assert [[one.get("turn_rewards") for one in group["responses"]] for group in groups[1:]] == [
+        [None, [0.25 * prompt], None, None] for prompt in (1, 2, 3)
+    ]
+    assert audit.main([str(path)]) == ExitCode.OK
+    printed = capsys.readouterr().out
+    # Of a group, response j has reward j.
+    assert "source games.jsonl: 1 groups, 4 responses, mean reward 1.5000\n" in printed
+    assert "source math.jsonl: 3 groups, 12 responses, mean reward 1.5000\n" in printed
+
+
+def check(branches: Sequence[tuple[int, int]] = (), spans: Sequence[Any] = (), **changes: Any) -> list[str]:
+    """Check a response of two tokens of the policy, two of the environment, and two of the policy."""
+    written = [("3", 0, 2), ("environment", 2, 4), ("3", 4, 6), *spans]
+    sampling = Sampling(max_tokens=8, max_turns=2)
+    submit = Submit(version=3, fingerprint="f", plan=make_plan(), sampling=sampling, prompts=[], seeds=[])
+    record = ResponseRecord(
+        tokens="", log_probs="", num_tokens=written[-1][2], finish_reason="stop", seed=1, engine="engine-0",
+        spans=[SpanRecord(*span) for span in written], branches=list(branches), fingerprint="f", reward=0.0, **changes,
+    )  # fmt: skip
+    return [detail for _, detail in find_response_problems(record, submit, {"engine-0"})]
