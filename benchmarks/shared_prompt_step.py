@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,19 @@ def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[s
                 "--no-shared-prompt": our_step(separate, session, slot),
                 "Megatron's model, a batch": megatrons_step(shared, session, slot),
             }
-            measured: dict[str, list[float]] = {name: [] for name in ways}
-            for _ in range(rounds + 1):
-                for name, step in ways.items():
-                    start = time.perf_counter()
-                    step()
-                    measured[name].append(time.perf_counter() - start)
+            return time_in_turns(ways, rounds)
+
+
+def time_in_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Return seconds of each way, round by round, by the clock."""
+    measured: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, step in ways.items():
+            start = clock()
+            step()
+            measured[name].append(clock() - start)
     # The first round prepares what the others find ready.
     return {name: values[1:] for name, values in measured.items()}
 
@@ -108,10 +115,13 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     roles = build_roles(settings, session, policy, None, 1)
     learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
     batcher = build_batcher(settings, session.device)
+    max_turns = settings.environment.max_turns if settings.environment.source else 0
     identity = Identity(slot.run, slot.version, slot.fingerprint)
 
     def step() -> object:
-        slots = IterationSlots(lambda index: slot, batcher, sizes.division, identity, DeviceCopier(session.platform))
+        slots = IterationSlots(
+            lambda index: slot, batcher, sizes.division, identity, DeviceCopier(session.platform), max_turns=max_turns
+        )
         learned = learner.learn(slots, reference_is_policy=False)
         slots.close()
         return learned

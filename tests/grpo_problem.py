@@ -170,34 +170,37 @@ class RoleTrial:
 def draw_problem(root: Path, name: str = "qwen3", has_environments: bool = False) -> Problem:
     """Draw two updates of ragged groups, a policy of the named kind and a reference unlike it.
 
-    With `has_environments`, environments wrote parts of some responses.
+    With `has_environments`, environments wrote parts of some responses, and some responses branch.
     """
     policy = hf_models.draw(name, root / "policy")
-    groups = _draw_groups(policy)
-    if has_environments:
-        groups = [_interrupt(group) if number % 3 == 1 else group for number, group in enumerate(groups)]
+    groups = _draw_groups(policy, has_environments)
     updates = [groups[first : first + GROUPS_PER_UPDATE] for first in range(0, len(groups), GROUPS_PER_UPDATE)]
     return Problem(policy, _draw_reference(policy, root / "reference", name), updates)
 
 
-def _draw_groups(policy: Path) -> list[Group]:
+def _draw_groups(policy: Path, has_environments: bool) -> list[Group]:
     """Draw groups, one with equal rewards in each update, from an engine that differs a little from the policy."""
-    draw = np.random.default_rng(5)
-    texts = []
-    for _ in range(GROUPS_PER_UPDATE * NUM_UPDATES):
+    # With these seeds no ratio lies so near a bound that rounding decides.
+    draw = np.random.default_rng(6 if has_environments else 5)
+    drawn = []
+    for number in range(GROUPS_PER_UPDATE * NUM_UPDATES):
         prompt_length = int(draw.integers(1, LONGEST_PROMPT + 1))
         ends = prompt_length + draw.integers(1, LONGEST_RESPONSE + 1, GROUP_SIZE).cumsum()
         tokens = draw.integers(0, hf_models.VOCAB_SIZE, ends[-1])
         prompt, *responses = (part.tolist() for part in np.split(tokens, [prompt_length, *ends[:-1]]))
-        texts.append((prompt, responses))
+        group = Group(prompt, responses, [], [])
+        if has_environments and number % 3:
+            group = _interrupt(group) if number % 3 == 1 else _fork(group)
+        drawn.append(group)
     groups = []
-    for number, (text, log_probs) in enumerate(
-        zip(texts, grpo_twin.responses_log_probs(policy, texts, PLAIN.temperature), strict=True)
+    for number, (group, log_probs) in enumerate(
+        zip(drawn, grpo_twin.responses_log_probs(policy, drawn, PLAIN.temperature), strict=True)
     ):
         is_all_equal = number % GROUPS_PER_UPDATE == 4
         rewards = [1.0] * GROUP_SIZE if is_all_equal else draw.normal(size=GROUP_SIZE).tolist()
         engine = [(np.array(values) + 0.1 * draw.normal(size=len(values))).astype("<f4") for values in log_probs]
-        groups.append(Group(*text, rewards, [values.tolist() for values in engine]))
+        heard = [np.where(group.list_sampled(response), values, 0.0).tolist() for response, values in enumerate(engine)]
+        groups.append(dataclasses.replace(group, rewards=rewards, engine=heard))
     return groups
 
 
@@ -208,12 +211,24 @@ def _interrupt(group: Group) -> Group:
         [(0, 2)] if number == 0 and length > 2 else [(3, 7), (8, 9)] if length > 9 else []
         for number, length in enumerate(lengths)
     ]
-    whole = dataclasses.replace(group, given=given)
-    engine = [
-        [value if is_sampled else 0.0 for value, is_sampled in zip(values, whole.list_sampled(number), strict=True)]
-        for number, values in enumerate(group.engine)
-    ]
-    return dataclasses.replace(whole, engine=engine)
+    return dataclasses.replace(group, given=given)
+
+
+def _fork(group: Group) -> Group:
+    """Have the longer responses branch: within a turn, at its end, from the prompt, and from amid it.
+
+    An environment begins all of these, and most of its words are the same.
+    """
+    responses, given, branches = [], [], []
+    for number, response in enumerate(group.responses):
+        is_long = len(response) > 16
+        responses.append([1, 2, 3 + number // 3, *response[3:]] if is_long else response)
+        given.append([(0, 3), (9, 10), (14, 15)] if is_long else [])
+        amid = -1 if len(group.prompt) > 2 else 0
+        # Of the last branch all is the policy's: it said something else in the same place.
+        branches.append([(7, 5), (9, 2 if number % 2 else amid), (12, 0 if number % 2 else 11)] if is_long else [])
+        given[-1] += [(12, 14)] if is_long and number % 2 else []
+    return dataclasses.replace(group, responses=responses, given=given, branches=branches)
 
 
 def _draw_reference(policy: Path, folder: Path, name: str) -> Path:

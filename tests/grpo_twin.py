@@ -6,6 +6,7 @@ Letters: B responses of the update, L tokens of the longest sequence, V vocabula
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,24 @@ class Group:
     engine: list[list[float]]
     given: list[list[tuple[int, int]]] = dataclasses.field(default_factory=list)
     """The ranges of each response's tokens that an environment wrote; empty without environments."""
+    branches: list[list[tuple[int, int]]] = dataclasses.field(default_factory=list)
+    """For each response, the tokens that branches begin with, and those that each follows, less one; -1: the prompt's
+    last one is left out too."""
+
+    def list_paths(self, number: int) -> list[list[int]]:
+        """List the places of prompt and response that each part of a response makes, after all that it follows.
+
+        Prompt and response are counted as one. A path ends with the part's own tokens.
+        """
+        before, length = len(self.prompt), len(self.responses[number])
+        begins = [(0, 0), *(self.branches[number] if self.branches else ())]
+        paths: list[list[int]] = []
+        for (begin, after), (end, _) in itertools.pairwise([*begins, (length, 0)]):
+            # What stands before `after` is what some earlier part's path has up to there.
+            known = next((path for path in paths if before + after - 1 in path), [*range(before)])
+            kept = [place for place in known if place < before + after]
+            paths.append([*kept, *range(before + begin, before + end)])
+        return [path for path in paths if path]
 
     def list_sampled(self, number: int) -> list[bool]:
         """List, for each token of a response, whether the policy wrote it."""
@@ -108,8 +127,13 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class _Padded:
-    ids_BL: torch.Tensor
-    attention_BL: torch.Tensor
+    """Rows of parts of responses, and what is known of each response's tokens."""
+
+    ids_RL: torch.Tensor
+    attention_RL: torch.Tensor
+    row_BL: torch.Tensor
+    column_BL: torch.Tensor
+    """The row and the place in it where each token of prompt and response is predicted."""
     is_response_BL: torch.Tensor
     engine_BL: torch.Tensor
     advantages_B1: torch.Tensor
@@ -209,11 +233,12 @@ class Twin:
         """Return log-probs and entropies."""
         with torch.set_grad_enabled(with_gradients), everything_in(self._dtype):
             parts = [
-                log_probs_and_entropies(model, ids_BL, attention_BL, self.rules.temperature)
-                for ids_BL, attention_BL in zip(batch.ids_BL.split(_ROWS), batch.attention_BL.split(_ROWS), strict=True)
+                log_probs_and_entropies(model, ids_RL, attention_RL, self.rules.temperature)
+                for ids_RL, attention_RL in zip(batch.ids_RL.split(_ROWS), batch.attention_RL.split(_ROWS), strict=True)
             ]
         log_probs, entropies = zip(*parts, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies)
+        place = batch.row_BL, batch.column_BL
+        return torch.cat(log_probs)[place], torch.cat(entropies)[place]
 
     def _deviation(self, advantage_BL: torch.Tensor, mask_BL: torch.Tensor) -> float:
         """Return the divisor of all advantages of an update if it is common to them: over tokens, or over responses."""
@@ -252,16 +277,22 @@ def log_probs_and_entropies(
     return torch.nn.functional.pad(chosen_BL, (1, 0)), torch.nn.functional.pad(entropy_BL, (1, 0))
 
 
-def responses_log_probs(folder: Path, groups: Sequence[tuple[list[int], list[list[int]]]], temperature: float) -> list:
+def responses_log_probs(folder: Path, groups: Sequence[Group], temperature: float) -> list[list[list[float]]]:
     """Return the log-prob of each token of each response, one sequence at a time, as lists."""
     model = hf_models.load(folder)
 
-    def of(prompt: list[int], response: list[int]) -> list[float]:
-        ids_1L = torch.tensor([prompt + response])
-        return log_probs(model, ids_1L, torch.ones_like(ids_1L), temperature)[0, len(prompt) :].tolist()
+    def of(group: Group, number: int) -> list[float]:
+        whole = torch.tensor(group.prompt + group.responses[number])
+        found = torch.zeros(len(whole))
+        for path in group.list_paths(number):
+            ids_1L = whole[path][None]
+            own = log_probs(model, ids_1L, torch.ones_like(ids_1L), temperature)[0]
+            # A later part is the last that has its tokens; what it shares is what it was.
+            found[path] = own
+        return found[len(group.prompt) :].tolist()
 
     with torch.no_grad():
-        return [[of(prompt, response) for response in responses] for prompt, responses in groups]
+        return [[of(group, number) for number in range(len(group.responses))] for group in groups]
 
 
 def _divergence(name: str, away: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
@@ -358,20 +389,29 @@ def _advantages(group: Group, rules: Rules) -> torch.Tensor:
 
 
 def _pad(groups: Sequence[Group], dtype: torch.dtype, rules: Rules) -> _Padded:
-    """Lay out a row for each response, after a copy of its prompt; the padding on the right is masked."""
+    """Lay out a row for each part of a response, after a copy of all that it follows; the padding is masked."""
     length = max(len(group.prompt) + len(response) for group in groups for response in group.responses)
-    ids, attention, is_response, engine, advantages = [], [], [], [], []
+    ids, attention, rows, columns, is_response, engine, advantages = [], [], [], [], [], [], []
     for group in groups:
         for number, response in enumerate(group.responses):
-            before, after = len(group.prompt), length - len(group.prompt) - len(response)
-            ids.append(group.prompt + response + [0] * after)
-            attention.append([1] * (length - after) + [0] * after)
+            whole = group.prompt + response
+            row_of, column_of = [0] * length, [0] * length
+            for path in group.list_paths(number):
+                for column, place in enumerate(path):
+                    row_of[place], column_of[place] = len(ids), column
+                ids.append([whole[place] for place in path] + [0] * (length - len(path)))
+                attention.append([1] * len(path) + [0] * (length - len(path)))
+            rows.append(row_of)
+            columns.append(column_of)
+            before, after = len(group.prompt), length - len(whole)
             is_response.append([False] * before + group.list_sampled(number) + [False] * after)
             engine.append([0.0] * before + group.engine[number] + [0.0] * after)
         advantages += _advantages(group, rules).tolist()
     return _Padded(
         torch.tensor(ids),
         torch.tensor(attention),
+        torch.tensor(rows),
+        torch.tensor(columns),
         torch.tensor(is_response),
         torch.tensor(engine, dtype=dtype),
         torch.tensor(advantages, dtype=dtype)[:, None],

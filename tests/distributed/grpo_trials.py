@@ -17,6 +17,7 @@ from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics,
 from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.branches import ResponsePart
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
@@ -231,16 +232,21 @@ class Source:
             seed=number,
             engine="0",
             spans=[*self._spans(group, number)],
+            branches=[wire.Branch(start=start, after=after) for start, after in self._branches(group, number)],
             fingerprint=self._identity.fingerprint,
             reward=group.rewards[number],
         )
 
     def _spans(self, group: Group, number: int) -> Iterator[wire.VersionSpan]:
         begin, tag = 0, tag_version(self._identity.version)
-        for is_sampled, run in itertools.groupby(group.list_sampled(number)):
-            end = begin + len([*run])
-            yield wire.VersionSpan(version=tag if is_sampled else ENVIRONMENT, start=begin, end=end)
-            begin = end
+        sampled, begins = group.list_sampled(number), {start for start, _ in self._branches(group, number)}
+        for end in range(1, len(sampled) + 1):
+            if end == len(sampled) or end in begins or sampled[end] != sampled[begin]:
+                yield wire.VersionSpan(version=tag if sampled[begin] else ENVIRONMENT, start=begin, end=end)
+                begin = end
+
+    def _branches(self, group: Group, number: int) -> list[tuple[int, int]]:
+        return group.branches[number] if group.branches else []
 
 
 def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[Parts], None]:
@@ -295,6 +301,11 @@ def _train_on_everything(parts: Parts) -> None:
     parts.stack.enter_context(mock.patch.object(batch_module, "mask_sampled", everything))
 
 
+def _ignore_branches(parts: Parts) -> None:
+    one_chain = lambda response: [ResponsePart(0, len(response.tokens) // 4, 0)]  # noqa: E731
+    parts.stack.enter_context(mock.patch.object(batch_module, "list_parts", one_chain))
+
+
 def _without_temperature(parts: Parts) -> None:
     parts.roles.temperature = 1.0
 
@@ -317,6 +328,7 @@ FAULTS: dict[str, Callable[[Parts], None]] = {
     ),
     "advantages over a sample's deviation": _advantage(lambda r: subtract_mean(r) / (r.std(ddof=1) + 1e-6)),
     "tokens of environments trained on": _train_on_everything,
+    "branches follow what stands before them": _ignore_branches,
     "temperature left out": _without_temperature,
     "correction left out": _without_correction,
 }

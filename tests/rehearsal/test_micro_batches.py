@@ -130,7 +130,7 @@ def test_the_time_of_a_pass_read_in_the_schedule_is_a_wait(problem) -> None:
 @pytest.mark.parametrize(
     ("trial", "fault", "message"),
     [
-        (TRIALS[0], "a tensor of a batch left on the host", "two devices, npu:0 and cpu.*step.forward_step"),
+        (TRIALS[0], "a tensor of a batch left on the host", "two devices, npu:0 and cpu.*data.batch"),
         (TRIALS[0], "a batch is used before it has arrived", "no event between: .*after copy to the device"),
         (OFFLOADED, "a layer computes before it has arrived", "no event between: .*after copy to the device"),
         (OFFLOADED, "a layer is copied into memory that is still used", "no event between: copy to the device"),

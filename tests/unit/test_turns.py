@@ -14,8 +14,9 @@ from megatron_rl.shared.protocol.turns import (
     find_span_problems,
     mask_sampled,
 )
-from megatron_rl.trainer.data.batch import Batcher
+from megatron_rl.trainer.data.batch import Batcher, BatchFacts
 from megatron_rl.trainer.data.slots import Identity, SlotRefused, check_slot
+from megatron_rl.trainer.loop.measures import Measures, UpdateOutcome, compute_metrics, measure_batches
 
 IDENTITY = Identity("run", 3, "weights-3")
 
@@ -74,10 +75,10 @@ def test_targets_are_what_the_policy_wrote_each_after_all_that_stands_before_it(
 
 def test_turns_and_tokens_are_counted_for_their_writers() -> None:
     assert mask_sampled(TWO_TURNS).tolist() == [True, True, False, False, False, True]
-    assert (count_sampled(TWO_TURNS), count_turns(TWO_TURNS.spans)) == (3, 2)
-    assert (count_sampled(ASKED_FIRST), count_turns(ASKED_FIRST.spans)) == (2, 1)
+    assert (count_sampled(TWO_TURNS), count_turns(TWO_TURNS)) == (3, 2)
+    assert (count_sampled(ASKED_FIRST), count_turns(ASKED_FIRST)) == (2, 1)
     # An engine may say in two spans what one version sampled.
-    assert count_turns(respond(("3", [1]), ("3", [2])).spans) == 1
+    assert count_turns(respond(("3", [1]), ("3", [2]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,10 @@ def test_turns_and_tokens_are_counted_for_their_writers() -> None:
         (TWO_TURNS, 0, "tokens 2 to 5 have version 'environment', wanted '3'"),
         (TWO_TURNS, 1, "took 2 turns, and 1 were allowed"),
         (respond(("3", [1]), (ENVIRONMENT, [2]), ("2", [3])), 2, "tokens 2 to 3 have version '2', wanted '3'"),
-        (respond(("3", [1]), (ENVIRONMENT, [2])), 2, "its last token must be the policy's"),
+        (respond(("3", [1]), (ENVIRONMENT, [2])), 2, "the last token of a part, 1, must be the policy's"),
         (respond((ENVIRONMENT, [1]), (ENVIRONMENT, [2]), ("3", [3])), 2, "two turns without one of the policy"),
         (respond(("3", [1]), (ENVIRONMENT, []), ("3", [3])), 2, "a turn without tokens"),
+        (msgspec.structs.replace(TWO_TURNS, turn_rewards=[1.0]), 2, "it has rewards of 1 turns, and took 2"),
         (
             msgspec.structs.replace(TWO_TURNS, log_probs=wire.encode_log_probs(-np.ones(6))),
             2,
@@ -97,8 +99,31 @@ def test_turns_and_tokens_are_counted_for_their_writers() -> None:
     ],
 )
 def test_a_response_whose_turns_cannot_be_is_refused_by_the_trainer_too(response, max_turns, problem) -> None:
-    assert not [*find_span_problems(TWO_TURNS, "3", 2)]
+    assert not [*find_span_problems(TWO_TURNS, "3", 2, 2)]
     check_slot(slot(TWO_TURNS, ASKED_FIRST), IDENTITY, max_turns=2)
-    assert problem in " ".join(find_span_problems(response, "3", max_turns))
+    assert problem in " ".join(find_span_problems(response, "3", max_turns, 2))
     with pytest.raises(SlotRefused, match="was not sampled from this version"):
         check_slot(slot(response, ASKED_FIRST if max_turns else respond(("3", [1]))), IDENTITY, max_turns)
+
+
+def test_conversations_in_which_no_environment_wrote_are_counted_as_conversations() -> None:
+    # An environment that fails at its first answer has written nothing, and its failure must be seen.
+    failed = respond(("3", [10, 11]), finish_reason="failed")
+    one = wire.GroupPart(
+        prompt_index=0, row="rows:0", prompt_tokens=b"", first_response=0, rewards=[0.0, 0.0],
+        responses=[failed, respond(("3", [12]))], turn_rewards=[[0.0], [0.0]],
+    )  # fmt: skip
+    described = describe(one)
+    assert described["responses"] | {"turns": 1.0, "limit": 0.0, "failed": 0.5} == described["responses"]
+    assert described["tokens"]["environment"] == 0
+    without = describe(msgspec.structs.replace(one, turn_rewards=[]))
+    assert not {"turns", "limit", "failed"} & without["responses"].keys()
+    assert "environment" not in without["tokens"]
+
+
+def describe(part: wire.GroupPart) -> dict:
+    """Describe an iteration of this part."""
+    measures = measure_batches([BatchFacts(9, 3, 2, (part,))])
+    of_targets = ("targets", "loss", "entropy", "ratio", "mismatch", "mismatch_kl", "mismatch_differing")
+    measures.merge(Measures(sums=dict.fromkeys(of_targets, 1.0), largest={"mismatch": 0.0}))
+    return compute_metrics(measures, [UpdateOutcome(1.0, 1.0, True, 3.0)], 9)

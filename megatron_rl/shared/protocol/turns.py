@@ -2,13 +2,17 @@
 
 The spans of a response say it. Those of the policy name the version that sampled them; those of the environment name
 `ENVIRONMENT`. An environment may write first, but the policy writes last: what an environment says then has no reader.
+Both hold for each part of a response that branches.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 
 import numpy as np
 
+from megatron_rl.shared.protocol.branches import find_branch_problems
 from megatron_rl.shared.protocol.wire import Response, VersionSpan, decode_log_probs
 
 ENVIRONMENT = "environment"
@@ -30,13 +34,29 @@ def count_sampled(response: Response) -> int:
     return len(response.tokens) // 4 - given
 
 
-def count_turns(spans: Sequence[VersionSpan]) -> int:
-    """Count the turns of the policy: runs of its tokens, between which an environment wrote."""
-    are_given = [True, *(span.version == ENVIRONMENT for span in spans)]
-    return sum(before and not given for before, given in itertools.pairwise(are_given))
+def count_turns(response: Response) -> int:
+    """Count the turns of the policy: runs of its tokens, between which an environment wrote or a branch begins."""
+    return sum(not turn.is_given for turn in list_turns(response))
 
 
-def find_span_problems(response: Response, tag: str, max_turns: int) -> Iterator[str]:
+def list_spans_of_parts(response: Response) -> list[list[VersionSpan]]:
+    """List the spans of each part of a response."""
+    begins = {branch.start for branch in response.branches}
+    parts: list[list[VersionSpan]] = [[]]
+    for span in response.spans:
+        if span.start in begins and parts[-1]:
+            parts.append([])
+        parts[-1].append(span)
+    return parts
+
+
+def divide_reward(response: Response) -> list[float]:
+    """Divide a response's reward over its turns: what no turn was given belongs to the last one."""
+    rewards = response.turn_rewards or [0.0] * count_turns(response)
+    return [*rewards[:-1], response.reward - math.fsum(rewards[:-1])]
+
+
+def find_span_problems(response: Response, tag: str, max_turns: int, prompt_length: int) -> Iterator[str]:
     """Yield what is wrong with a response's spans, all of which must be of the version `tag` or the environment's.
 
     `max_turns` is the most turns that the policy may take, 0 without an environment.
@@ -52,19 +72,52 @@ def find_span_problems(response: Response, tag: str, max_turns: int) -> Iterator
     if position != num_tokens:
         yield f"its spans end at token {position} of {num_tokens}"
     elif max_turns:
-        yield from _find_turn_problems(response, max_turns)
+        yield from find_branch_problems(response, prompt_length)
+        yield from _find_turn_problems(response, max_turns, prompt_length)
+    elif response.branches:
+        yield "it branches, without an environment"
 
 
-def _find_turn_problems(response: Response, max_turns: int) -> Iterator[str]:
-    spans = response.spans
-    are_given = [span.version == ENVIRONMENT for span in spans]
-    if are_given and are_given[-1]:
-        yield "its last token must be the policy's, and the environment wrote it"
-    if any(one and other for one, other in itertools.pairwise(are_given)):
-        yield "the environment wrote two turns without one of the policy between them"
-    if any(span.start == span.end for span in spans):
+def _find_turn_problems(response: Response, max_turns: int, prompt_length: int) -> Iterator[str]:
+    rootless = {branch.start for branch in response.branches if branch.after == -prompt_length}
+    if any(span.start in rootless and span.version != ENVIRONMENT for span in response.spans):
+        yield "the policy wrote the first token of a part that follows no token"
+    for spans in list_spans_of_parts(response):
+        are_given = [span.version == ENVIRONMENT for span in spans]
+        if are_given and are_given[-1]:
+            yield f"the last token of a part, {spans[-1].end - 1}, must be the policy's, and the environment wrote it"
+        if any(one and other for one, other in itertools.pairwise(are_given)):
+            yield "the environment wrote two turns without one of the policy between them"
+    if any(span.start == span.end for span in response.spans):
         yield "it has a turn without tokens"
-    if (num_turns := count_turns(spans)) > max_turns:
+    if (num_turns := count_turns(response)) > max_turns:
         yield f"the policy took {num_turns} turns, and {max_turns} were allowed"
+    if response.turn_rewards and len(response.turn_rewards) != num_turns:
+        yield f"it has rewards of {len(response.turn_rewards)} turns, and took {num_turns}"
     if decode_log_probs(response.log_probs)[~mask_sampled(response)].any():
         yield "a token of the environment has a log-prob, as if the policy had sampled it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn: tokens [start, end) of a response, which the policy or the environment wrote."""
+
+    start: int
+    end: int
+    is_given: bool
+    """True if the environment wrote it."""
+    after: int | None = None
+    """`Branch.after` of the branch that it begins; None if it follows the turn before it."""
+
+
+def list_turns(response: Response) -> list[Turn]:
+    """List the turns of a response, in the order of its tokens; none reaches over the start of a branch."""
+    branches = {branch.start: branch.after for branch in response.branches}
+    turns: list[Turn] = []
+    for span in response.spans:
+        is_given = span.version == ENVIRONMENT
+        if turns and span.start not in branches and turns[-1].is_given == is_given:
+            turns[-1] = dataclasses.replace(turns[-1], end=span.end)
+        else:
+            turns.append(Turn(span.start, span.end, is_given, branches.get(span.start)))
+    return turns

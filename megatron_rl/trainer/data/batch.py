@@ -4,17 +4,20 @@ Letters: T tokens of the buffer, N targets, S responses of the micro-batch.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
+from megatron_rl.shared.protocol.branches import list_parts
 from megatron_rl.shared.protocol.turns import mask_sampled
-from megatron_rl.shared.protocol.wire import GroupPart, Slot, decode_log_probs, decode_tokens
+from megatron_rl.shared.protocol.wire import GroupPart, Response, Slot, decode_log_probs, decode_tokens
 from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
-from megatron_rl.trainer.data.packing import Pack, Tokens, pack_groups, separate_responses
+from megatron_rl.trainer.data.forest import Branching, Tokens, lay_out_groups, separate_parts
+from megatron_rl.trainer.data.packing import Pack, pack_groups, pack_segments, separate_responses
 from megatron_rl.trainer.data.routing import lay_out_routing
+from megatron_rl.trainer.data.turn_targets import TurnAdvantage, spread_turn_advantages
 from megatron_rl.types import Architecture
 
 
@@ -43,6 +46,8 @@ class Batch:
     lengths_S: torch.Tensor
     """Number of tokens of each response that the policy sampled."""
     parts: tuple[GroupPart, ...]
+    turn_advantages_N: torch.Tensor | None = None
+    """The advantages of targets by their turns; None if all targets of a response have its advantage."""
     arrival: PendingCopy = PendingCopy()
     """The tensors' arrival on the device; wait for it before computing with them."""
 
@@ -53,6 +58,13 @@ class Batch:
     @property
     def num_targets(self) -> int:
         return len(self.engine_log_probs_N)
+
+    def spread_advantages(self) -> torch.Tensor:
+        """Return the advantage of each target."""
+        if self.turn_advantages_N is not None:
+            return self.turn_advantages_N
+        # index_select: its result does not depend on the number of threads.
+        return self.advantages_S.index_select(0, self.pack.target_sequences_N)
 
     @property
     def facts(self) -> BatchFacts:
@@ -70,6 +82,8 @@ class Batcher:
 
     advantage: Callable[[GroupPart], np.ndarray]
     """Function from a part to the advantages of its whole group."""
+    turn_advantage: TurnAdvantage | None = None
+    """Function for --grpo-turn-credit; None without it."""
     multiple_of: int = 1
     """Divisor of the buffer's length, which is padded to a multiple of it."""
     vocab_size: int | None = None
@@ -85,17 +99,8 @@ class Batcher:
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
         responses = [response for part in slot.parts for response in part.responses]
-        groups: list[tuple[Tokens, list[Tokens]]] = [
-            (decode_tokens(part.prompt_tokens), [decode_tokens(response.tokens) for response in part.responses])
-            for part in slot.parts
-        ]
         masks = [mask_sampled(response) for response in responses]
-        pack = pack_groups(
-            groups if self.is_shared else separate_responses(groups),
-            self.multiple_of,
-            vocab_size=self.vocab_size,
-            masks=masks,
-        )
+        pack = self._pack(slot, responses, masks)
         if self.replayed is not None:
             routing = lay_out_routing(slot.parts, self.replayed, self.is_shared, pack.num_tokens)
             pack = dataclasses.replace(pack, routing=routing)
@@ -110,6 +115,9 @@ class Batcher:
         engine = np.concatenate(
             [decode_log_probs(response.log_probs)[mask] for response, mask in zip(responses, masks, strict=True)]
         )
+        of_turns = None
+        if self.turn_advantage is not None:
+            of_turns = torch.from_numpy(spread_turn_advantages(slot.parts, self.turn_advantage).astype(np.float32))
         return Batch(
             replica=slot.replica,
             index=slot.index,
@@ -118,4 +126,28 @@ class Batcher:
             advantages_S=torch.from_numpy(np.concatenate(advantages).astype(np.float32)),
             lengths_S=torch.tensor([int(mask.sum()) for mask in masks]),
             parts=tuple(slot.parts),
+            turn_advantages_N=of_turns,
         )
+
+    def _pack(self, slot: Slot, responses: Sequence[Response], masks: Sequence[np.ndarray]) -> Pack:
+        """Pack the responses; a mask is True for each token of a response that the policy sampled."""
+        if all(mask.all() for mask in masks) and not any(response.branches for response in responses):
+            groups: list[tuple[Tokens, list[Tokens]]] = [
+                (decode_tokens(part.prompt_tokens), [decode_tokens(response.tokens) for response in part.responses])
+                for part in slot.parts
+            ]
+            groups = groups if self.is_shared else separate_responses(groups)
+            return pack_groups(groups, self.multiple_of, vocab_size=self.vocab_size)
+        of_response = iter(masks)
+        branching = [
+            (
+                decode_tokens(part.prompt_tokens),
+                [
+                    Branching(decode_tokens(response.tokens), next(of_response), list_parts(response))
+                    for response in part.responses
+                ],
+            )
+            for part in slot.parts
+        ]
+        segments = lay_out_groups(branching) if self.is_shared else separate_parts(branching)
+        return pack_segments(segments, self.multiple_of, vocab_size=self.vocab_size)

@@ -99,7 +99,7 @@ class RowOrder:
         self.num_taken += count - num_carried
         self._num_rested += num_rested
         self._put_off = self._put_off[num_carried:] + [rows[index] for index in put_off]
-        self._learn(rows, rewards)
+        self.learn(rows, rewards)
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain JSON."""
@@ -171,7 +171,8 @@ class RowOrder:
             number += 1
         return rows, number - self._place_of_next - count
 
-    def _learn(self, rows: Sequence[int], rewards: Sequence[float | None]) -> None:
+    def learn(self, rows: Sequence[int], rewards: Sequence[float | None]) -> None:
+        """Let rows rest whose rewards are outside of the curriculum's bounds."""
         if self._curriculum is None:
             return
         # The epoch of the last row that was taken: rows of a take that crosses into an epoch all count for that epoch.

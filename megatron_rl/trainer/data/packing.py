@@ -5,6 +5,7 @@ predict.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,9 +13,8 @@ import torch
 
 from megatron_rl.errors import InputError
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
+from megatron_rl.trainer.data.forest import Segment, Tokens
 from megatron_rl.trainer.data.routing import Routing
-
-Tokens = Sequence[int] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,45 +67,45 @@ def pack_groups(
     multiple_of: int = 1,
     padding_token: int = 0,
     vocab_size: int | None = None,
-    masks: Sequence[np.ndarray] | None = None,
 ) -> Pack:
-    """Lay out each group, first its prompt and then its responses; every token of a response is a target.
-
-    With `masks`, one for each response, only the tokens that its mask has are. With `vocab_size`, raise for a token
-    outside the vocabulary: the model would silently embed it as zeros.
-    """
-    lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in groups]
-    layout = Layout.of_groups(lengths)
-    segments = [segment for prompt, responses in groups for segment in (prompt, *responses)]
-    are_responses = [parent != ROOT for parent in layout.parents]
-    return _pack(layout, segments, are_responses, multiple_of, padding_token, vocab_size, masks)
+    """Lay out each group, first its prompt and then its responses; every token of a response is a target."""
+    segments: list[Segment] = []
+    numbers = itertools.count()
+    for prompt, responses in groups:
+        root = len(segments)
+        segments.append(Segment(prompt, ROOT))
+        segments += [Segment(response, root, next(numbers)) for response in responses]
+    return pack_segments(segments, multiple_of, padding_token, vocab_size)
 
 
 def pack_turns(sequences: Sequence[Sequence[Tokens]], multiple_of: int = 1, vocab_size: int | None = None) -> Pack:
     """Lay out sequences of turns. Every second turn is a response to all turns before it, with targets as in groups."""
-    segments = [turn for turns in sequences for turn in turns]
-    numbers = [number for turns in sequences for number in range(len(turns))]
-    parents = [segment - 1 if number else ROOT for segment, number in enumerate(numbers)]
-    layout = Layout(tuple(len(segment) for segment in segments), tuple(parents))
-    return _pack(layout, segments, [number % 2 == 1 for number in numbers], multiple_of, 0, vocab_size)
+    segments: list[Segment] = []
+    numbers = itertools.count()
+    for turns in sequences:
+        for number, turn in enumerate(turns):
+            parent = len(segments) - 1 if number else ROOT
+            segments.append(Segment(turn, parent, next(numbers) if number % 2 else None))
+    return pack_segments(segments, multiple_of, vocab_size=vocab_size)
 
 
-def _pack(
-    layout: Layout,
-    segments: list[Tokens],
-    are_responses: Sequence[bool],
-    multiple_of: int,
-    padding_token: int,
-    vocab_size: int | None,
-    masks: Sequence[np.ndarray] | None = None,
+def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_token: int = 0) -> Pack:
+    """Pack plain sequences that share no tokens: every token but the first is a target."""
+    return pack_groups([(tokens[:1], [tokens[1:]]) for tokens in sequences], multiple_of, padding_token)
+
+
+def pack_segments(
+    segments: Sequence[Segment], multiple_of: int = 1, padding_token: int = 0, vocab_size: int | None = None
 ) -> Pack:
-    rows, tokens, sequences = _targets(layout, segments, are_responses, masks)
+    """Pack segments. With `vocab_size`, raise for a token outside it: the model would silently embed it as zeros."""
+    layout = Layout(tuple(len(one.tokens) for one in segments), tuple(one.parent for one in segments))
+    rows, tokens, sequences = _targets(layout, segments)
     # Padding is a segment that no token attends to. The buffer must not be empty: every rank needs a row to compute.
     padding = -layout.num_tokens % multiple_of or (multiple_of if layout.num_tokens == 0 else 0)
     if padding:
         layout = Layout((*layout.lengths, padding), (*layout.parents, ROOT))
-        segments.append([padding_token] * padding)
-    flat = np.concatenate([np.asarray(segment, dtype=np.int64) for segment in segments])
+        segments = [*segments, Segment([padding_token] * padding, ROOT)]
+    flat = np.concatenate([np.asarray(segment.tokens, dtype=np.int64) for segment in segments])
     if vocab_size is not None and (flat.min() < 0 or flat.max() >= vocab_size):
         wrong = flat[(flat < 0) | (flat >= vocab_size)][0]
         raise InputError(
@@ -122,36 +122,24 @@ def _pack(
     )
 
 
-def pack_sequences(sequences: Sequence[Tokens], multiple_of: int = 1, padding_token: int = 0) -> Pack:
-    """Pack plain sequences that share no tokens: every token but the first is a target."""
-    return pack_groups([(tokens[:1], [tokens[1:]]) for tokens in sequences], multiple_of, padding_token)
-
-
-def _targets(
-    layout: Layout,
-    segments: Sequence[Tokens],
-    are_responses: Sequence[bool],
-    masks: Sequence[np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the row, the token and the response's number of each target: the tokens of responses that masks have."""
+def _targets(layout: Layout, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the row, the token and the response's number of each target."""
     rows: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
-    num_responses = 0
-    for segment, parent in enumerate(layout.parents):
-        if not are_responses[segment]:
+    for number, segment in enumerate(segments):
+        if segment.response is None:
             continue
-        start, length = int(layout.starts[segment]), layout.lengths[segment]
-        before = layout.last_row(parent)
-        # If the prompt is empty, no row predicts the first token.
+        start, length = int(layout.starts[number]), layout.lengths[number]
+        before = layout.last_row(segment.parent)
+        # If nothing stands before it, no row predicts the first token.
         first = 0 if before is not None else 1
         if length > first:
             predicting = np.arange(start - 1, start + length - 1)
             predicting[0] = before if before is not None else 0
-            kept = slice(None) if masks is None else masks[num_responses][first:]
+            kept = slice(None) if segment.mask is None else segment.mask[first:]
             rows.append(predicting[first:][kept])
-            tokens.append(np.asarray(segments[segment][first:], dtype=np.int64)[kept])
-            numbers.append(np.full(len(rows[-1]), num_responses, dtype=np.int64))
-        num_responses += 1
+            tokens.append(np.asarray(segment.tokens[first:], dtype=np.int64)[kept])
+            numbers.append(np.full(len(rows[-1]), segment.response, dtype=np.int64))
     empty = np.zeros(0, dtype=np.int64)
     return (np.concatenate([empty, *rows]), np.concatenate([empty, *tokens]), np.concatenate([empty, *numbers]))

@@ -252,7 +252,7 @@ def check_slot(slot: Slot, identity: Identity, max_turns: int = 0) -> None:
     tag = tag_version(identity.version)
     for part in slot.parts:
         for response in part.responses:
-            problems = [*find_span_problems(response, tag, max_turns)]
+            problems = [*find_span_problems(response, tag, max_turns, len(part.prompt_tokens) // 4)]
             if response.fingerprint != identity.fingerprint:
                 problems.append(f"its weights are {response.fingerprint[:12]}, wanted {identity.fingerprint[:12]}")
             if problems:
