@@ -149,9 +149,12 @@ class Twin:
         updates: Sequence[Sequence[Group]],
         rules: Rules,
         dtype: torch.dtype = torch.float32,
+        stir: int | None = None,
     ):
+        """Make the models; `stir` draws which of their weights move, each to a neighbour in its precision."""
         self.rules = rules
         self._dtype = dtype
+        self._draws = None if stir is None else torch.Generator().manual_seed(stir)
         self._policy = self._load(policy)
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
         # The old policy is the one that the iteration starts with, whatever the updates change.
@@ -162,6 +165,7 @@ class Twin:
     def load(self, weights: Tensors) -> None:
         """Continue from these weights."""
         self._policy.load_state_dict(weights)
+        self._stir(self._policy)
 
     def step(self) -> Tensors:
         """Clip the last gradients and follow them, without momentum; return the weights."""
@@ -225,7 +229,19 @@ class Twin:
 
     def _load(self, folder: Path) -> torch.nn.Module:
         with everything_in(self._dtype):
-            return hf_models.load(folder, self._dtype)
+            model = hf_models.load(folder, self._dtype)
+        self._stir(model)
+        return model
+
+    @torch.no_grad()
+    def _stir(self, model: torch.nn.Module) -> None:
+        """Move a twelfth of the weights by a unit in their last place: on average as far as rounding moves a value."""
+        if self._draws is None:
+            return
+        for weight in model.parameters():
+            drawn = torch.rand(weight.shape, generator=self._draws)
+            upwards = torch.where(drawn < 1 / 24, torch.inf, weight)
+            weight.copy_(torch.nextafter(weight, torch.where(drawn > 1 - 1 / 24, -torch.inf, upwards)))
 
     def _log_probs(
         self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False

