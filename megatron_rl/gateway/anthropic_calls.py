@@ -1,0 +1,217 @@
+"""Anthropic's messages: requests as calls, and answers as their clients read them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_rl.gateway import fields
+from megatron_rl.gateway.said import Answer, Call, CallRefused
+from megatron_rl.tool_calls.reading import JSON
+
+_READ = {"messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking"}
+# None of these changes what is sampled.
+IGNORED = {"metadata", "service_tier", "cache_control"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1), "top_k": (None, -1, 0), "stop_sequences": (None, []), "output_config": (None,),
+    "container": (None,), "context_management": (None,),
+}  # fmt: skip
+
+
+def read_call(body: JSON, model: str, temperature: float) -> Call:
+    """Read a request; raise CallRefused with the field that cannot be served."""
+    fields.check_fields(body, _READ, IGNORED, NEUTRAL)
+    fields.check_model(body, model)
+    fields.check_temperature(body, temperature)
+    thinking = fields.take(body, "thinking", dict) or {"type": "adaptive"}
+    # A budget only bounds thoughts, and whether there are any is the policy's choice.
+    if thinking.get("type") not in ("enabled", "adaptive"):
+        raise CallRefused(f"thinking {thinking!r} would force what the policy says: leave it out", parameter="thinking")
+    messages: list[JSON] = []
+    if (system := _read_text(body.get("system"), "system", "")) is not None:
+        messages.append({"role": "system", "content": system})
+    given = fields.list_objects(fields.need(body, "messages", list), "messages")
+    for number, message in enumerate(given):
+        messages += _read_message(message, f"messages[{number}].")
+    return Call(
+        messages=fields.check_end(messages),
+        tools=_read_tools(body),
+        max_tokens=fields.take_bound(body, "max_tokens"),
+        is_streamed=bool(fields.take(body, "stream", bool)),
+    )
+
+
+def _read_tools(body: JSON) -> list[JSON]:
+    tools = []
+    for number, tool in enumerate(fields.list_objects(fields.take(body, "tools", list) or [], "tools")):
+        place = f"tools[{number}]."
+        if tool.get("type") not in (None, "custom"):
+            raise CallRefused(
+                f"{place}type {tool['type']!r} is run by Anthropic's own servers alone", parameter="tools"
+            )
+        function = {"name": fields.need(tool, "name", str, place)}
+        if description := fields.take(tool, "description", str, place):
+            function["description"] = description
+        function["parameters"] = fields.need(tool, "input_schema", dict, place)
+        tools.append({"type": "function", "function": function})
+    choice = fields.take(body, "tool_choice", dict) or {"type": "auto"}
+    if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
+        raise CallRefused(
+            f"tool_choice {choice!r} would force what the policy says: leave it out", parameter="tool_choice"
+        )
+    return [] if choice["type"] == "none" else tools
+
+
+def _read_message(message: JSON, place: str) -> Iterator[JSON]:
+    """Yield a message as messages of OpenAI's form: each result of a tool is one of its own."""
+    role = fields.need(message, "role", str, place)
+    content = message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise CallRefused(f"{place}role {role!r} must be user, assistant or system", parameter="messages")
+    if role == "assistant":
+        yield _read_assistant(content, place)
+        return
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise CallRefused(f"{place}content must be text or a list of blocks", parameter="messages")
+    texts: list[JSON] = []
+    for number, block in enumerate(fields.list_objects(blocks, f"{place}content")):
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        within = f"{place}content[{number}]."
+        result = _read_text(block.get("content"), f"{within}content", "\n") or ""
+        yield {"role": "tool", "content": result, "tool_call_id": fields.need(block, "tool_use_id", str, within)}
+    if texts or not blocks:
+        yield {"role": role, "content": _read_text(texts, f"{place}content", "\n") or ""}
+
+
+def _read_assistant(content: Any, place: str) -> JSON:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts, thoughts, calls = [], [], []
+    if not isinstance(content, list):
+        raise CallRefused(f"{place}content must be text or a list of blocks", parameter="messages")
+    for number, block in enumerate(fields.list_objects(content, f"{place}content")):
+        within = f"{place}content[{number}]."
+        if block.get("type") == "text":
+            texts.append(fields.need(block, "text", str, within))
+        elif block.get("type") == "thinking":
+            thoughts.append(fields.need(block, "thinking", str, within))
+        elif block.get("type") == "tool_use":
+            function = {
+                "name": fields.need(block, "name", str, within),
+                "arguments": json.dumps(fields.need(block, "input", dict, within)),
+            }
+            calls.append({"id": fields.need(block, "id", str, within), "type": "function", "function": function})
+        else:
+            raise CallRefused(f"{within}type {block.get('type')!r} is not known here", parameter="messages")
+    message: JSON = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _read_text(content: Any, place: str, joint: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise CallRefused(f"{place} must be text or a list of blocks", parameter="messages")
+    texts = []
+    for number, block in enumerate(fields.list_objects(content, place)):
+        if block.get("type") != "text":
+            raise CallRefused(
+                f"{place}[{number}] has the type {block.get('type')!r}, and the policy reads text alone",
+                parameter="messages",
+            )
+        texts.append(fields.need(block, "text", str, f"{place}[{number}]."))
+    return joint.join(texts)
+
+
+def write_answer(answer: Answer) -> JSON:
+    """Write an answer whole."""
+    return {
+        **_head(answer),
+        "content": [*_list_blocks(answer)],
+        "stop_reason": _name_end(answer),
+        "usage": _count(answer, len(answer.tokens)),
+    }
+
+
+def stream_answer(answer: Answer) -> Iterator[str]:
+    """Yield the events of a streamed answer."""
+    yield _event("message_start", {"message": {**_head(answer), "content": [], "usage": _count(answer, 0)}})
+    for number, block in enumerate(_list_blocks(answer)):
+        begun, deltas = _split(block)
+        yield _event("content_block_start", {"index": number, "content_block": begun})
+        for delta in deltas:
+            yield _event("content_block_delta", {"index": number, "delta": delta})
+        yield _event("content_block_stop", {"index": number})
+    end = {"stop_reason": _name_end(answer), "stop_sequence": None}
+    yield _event("message_delta", {"delta": end, "usage": {"output_tokens": len(answer.tokens)}})
+    yield _event("message_stop", {})
+
+
+def write_error(refused: CallRefused) -> JSON:
+    """Write a refusal."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+    kind = kinds.get(refused.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+
+
+def _head(answer: Answer) -> JSON:
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _list_blocks(answer: Answer) -> Iterator[JSON]:
+    said = answer.said
+    if said.reasoning is not None:
+        yield {"type": "thinking", "thinking": said.reasoning, "signature": answer.id}
+    if said.content or not said.tool_calls:
+        yield {"type": "text", "text": said.content}
+    for call in said.tool_calls:
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _read_object(call.arguments)}
+
+
+def _read_object(arguments: str) -> JSON:
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        value = None
+    # Clients of this interface read objects alone.
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _split(block: JSON) -> tuple[JSON, Sequence[JSON]]:
+    """Split a block into its start and what is added to it."""
+    if block["type"] == "text":
+        return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        deltas = [
+            {"type": "thinking_delta", "thinking": block["thinking"]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+        return {"type": "thinking", "thinking": "", "signature": ""}, deltas
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+
+
+def _name_end(answer: Answer) -> str:
+    if answer.is_cut:
+        return "max_tokens"
+    return "tool_use" if answer.said.tool_calls else "end_turn"
+
+
+def _count(answer: Answer, num_output: int) -> JSON:
+    return {"input_tokens": answer.num_prompt_tokens, "output_tokens": num_output}
+
+
+def _event(kind: str, content: JSON) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"

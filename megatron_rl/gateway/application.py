@@ -1,0 +1,153 @@
+"""The routes of the gateway: OpenAI's chat completions and Anthropic's messages, for the agents of open rollouts."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from megatron_rl.gateway import anthropic_calls, openai_calls
+from megatron_rl.gateway.gateway import Gateway
+from megatron_rl.gateway.open_rollout import MODEL, OpenRollout
+from megatron_rl.gateway.said import Answer, Call, CallRefused, CallUnreadable
+from megatron_rl.tool_calls.reading import JSON
+
+MAX_BODY_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """The interface that a client speaks."""
+
+    read_call: Callable[[JSON, str, float], Call]
+    write_answer: Callable[[Answer], JSON]
+    stream_answer: Callable[[Answer, Call], Iterator[str]]
+    write_error: Callable[[CallRefused], JSON]
+
+
+OPENAI = Interface(
+    openai_calls.read_call,
+    openai_calls.write_answer,
+    lambda answer, call: openai_calls.stream_answer(answer, call.has_usage),
+    openai_calls.write_error,
+)
+ANTHROPIC = Interface(
+    anthropic_calls.read_call,
+    anthropic_calls.write_answer,
+    lambda answer, _: anthropic_calls.stream_answer(answer),
+    anthropic_calls.write_error,
+)
+
+
+def build_gateway_application(gateway: Gateway) -> Starlette:
+    """Build the ASGI application."""
+
+    async def complete(request: Request) -> Response:
+        return await _handle(gateway, request, OPENAI)
+
+    async def write(request: Request) -> Response:
+        return await _handle(gateway, request, ANTHROPIC)
+
+    async def list_models(request: Request) -> Response:
+        try:
+            gateway.find(_read_key(gateway, request))
+        except CallRefused as refused:
+            return _refuse(gateway, refused, OPENAI)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    routes = [
+        Route("/v1/chat/completions", complete, methods=["POST"]),
+        Route("/v1/messages", write, methods=["POST"]),
+        Route("/v1/models", list_models, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _report_route})
+
+
+async def _report_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = f"{request.method} {request.url.path} is not served: there are POST /v1/chat/completions, /v1/messages"
+    return JSONResponse(OPENAI.write_error(CallRefused(reason, error.status_code)), error.status_code)
+
+
+async def _handle(gateway: Gateway, request: Request, interface: Interface) -> Response:
+    try:
+        rollout = gateway.find(_read_key(gateway, request))
+        call = interface.read_call(await _read_body(request, rollout), MODEL, rollout.terms.sampling.temperature)
+        answer = await _answer(request, rollout, call)
+    except CallRefused as refused:
+        return _refuse(gateway, refused, interface)
+    except ClientDisconnect:
+        # No client is left to read it.
+        return Response(status_code=400)
+    if call.is_streamed:
+        return StreamingResponse(interface.stream_answer(answer, call), media_type="text/event-stream")
+    return JSONResponse(interface.write_answer(answer))
+
+
+def _refuse(gateway: Gateway, refused: CallRefused, interface: Interface) -> Response:
+    gateway.counters.refused += 1
+    return JSONResponse(interface.write_error(refused), refused.status)
+
+
+def _read_key(gateway: Gateway, request: Request) -> str:
+    """Return the key in the header of one of the interfaces: a proxy may have written something else into the other."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    keys = (key if kind.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+    return next((key for key in keys if gateway.has_given(key)), keys[0] or keys[1])
+
+
+async def _read_body(request: Request, rollout: OpenRollout) -> JSON:
+    """Read a body; one that cannot be read ends the rollout."""
+    try:
+        return _parse(await _receive(request))
+    except CallUnreadable as error:
+        rollout.break_off(f"its agent made a call that cannot be read: {error}")
+        raise
+
+
+async def _receive(request: Request) -> bytes:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise CallUnreadable(f"a body may have {MAX_BODY_BYTES:,} bytes: send less", 413, "too_large")
+    return bytes(data)
+
+
+def _parse(data: bytes) -> JSON:
+    try:
+        body: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CallUnreadable(f"the body is not JSON: {error}", code="malformed") from None
+    if not isinstance(body, dict):
+        raise CallUnreadable("the body must be a JSON object", code="malformed")
+    return body
+
+
+async def _answer(request: Request, rollout: OpenRollout, call: Call) -> Answer:
+    """Wait for the answer; give it up if the client leaves, or the rollout ends."""
+    answering = rollout.start(rollout.answer(call))
+    leaving = asyncio.create_task(_wait_for_leave(request))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        with contextlib.suppress(asyncio.CancelledError):
+            return answering.result()
+        raise CallRefused("the rollout of this key has ended: its call is not answered", 401, "ended")
+    finally:
+        leaving.cancel()
+        answering.cancel()
+
+
+async def _wait_for_leave(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

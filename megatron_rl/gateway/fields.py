@@ -1,0 +1,92 @@
+"""The fields of requests, each checked by name: what would change the sampled policy is refused."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_rl.gateway.said import CallRefused
+from megatron_rl.tool_calls.reading import JSON
+
+_KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
+
+
+def check_fields(body: JSON, read: Collection[str], ignored: Collection[str], neutral: Mapping[str, tuple]) -> None:
+    """Refuse fields that are unknown, and those that would change the policy.
+
+    `read` has the fields that are used, `ignored` those that change nothing that is sampled, and `neutral` the values
+    that leave the policy as it is.
+    """
+    for name, value in body.items():
+        if name in read or name in ignored:
+            continue
+        if name not in neutral:
+            raise CallRefused(f"{name} is not known here: leave it out", parameter=name)
+        if value not in neutral[name]:
+            wanted = next((one for one in neutral[name] if one is not None), None)
+            also = "" if wanted is None else f", or write {wanted!r}"
+            raise CallRefused(
+                f"{name} {value!r} would sample from another policy than the one that is trained: leave it out{also}",
+                parameter=name,
+            )
+
+
+def check_temperature(body: JSON, temperature: float) -> None:
+    """Refuse another temperature than the run's."""
+    given = body.get("temperature")
+    if given is not None and given != temperature:
+        raise CallRefused(
+            f"temperature {given!r} is not the run's, {temperature:g}: leave it out, or write {temperature:g}",
+            parameter="temperature",
+        )
+
+
+def check_model(body: JSON, model: str) -> None:
+    """Refuse another model than the policy."""
+    given = body.get("model")
+    if given != model:
+        raise CallRefused(f"model {given!r} is not served: write {model!r}", 404, "model_not_found", "model")
+
+
+def take(body: JSON, name: str, kind: type, place: str = "") -> Any:
+    """Return a field of this type; None if it is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise CallRefused(f"{place}{name} must be {_KINDS[kind]}, and is {value!r:.100}", parameter=name)
+    return value
+
+
+def need(body: JSON, name: str, kind: type, place: str = "") -> Any:
+    """Return a field of this type that must be there."""
+    value = take(body, name, kind, place)
+    if value is None:
+        raise CallRefused(f"{place}{name} is missing: it must be {_KINDS[kind]}", parameter=name)
+    return value
+
+
+def take_bound(body: JSON, *names: str) -> int | None:
+    """Return the least of these bounds of a turn's tokens; None if none is given."""
+    given = [value for name in names if (value := take(body, name, int)) is not None]
+    if given and min(given) < 1:
+        raise CallRefused(f"{names[0]} {min(given)} must be at least 1", parameter=names[0])
+    return min(given, default=None)
+
+
+def list_objects(values: list[Any], place: str) -> list[JSON]:
+    """Return a list whose entries must be objects."""
+    for number, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise CallRefused(f"{place}[{number}] must be an object, and is {value!r:.100}", parameter=place)
+    return values
+
+
+def check_end(messages: list[JSON]) -> list[JSON]:
+    """Return the messages; refuse a chat that is empty, or that the policy would continue in its last message."""
+    if not messages:
+        raise CallRefused("messages must have at least one message", parameter="messages")
+    if messages[-1]["role"] == "assistant":
+        raise CallRefused(
+            "the last message is the assistant's, and a turn that has begun is not continued: end with another",
+            parameter="messages",
+        )
+    return messages

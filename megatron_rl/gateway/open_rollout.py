@@ -1,0 +1,248 @@
+"""A rollout while its agent acts: it answers calls, within its limits, and keeps their record.
+
+Invariants:
+
+- a call whose messages extend those of an answered call is sampled after the very tokens of that call;
+- every other call is written from the start, and is a branch where its tokens part from those that are recorded;
+- seeds follow from the rollout's seed and the tokens of the prompt, not from the order in which calls arrive;
+- nothing is recorded after the rollout's end, nor for a client that has left before it was answered.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.gateway.chats import Chats
+from megatron_rl.gateway.record import CallRecord, cut_turn
+from megatron_rl.gateway.said import Answer, Call, CallRefused, digest_chat, write_said
+from megatron_rl.shared.protocol import wire
+from megatron_rl.tool_calls.reading import JSON, Reader, Said
+
+_log = logging.getLogger(__name__)
+
+MODEL = "policy"
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnRequest:
+    """A turn to sample."""
+
+    tokens: tuple[int, ...]
+    """All tokens before it, those of the prompt included."""
+    seed: int
+    max_tokens: int
+    number: int
+    """The number of the call in its rollout."""
+    after: str | None
+    """The engine that sampled the turn that it extends."""
+
+
+Sample = Callable[[TurnRequest], Awaitable[wire.Response]]
+
+
+@dataclasses.dataclass
+class CallCounters:
+    """The counters of a gateway."""
+
+    calls: int = 0
+    branches: int = 0
+    """The calls, first ones left out, whose messages extend those of no answered call."""
+    refused: int = 0
+    has_described_branch: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """The terms of a rollout."""
+
+    prompt: np.ndarray
+    """The tokens of the group's prompt."""
+    seed: int
+    sampling: wire.Sampling
+
+
+class OpenRollout:
+    """A rollout that is not over."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        sample: Sample,
+        chats: Chats,
+        reader: Reader,
+        counters: CallCounters,
+        reads_tools: bool,
+    ) -> None:
+        self.terms = terms
+        self.record = CallRecord(terms.prompt)
+        self.broken: str | None = None
+        """The reason why the rollout was ended by a call that nothing can be made of."""
+        self.fault: MegatronRLError | None = None
+        """The failure of the engines."""
+        self.limit: str | None = None
+        """The limit for which a call was refused."""
+        self.is_cut = False
+        """True if a turn ended because no token was left."""
+        self.ended = asyncio.Event()
+        self._sample = sample
+        self._chats = chats
+        self._reader = reader
+        self._counters = counters
+        self._reads_tools = reads_tools
+        self._num_calls = 0
+        self._num_taken = 0
+        self._asked: dict[bytes, int] = {}
+        # By the digest of a chat: the part that ends with its last message; None for the chats before.
+        self._known: dict[bytes, int | None] = {}
+        self._answering: set[asyncio.Task[Any]] = set()
+
+    def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        """Begin to answer; the rollout's end cancels it."""
+        task = asyncio.get_running_loop().create_task(answering)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+        return task
+
+    def end(self) -> None:
+        """End the rollout, and all answers that are not given yet."""
+        self.ended.set()
+        for task in self._answering:
+            task.cancel()
+
+    def break_off(self, reason: str) -> None:
+        """End the rollout because of a call."""
+        self.broken = self.broken or reason
+        self.end()
+
+    async def answer(self, call: Call) -> Answer:
+        """Sample a turn and record it; raise CallRefused if the rollout's limits are reached."""
+        self._counters.calls += 1
+        if call.tools and not self._reads_tools:
+            raise CallRefused(
+                "nothing reads the calls of tools of this model: start the run with --rollout-tool-parser NAME, or "
+                "leave tools out",
+                parameter="tools",
+            )
+        prompt, after, digests = self._compose(call)
+        request = self._request(call, prompt, after)
+        self._num_taken += 1
+        try:
+            turn = await self._sample(request)
+            said = await self._read(turn, call.tools)
+            # Calls that were answered meanwhile may have left fewer tokens.
+            while len(turn.tokens) > 4 * (left := self._count_left(prompt)):
+                turn = cut_turn(turn, self._check_left(left))
+                said = await self._read(turn, call.tools)
+        except BaseException as error:
+            self._num_taken -= 1
+            if isinstance(error, MegatronRLError) and not isinstance(error, CallRefused):
+                self.fault = error
+                self.end()
+                raise CallRefused(f"the turn was not sampled: {error}", 410, "failed") from None
+            raise
+        self._record(call, prompt, turn, said, digests)
+        return self._write(call, len(prompt), turn, said)
+
+    def _compose(self, call: Call) -> tuple[np.ndarray, str | None, list[bytes]]:
+        """Return a call's prompt, the engine of the turn that it extends, and the digests of its chat."""
+        digests = [*digest_chat(call.messages, call.tools)]
+        try:
+            for length in range(len(digests) - 1, 0, -1):
+                number = self._known.get(digests[length - 1])
+                if number is not None:
+                    path = self.record.read_path(number)
+                    calls = call.messages[length - 1].get("tool_calls", ())
+                    new = self._chats.extend(call.messages[length:], call.tools, path.tolist(), calls)
+                    turn = self.record.parts[number].turn
+                    assert turn is not None
+                    return np.concatenate([path, np.asarray(new, dtype=path.dtype)]), turn.engine, digests
+            prompt = np.asarray(self._chats.render(call.messages, call.tools), dtype=self.terms.prompt.dtype)
+        except InputError as error:
+            raise CallRefused(str(error), parameter="messages") from None
+        if self._known:
+            self._note_branch(call.messages, digests)
+        return prompt, None, digests
+
+    def _note_branch(self, messages: Sequence[JSON], digests: Sequence[bytes]) -> None:
+        self._counters.branches += 1
+        place = next((place for place, digest in enumerate(digests) if digest not in self._known), None)
+        if self._counters.has_described_branch or place is None:
+            return
+        self._counters.has_described_branch = True
+        message = messages[place]
+        _log.warning(
+            "a call extends no answered call of its rollout, and is trained as a branch: its message %d (%s) differs "
+            "from all that were recorded, or its tools do: %.200r; this is said once",
+            place + 1,
+            message["role"],
+            message["content"],
+        )
+
+    def _request(self, call: Call, prompt: np.ndarray, after: str | None) -> TurnRequest:
+        if self._num_taken >= self.terms.sampling.max_turns:
+            self._refuse(f"all {self.terms.sampling.max_turns} turns of this rollout are taken")
+        left = self._check_left(self._count_left(prompt))
+        self._num_calls += 1
+        key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
+        repeated = self._asked[key] = self._asked.get(key, -1) + 1
+        return TurnRequest(
+            tokens=tuple(prompt.tolist()),
+            seed=_derive_seed(self.terms.seed, key, repeated),
+            max_tokens=min(left, call.max_tokens or left),
+            number=self._num_calls - 1,
+            after=after,
+        )
+
+    def _count_left(self, prompt: np.ndarray) -> int:
+        """Count the tokens that are left for a turn after `prompt`."""
+        _, num_shared = self.record.find_shared(prompt)
+        return self.terms.sampling.max_tokens - self.record.num_tokens - (len(prompt) - num_shared)
+
+    def _check_left(self, left: int) -> int:
+        if left < 1:
+            most = self.terms.sampling.max_tokens
+            self._refuse(f"this rollout may have {most} tokens, prompts of its calls included, and none is left")
+        return left
+
+    def _refuse(self, reason: str) -> None:
+        self.limit = reason
+        raise CallRefused(f"{reason}: end here", code="limit")
+
+    async def _read(self, turn: wire.Response, tools: Sequence[JSON]) -> Said:
+        tokens = wire.decode_tokens(turn.tokens).tolist()
+        return await self._reader.read(tokens, self._chats.decode(tokens), tools)
+
+    def _record(self, call: Call, prompt: np.ndarray, turn: wire.Response, said: Said, digests: list[bytes]) -> None:
+        number = self.record.add(prompt, turn)
+        self.is_cut |= turn.finish_reason == "length"
+        for digest in digests:
+            self._known.setdefault(digest, None)
+        *_, answered = digest_chat([*call.messages, write_said(said)], call.tools)
+        if self._known.get(answered) is None:
+            self._known[answered] = number
+
+    def _write(self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said) -> Answer:
+        tokens = wire.decode_tokens(turn.tokens).tolist()
+        return Answer(
+            id=uuid.uuid4().hex,
+            model=MODEL,
+            said=said,
+            is_cut=turn.finish_reason == "length",
+            num_prompt_tokens=num_prompt_tokens,
+            tokens=tokens,
+            log_probs=wire.decode_log_probs(turn.log_probs).tolist(),
+            texts=[self._chats.decode([token]) for token in tokens] if call.has_log_probs else [],
+        )
+
+
+def _derive_seed(seed: int, key: bytes, repeated: int) -> int:
+    """Derive the seed of a turn: two turns with one seed would draw the same random numbers."""
+    text = f"{seed}\0{repeated}\0".encode() + key
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2

@@ -1,0 +1,193 @@
+"""The record of a rollout: a tree of the tokens that its calls added to the prompt, as one response.
+
+Invariants:
+
+- a turn stands after exactly the tokens that it was sampled after;
+- tokens of the policy stand in the response once, with the log-probs and spans of their sampling;
+- two calls share the first tokens of their prompts that are equal, and each keeps what it sampled itself;
+- calls in another order of arrival give the same response.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.turns import ENVIRONMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPart:
+    """The tokens that a call added: those of its prompt that were not recorded, and then a turn."""
+
+    parent: int
+    """The number of the part whose tokens it follows."""
+    after: int
+    """The number of tokens, from the first of all, that it shares with the parent's path."""
+    tokens: np.ndarray
+    num_given: int
+    """The number of its tokens that the policy did not sample, which stand first."""
+    turn: wire.Response | None
+    """The turn; None for the group's prompt, which is part 0."""
+
+
+class CallRecord:
+    """The parts of a rollout, in the order in which they came."""
+
+    def __init__(self, prompt: np.ndarray) -> None:
+        self.parts = [CallPart(0, 0, prompt, len(prompt), None)]
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns of the policy."""
+        return len(self.parts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the response."""
+        return sum(len(part.tokens) for part in self.parts[1:])
+
+    def read_path(self, number: int) -> np.ndarray:
+        """Return all tokens from the first one to the end of a part."""
+        end: int | None = None
+        pieces = []
+        # In a loop: a rollout may have more turns than calls may be nested.
+        while True:
+            part = self.parts[number]
+            # The child has the first tokens of its parent alone.
+            begin = part.after
+            pieces.append(part.tokens if end is None else part.tokens[: max(0, end - begin)])
+            if number == 0:
+                return np.concatenate(pieces[::-1])
+            end = begin if end is None else min(end, begin)
+            number = part.parent
+
+    def find_shared(self, tokens: np.ndarray) -> tuple[int, int]:
+        """Find the part with the most first tokens in common; return it, and the number of these tokens."""
+        shared: list[int] = []
+        best = 0
+        for number, part in enumerate(self.parts):
+            num_shared = min(shared[part.parent], part.after) if number else 0
+            if num_shared == part.after:
+                num_shared += _count_equal(part.tokens, tokens[num_shared:])
+            shared.append(num_shared)
+            # The first of several that share as much: the others only follow it.
+            if num_shared > shared[best]:
+                best = number
+        return best, shared[best]
+
+    def add(self, prompt: np.ndarray, turn: wire.Response) -> int:
+        """Add a turn that was sampled after `prompt`; return the number of its part."""
+        parent, after = self.find_shared(prompt)
+        given = prompt[after:]
+        tokens = np.concatenate([given, wire.decode_tokens(turn.tokens)])
+        self.parts.append(CallPart(parent, after, tokens, len(given), turn))
+        return len(self.parts) - 1
+
+    def build_response(self, seed: int, reason: wire.FinishReason, components: dict[str, float]) -> wire.Response:
+        """Build the response, with the sum of the components as its reward."""
+        turns = [part.turn for part in self.parts if part.turn is not None]
+        layout = _lay_out(self._sort())
+        tokens = np.concatenate([part.tokens for part in layout.parts])
+        last = layout.parts[-1].turn
+        assert last is not None
+        # A turn under other weights makes the whole response one: it is refused where the group is checked.
+        others = [turn.fingerprint for turn in turns if turn.fingerprint != last.fingerprint]
+        return wire.Response(
+            tokens=wire.encode_tokens(tokens),
+            log_probs=wire.encode_log_probs(np.concatenate([_read_log_probs(part) for part in layout.parts])),
+            finish_reason=reason,
+            seed=seed,
+            engine=last.engine,
+            spans=[*_list_spans(layout.parts, last.engine)],
+            branches=layout.branches,
+            fingerprint=others[0] if others else last.fingerprint,
+            reward=sum(components.values()),
+            components={**components},
+        )
+
+    def _sort(self) -> "CallRecord":
+        """Add all turns again in an order that follows from their tokens: a call comes after those that it extends."""
+        calls = []
+        for number, part in enumerate(self.parts):
+            if part.turn is not None:
+                path = self.read_path(number)
+                prompt = path[: len(path) - len(part.tokens) + part.num_given]
+                order = (len(prompt), prompt.tobytes(), part.turn.tokens, part.turn.log_probs)
+                calls.append((order, prompt, part.turn))
+        calls.sort(key=lambda call: call[0])
+        sorted_record = CallRecord(self.parts[0].tokens)
+        for _, prompt, turn in calls:
+            sorted_record.add(prompt, turn)
+        return sorted_record
+
+
+@dataclasses.dataclass
+class _Layout:
+    parts: list[CallPart] = dataclasses.field(default_factory=list)
+    branches: list[wire.Branch] = dataclasses.field(default_factory=list)
+
+
+def _lay_out(record: CallRecord) -> _Layout:
+    """Lay the parts out, each before those that follow it; one that continues a part stands right after it."""
+    followers: list[list[int]] = [[] for _ in record.parts]
+    for number, part in enumerate(record.parts[1:], 1):
+        followers[part.parent].append(number)
+    layout, end = _Layout(), 0
+    # Tokens of the prompt are counted from its end: -1 is its last one.
+    starts = {0: -len(record.parts[0].tokens)}
+    waiting = [0]
+    while waiting:
+        number = waiting.pop()
+        part = record.parts[number]
+        if number:
+            after = starts[part.parent] + part.after - record.parts[part.parent].after
+            starts[number] = end
+            if after != end:
+                layout.branches.append(wire.Branch(start=end, after=after))
+            layout.parts.append(part)
+            end += len(part.tokens)
+        # The last one is taken first: of those that share the most, the one that comes first in the record.
+        waiting += sorted(followers[number], key=lambda one: (record.parts[one].after, -one))
+    return layout
+
+
+def _list_spans(parts: list[CallPart], engine: str) -> Iterator[wire.VersionSpan]:
+    begin = 0
+    for part in parts:
+        assert part.turn is not None
+        sampled = begin + part.num_given
+        if part.num_given:
+            yield wire.VersionSpan(version=ENVIRONMENT, start=begin, end=sampled)
+        where = "" if part.turn.engine == engine else part.turn.engine
+        for span in part.turn.spans:
+            yield msgspec.structs.replace(span, start=sampled + span.start, end=sampled + span.end, engine=where)
+        begin += len(part.tokens)
+
+
+def _read_log_probs(part: CallPart) -> np.ndarray:
+    assert part.turn is not None
+    return np.concatenate([np.zeros(part.num_given, dtype=np.float32), wire.decode_log_probs(part.turn.log_probs)])
+
+
+def _count_equal(one: np.ndarray, other: np.ndarray) -> int:
+    """Count the first tokens that are equal."""
+    length = min(len(one), len(other))
+    unequal = np.flatnonzero(one[:length] != other[:length])
+    return int(unequal[0]) if len(unequal) else length
+
+
+def cut_turn(turn: wire.Response, length: int) -> wire.Response:
+    """Return a turn without the tokens after the first `length`, if it has more."""
+    if len(turn.tokens) <= 4 * length:
+        return turn
+    spans = [msgspec.structs.replace(span, end=min(span.end, length)) for span in turn.spans if span.start < length]
+    return msgspec.structs.replace(
+        turn,
+        tokens=turn.tokens[: 4 * length],
+        log_probs=turn.log_probs[: 4 * length],
+        finish_reason="length",
+        spans=spans,
+    )

@@ -1,0 +1,163 @@
+"""Rollouts of agents, which act through the gateway: the responses of a run with `--rollout-agent`.
+
+Invariants:
+
+- a rollout's key is good while its agent acts, and everything that the policy said for it then is in its response;
+- a rollout whose agent fails ends there, with the reward for failures, or fails its group by name;
+- one that others in its process ended begins again, with the same seed and nothing that was said before.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from megatron_rl.environments.types import AGENT_COMPONENT
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.gateway import Gateway
+from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Sample, Terms, TurnRequest
+from megatron_rl.gateway.visits import AgentFailed, Agents, Visit
+from megatron_rl.shared.protocol import wire
+from megatron_rl.sidecar.conversations import Sampler
+from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.environment_times import EnvironmentClock
+
+_log = logging.getLogger(__name__)
+
+# The attempts at a rollout that others may have ended, or that ended before its first turn.
+_MAX_ATTEMPTS = 8
+_MAX_SILENT_ATTEMPTS = 3
+
+
+class AgentRollouts:
+    """Makes the rollouts of groups."""
+
+    def __init__(
+        self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, has_rewards: bool
+    ) -> None:
+        """Make it; `on_error` is the reward of a rollout whose agent fails, None to fail its group.
+
+        With `has_rewards`, agents need give none.
+        """
+        self.clock = EnvironmentClock()
+        self._sampler = sampler
+        self._agents = agents
+        self._gateway = gateway
+        self._on_error = on_error
+        self._has_rewards = has_rewards
+
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]:
+        """Make the rollouts of a group, all at once."""
+        tasks = [asyncio.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # The first failure is the reason; the others end with it.
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> wire.Response:
+        for attempt in itertools.count(1):
+            try:
+                return await self._hold_once(request, prompt, number, attempt)
+            except AgentFailed as failure:
+                if attempt >= (_MAX_ATTEMPTS if failure.is_to_be_repeated else _MAX_SILENT_ATTEMPTS):
+                    raise MegatronRLError(f"{_name(prompt)} {failure}") from None
+                _log.warning("attempt %d: %s %s", attempt, _name(prompt), failure)
+        raise AssertionError("the loop returns or raises")
+
+    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, attempt: int) -> wire.Response:
+        """Make a rollout; raise AgentFailed if it is to begin again."""
+        seed = request.seed + number
+        terms = Terms(np.asarray(request.prompt_tokens, dtype="<i4"), seed, request.sampling)
+        sample = self._make_sampler(request, number, attempt)
+        with self._gateway.open(terms, sample) as (key, rollout):
+            visit = Visit({**prompt.columns, "prompt": prompt.text}, self._gateway.address, key, seed, MODEL)
+            rewards = await self._act(visit, rollout)
+        if isinstance(rewards, AgentFailed) and (rewards.is_to_be_repeated or not rollout.record.num_turns):
+            raise rewards
+        return self._finish(prompt, rollout, rewards)
+
+    def _make_sampler(self, request: GroupRequest, number: int, attempt: int) -> Sample:
+        """Return the function that samples the turns of a rollout."""
+
+        async def sample(turn: TurnRequest) -> wire.Response:
+            sampling = wire.Sampling(
+                max_tokens=turn.max_tokens,
+                temperature=request.sampling.temperature,
+                stop_token_ids=request.sampling.stop_token_ids,
+                ignore_eos=request.sampling.ignore_eos,
+                min_tokens=min(request.sampling.min_tokens, turn.max_tokens),
+            )
+            (response,) = await self._sampler.generate(
+                dataclasses.replace(
+                    request,
+                    request_id=f"{request.request_id}-{number}-{attempt}-{turn.number}",
+                    prompt_tokens=turn.tokens,
+                    group_size=1,
+                    seed=turn.seed,
+                    sampling=sampling,
+                    after=turn.after,
+                    # It waits for an engine from now on.
+                    since=None,
+                )
+            )
+            return response
+
+        return sample
+
+    async def _act(self, visit: Visit, rollout: OpenRollout) -> Mapping[str, float] | AgentFailed:
+        """Have the agent act until it has ended or a call has ended the rollout; return its rewards or its failure."""
+        acting = asyncio.ensure_future(self._agents.act(visit))
+        ending = asyncio.create_task(rollout.ended.wait())
+        try:
+            await asyncio.wait([acting, ending], return_when=asyncio.FIRST_COMPLETED)
+            if rollout.fault is not None:
+                raise rollout.fault
+            if rollout.broken is not None:
+                return AgentFailed(rollout.broken)
+            return acting.result()
+        except AgentFailed as failure:
+            return failure
+        finally:
+            ending.cancel()
+            acting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AgentFailed):
+                await acting
+
+    def _finish(
+        self, prompt: wire.Prompt, rollout: OpenRollout, rewards: Mapping[str, float] | AgentFailed
+    ) -> wire.Response:
+        record, seed = rollout.record, rollout.terms.seed
+        if isinstance(rewards, AgentFailed):
+            # An agent may raise because a call was refused at the limits; this ends no run.
+            reward = self._on_error if rollout.limit is None else self._on_error or 0.0
+            if reward is None:
+                raise MegatronRLError(f"{_name(prompt)} {rewards}")
+            why = f"{rewards}" if rollout.limit is None else f"{rollout.limit}; then {rewards}"
+            _log.warning("%s %s: its reward is %g", _name(prompt), why, reward)
+            reason: wire.FinishReason = "failed" if rollout.limit is None else "limit"
+            return record.build_response(seed, reason, {AGENT_COMPONENT: reward})
+        if not record.num_turns:
+            why = "ended without a call of the gateway" if rollout.limit is None else f"had no answer: {rollout.limit}"
+            raise MegatronRLError(f"{_name(prompt)} {why}: it has nothing to train on")
+        if not rewards and not self._has_rewards:
+            raise MegatronRLError(f"{_name(prompt)} returned None: return a reward, or write --reward")
+        most = rollout.terms.sampling.max_tokens
+        response = record.build_response(seed, "stop" if rollout.limit is None else "limit", {**rewards})
+        if rollout.limit is not None or not rollout.is_cut or record.num_tokens < most:
+            return response
+        # In the order of the response, calls that came side by side may share more tokens than as they came.
+        reason = "length" if len(response.tokens) == 4 * most else "limit"
+        return msgspec.structs.replace(response, finish_reason=reason)
+
+
+def _name(prompt: wire.Prompt) -> str:
+    row = f" ({prompt.row})" if prompt.row else ""
+    return f"the agent of prompt {prompt.index}{row}"

@@ -1,0 +1,231 @@
+"""Agents in processes of their own: what they are given, what they may reach, how they fail, and what that ends."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.gateway.chats import NumberChats
+from megatron_rl.rewards.confinement import NETWORK, landlock_version
+from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.turns import mask_sampled
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.gateway_opening import GatewayOpening
+from megatron_rl.tool_calls.reading import PlainReader
+from tests.reward_pools import leftovers
+
+WORKERS = f"gateway.worker {os.getpid()} "
+AGENT = '''
+import asyncio, contextlib, http.client, json, os, socket, time
+from urllib.parse import urlsplit
+
+def ask(base_url, api_key, model, messages, raw=None):
+    place = urlsplit(base_url)
+    connection = http.client.HTTPConnection(place.hostname, place.port)
+    body = raw if raw is not None else json.dumps({"model": model, "messages": messages})
+    connection.request("POST", place.path + "/chat/completions", body, {"authorization": "Bearer " + api_key})
+    answer = json.loads(connection.getresponse().read())
+    if "error" in answer:
+        raise RuntimeError(answer["error"]["message"])
+    return answer["choices"][0]["message"]["content"]
+
+async def act(base_url, api_key, model, task, seed, **row):
+    """Have two turns, and do what the task says after the first one."""
+    policy = (base_url, api_key, model)
+    messages = [{"role": "user", "content": "7 8"}]
+    if task == "silent": raise RuntimeError("cannot begin")
+    if task == "mute": return 1.0
+    if task == "caught":
+        with contextlib.suppress(RuntimeError): ask(*policy, [{"role": "user", "content": "7 8 2"}])
+        return 1.0
+    if task == "foreseen": return len([ask(*policy, [{"role": "user", "content": said}]) for said in ("7 8 2", "7 8")])
+    messages += [{"role": "assistant", "content": ask(*policy, messages)}, {"role": "user", "content": "20 21"}]
+    if task == "raise": raise RuntimeError("no such move")
+    if task == "hang": await asyncio.sleep(60)
+    if task == "die": os._exit(3)
+    if task == "malformed": ask(*policy, None, raw="{")
+    if task == "none": return None
+    if task == "text": return "much"
+    if task == "nan": return {"score": float("nan")}
+    if task == "endless":
+        while True: ask(*policy, messages)
+    if task.startswith("connect"):
+        socket.create_connection(("127.0.0.1", int(task.split()[1])), 5)
+    said = ask(*policy, messages)
+    if task == "parts": return {"turns": 2, "seed": seed % 10, "others": len(row)}
+    return 1.0 if said else 0.0
+
+def plain(base_url, api_key, model):
+    ask(base_url, api_key, model, [{"role": "user", "content": "7 8"}])
+    return True
+
+def other(url): pass
+'''
+
+
+class Engines:
+    """Engines that say the length of what they heard, and the seed's last digits."""
+
+    def __init__(self) -> None:
+        self.requests: list[GroupRequest] = []
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]:
+        self.requests.append(request)
+        tokens = [len(request.prompt_tokens), request.seed % 50][: request.sampling.max_tokens]
+        return [
+            wire.Response(
+                tokens=wire.encode_tokens(tokens),
+                log_probs=wire.encode_log_probs([-1, -2][: len(tokens)]),
+                finish_reason="stop" if len(tokens) == 2 else "length",
+                seed=request.seed,
+                engine="engine-0",
+                spans=[wire.VersionSpan(version="1", start=0, end=len(tokens))],
+                fingerprint="weights-1",
+            )
+        ]
+
+
+class World:
+    """Agents with a gateway and engines."""
+
+    def __init__(self, opening: GatewayOpening, engines: Engines) -> None:
+        self.opening = opening
+        self.engines = engines
+        self.gateway = opening.build(NumberChats(), PlainReader(), reads_tools=False)
+
+    async def act(
+        self, task: str, size: int = 1, on_error: float | None = -1.0, has_rewards: bool = False, **sampling: Any
+    ) -> list[wire.Response]:
+        rollouts = AgentRollouts(self.engines, self.opening.agents, self.gateway, on_error, has_rewards)
+        terms = wire.Sampling(**{"max_tokens": 30, "max_turns": 4, **sampling})
+        prompt = wire.Prompt(index=4, row="rows:4", tokens=b"", text="7 8", columns={"task": task, "size": size})
+        return await rollouts.hold_group(GroupRequest("run-1-4", (7, 8), size, 100, terms, prompt=4), prompt)
+
+
+@contextlib.asynccontextmanager
+async def acting(folder: Path, name: str = "act", **changes: Any) -> AsyncIterator[World]:
+    file = folder / "agent.py"
+    file.write_text(AGENT)
+    config = EnvironmentConfig(agent=f"{file}:{name}", **{"workers": 1, "agent_timeout": 20.0, **changes})
+    opening = GatewayOpening.open(config, PoolSettings(log=folder / "log"))
+    world = World(opening, Engines())
+    try:
+        await opening.agents.start()
+        async with opening.serve(world.gateway):
+            yield world
+    finally:
+        opening.listener.close()
+        await opening.agents.close()
+
+
+def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with acting(tmp_path) as world:
+            first, second = await world.act("parts", size=2)
+            assert first.components == {"turns": 2.0, "seed": 0.0, "others": 2.0}
+            assert (first.reward, second.reward, first.seed, second.seed) == (4.0, 5.0, 100, 101)
+            tokens = wire.decode_tokens(first.tokens)
+            assert tokens[~mask_sampled(first)].tolist() == [20, 21]
+            assert (tokens[0], tokens[4], first.finish_reason) == (2, 6, "stop")
+            assert not first.branches
+            assert world.engines.requests[0].prompt_tokens == (7, 8)
+            for task, reason, num_tokens in (
+                ("raise", "failed", 2),
+                ("malformed", "failed", 2),
+                ("text", "failed", 2),
+                ("nan", "failed", 2),
+            ):
+                (response,) = await world.act(task)
+                assert (response.finish_reason, response.reward) == (reason, -1.0)
+                assert response.components == {"agent": -1.0}
+                assert len(response.tokens) // 4 == num_tokens
+                with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) "):
+                    await world.act(task, on_error=None)
+            # A refusal at a limit never ends the run.
+            for on_error, reward in ((-1.0, -1.0), (None, 0.0)):
+                (response,) = await world.act("endless", on_error=on_error, max_turns=3)
+                assert (response.finish_reason, response.reward) == ("limit", reward)
+            (response,) = await world.act("finish", max_tokens=5)
+            assert (response.finish_reason, len(response.tokens) // 4, response.reward) == ("length", 5, 1.0)
+            # The call that comes last has said what another one was given, so the response has fewer tokens.
+            (response,) = await world.act("foreseen", max_tokens=4)
+            assert (response.finish_reason, len(response.tokens) // 4) == ("limit", 3)
+            (response,) = await world.act("none", has_rewards=True)
+            assert (response.reward, response.components) == (0.0, {})
+            for task, said in (("none", "returned None"), ("mute", "without a call"), ("silent", "cannot begin")):
+                with pytest.raises(MegatronRLError, match=said):
+                    await world.act(task)
+            # Of an agent that takes a refusal for an end, too.
+            with pytest.raises(MegatronRLError, match="had no answer: this rollout may have 1 tokens"):
+                await world.act("caught", max_tokens=1)
+            assert (await world.act("finish"))[0].reward == 1.0
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
+
+
+def test_an_agent_whose_process_ends_begins_again_alone_and_a_slow_one_ends_by_its_time(tmp_path: Path, caplog) -> None:
+    async def run() -> None:
+        async with acting(tmp_path, agent_timeout=3.0) as world:
+            dying = asyncio.create_task(world.act("die"))
+            others = [asyncio.create_task(world.act("finish")) for _ in range(2)]
+            (response,) = await dying
+            assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
+            assert {(await other)[0].reward for other in others} == {1.0}
+            num_asked = len(world.engines.requests)
+            # An iteration that is given up takes its rollouts along, and their keys.
+            hanging = asyncio.create_task(world.act("hang", size=2))
+            while len(world.engines.requests) < num_asked + 2:
+                await asyncio.sleep(0.01)
+            hanging.cancel()
+            await asyncio.wait([hanging])
+            assert hanging.cancelled()
+            assert world.gateway.status()["gateway_rollouts"] == 0
+            (response,) = await world.act("hang")
+            assert "did not answer act within 3 seconds: its reward is -1" in caplog.text
+            assert (response.finish_reason, response.reward) == ("failed", -1.0)
+            assert (await world.act("finish"))[0].reward == 1.0
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
+
+
+def test_agents_reach_the_gateway_alone_unless_they_may_reach_all(tmp_path: Path) -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            task = f"connect {other.getsockname()[1]}"
+            async with acting(tmp_path) as world:
+                if landlock_version() < 4:
+                    assert NETWORK in world.opening.agents._pool.missing
+                    return
+                (response,) = await world.act(task)
+                assert response.finish_reason == "failed"
+            async with acting(tmp_path, agent_network="any") as world:
+                assert (await world.act(task))[0].reward == 1.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("other", r"other of .*: an agent has the parameters base_url, api_key and model, and base_url is missing"),
+     ("none_such", "has no class or function none_such")],
+)  # fmt: skip
+def test_a_function_that_cannot_act_is_refused_by_name(tmp_path: Path, name: str, said: str) -> None:
+    async def run() -> None:
+        with pytest.raises(UsageError, match=f"--rollout-agent: .*{said}"):
+            async with acting(tmp_path, name):
+                raise AssertionError("it started")
+
+    asyncio.run(run())
+    with pytest.raises(UsageError, match=r"write --rollout-agent FILE\.py:FUNCTION"):
+        GatewayOpening.open(EnvironmentConfig(agent="agent.py"), PoolSettings())
