@@ -23,6 +23,35 @@ PLAIN = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+# Calls and results in tags, as Qwen's templates write them: a call stands between tags, and results are the user's.
+HERMES = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
+    "<|im_end|>\n{% endif %}{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{% if messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m['content'] }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% for c in m.get('tool_calls') or [] %}"
+    "{% if not loop.first or m['content'] %}\n{% endif %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A single call in a turn, as Llama's templates write it: another token ends the turn, and results are quoted.
+ONE_CALL = (
+    "{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n{{ tools | tojson }}<|eot_id|>{% endif %}"
+    "{% for m in messages %}{% if m.get('tool_calls') %}{% if m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "<|end|>{% else %}<|start_header_id|>{{ 'ipython' if m['role'] == 'tool' else m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | tojson if m['role'] == 'tool' else m['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# A template that reads arguments as text, as DeepSeek's do.
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}{% if m.get('tool_calls') %}<|assistant|>{% for c in m.tool_calls %}"
+    "{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}{% endfor %}<|end|>"
+    "{% else %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<|end|>", "<|user|>", "<|assistant|>",

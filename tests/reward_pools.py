@@ -54,7 +54,8 @@ def with_pool(
     try:
         return asyncio.run(run())
     finally:
-        assert open_files() == before
+        # What earlier tests left may be closed meanwhile, when Python collects it.
+        assert open_files().items() <= before.items()
 
 
 def score(specs: Sequence[str], *requests: RewardRequest, **settings: Any) -> list[RewardResult]:

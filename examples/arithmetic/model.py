@@ -60,10 +60,10 @@ _KEPT = 0.7
 """The part of itself that the state of a linear layer's first head keeps from a token to the next, before training."""
 
 
-def draw(seed: int, family: str = "qwen3") -> transformers.PreTrainedModel:
-    """Draw a model with fresh weights."""
+def draw(seed: int, family: str = "qwen3", **changes: Any) -> transformers.PreTrainedModel:
+    """Draw a model with fresh weights; `changes` are other values for its config.json."""
     make_config, others = FAMILIES[family]
-    config = make_config(**_SIZES, **others)
+    config = make_config(**{**_SIZES, **others, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -84,10 +84,12 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def save(model: transformers.PreTrainedModel, folder: Path) -> None:
+def save(
+    model: transformers.PreTrainedModel, folder: Path, tokenizer: transformers.PreTrainedTokenizerFast | None = None
+) -> None:
     """Save a folder that transformers, vLLM and `--hf-model` load without the network."""
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     )
     model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,12 +41,19 @@ FLAGS = [
 
 
 def main() -> None:
+    run_demo(__doc__, "paying", ["--rollout-env", f"{Path(__file__).parent / 'game.py'}:Paying"])
+
+
+def run_demo(
+    description: str | None, name: str, own_flags: list[str], prepare: Callable[[Path], None] = lambda folder: None
+) -> None:
+    """Run the game as the flags say; `prepare` is given the folder of the model before the run."""
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="dp2", help="of two ranks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("paying"))
+    parser.add_argument("--out", type=Path, default=Path(name))
     parser.add_argument("flags", nargs="*", help="after --: flags for pretrain_grpo.py, which win over the demo's")
     arguments = parser.parse_args()
     out, start = arguments.out, time.monotonic()
@@ -53,6 +61,7 @@ def main() -> None:
     out.mkdir(parents=True)
     write_rows(out, arguments.seed)
     warm_up(out / "model", arguments.seed)
+    prepare(out / "model")
     run = out / "run"
     subprocess.run(
         [
@@ -60,14 +69,13 @@ def main() -> None:
             str(ROOT / "pretrain_grpo.py"), *FLAGS, "--hf-model", str(out / "model"),
             "--prompts", str(out / "train.jsonl"), "--eval-prompts", str(out / "held_out.jsonl"),
             "--seed", str(arguments.seed + 1), "--rollout-folder", str(run),
-            "--rollout-env", f"{Path(__file__).parent / 'game.py'}:Paying",
-            *LAYOUTS[arguments.layout], *arguments.flags,
+            *own_flags, *LAYOUTS[arguments.layout], *arguments.flags,
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
     )  # fmt: skip
     records = read_metrics(run)
-    print(text_curves({"paying": records}))
-    picture({"paying": run}, out / "picture.png")
+    print(text_curves({name: records}))
+    picture({name: run}, out / "picture.png")
     found = [record["evaluation"]["mean"] for record in records if "evaluation" in record]
     report = verify(run)
     print(f"\naudit: {report.num_lines} lines, {len(report.breaches)} breaches")

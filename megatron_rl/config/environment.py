@@ -1,6 +1,7 @@
-"""The settings of environments. As in `trainer`."""
+"""The settings of environments and agents. As in `trainer`."""
 
 import dataclasses
+from typing import Literal
 
 from megatron_rl.config.flag import own_flag
 
@@ -30,3 +31,36 @@ class EnvironmentConfig:
     )
     workers: int = own_flag(2, "Processes that run environments.", "--rollout-env-workers", bound="at least 1")
     concurrency: int = own_flag(256, "The most conversations at once.", "--rollout-env-concurrency", bound="at least 1")
+    agent: str | None = own_flag(
+        None,
+        "An agent, FILE.py:FUNCTION: each response is what it had the policy say through the gateway. The flags "
+        "--rollout-env-max-turns, -on-error, -workers and -concurrency hold for agents too.",
+        "--rollout-agent",
+    )
+    agent_timeout: float = own_flag(
+        600.0,
+        "Seconds that an agent may take for a response.",
+        "--rollout-agent-timeout",
+        bound="a finite duration above 0",
+    )
+    agent_network: Literal["gateway", "any"] = own_flag(
+        "gateway",
+        "The hosts and ports that agents may connect to by TCP: the gateway alone, or any.",
+        "--rollout-agent-network",
+    )
+    gateway_listen: str = own_flag(
+        "127.0.0.1:0",
+        "The address that the gateway for agents listens at, HOST:PORT or [HOST]:PORT; port 0 is a free port.",
+        "--rollout-gateway-listen",
+    )
+
+    verifiers: str | None = own_flag(
+        None,
+        "The address of an environment server of verifiers, as tcp://127.0.0.1:5000, which acts as an agent does.",
+        "--rollout-verifiers",
+    )
+
+    @property
+    def has_turns(self) -> bool:
+        """True if a response has several turns of the policy, between which an environment or agent writes."""
+        return any(one is not None for one in (self.source, self.agent, self.verifiers))

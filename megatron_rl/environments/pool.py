@@ -8,7 +8,6 @@ Invariants:
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -17,13 +16,13 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.process import EnvironmentWorker
-from megatron_rl.environments.types import FLAG, Description, EnvironmentFailed, EnvironmentSpec, TooSlow
+from megatron_rl.environments.types import Description, EnvironmentFailed, EnvironmentSpec, TooSlow
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.rewards.confinement import build_environment, find_python_path, plan_confinement
 from megatron_rl.rewards.process import OutputLog, WorkerFault
@@ -31,44 +30,93 @@ from megatron_rl.rewards.types import PoolSettings
 
 _log = logging.getLogger(__name__)
 
+Note = Callable[[str], Callable[[], None]]
+"""Function that is told the name of a call as it begins; it returns what to do at its end.
+
+The call `place` waits until a worker takes the conversation.
+"""
+
 
 class Conversation:
     """A conversation with an environment."""
 
-    def __init__(self, worker: EnvironmentWorker, number: int, timeout: float) -> None:
+    def __init__(self, worker: EnvironmentWorker, number: int, timeout: float, note: Note) -> None:
         self._worker = worker
         self.number = number
         self._timeout = timeout
+        self._note = note
         self.opening: str | None = None
         """The environment's first words."""
+        self.turn_rewards: list[float] = []
+        """The rewards that it gave for turns; 0 for a turn without one, and empty as long as no turn had one."""
+        self._num_steps = 0
 
     async def open(self, row: Mapping[str, Any], seed: int) -> None:
-        self.opening = await self._call("open", row=row, seed=seed)
+        self.opening = await self.call("open", row=row, seed=seed)
 
     async def step(self, completion: str) -> str | None:
         """Return what the environment says to a completion; None once the conversation is over."""
-        said: str | None = await self._call("step", completion=completion)
-        return said
+        said = await self.call("step", completion=completion)
+        self._num_steps += 1
+        if isinstance(said, list):
+            said, reward = said
+            self.turn_rewards += [0.0] * (self._num_steps - 1 - len(self.turn_rewards)) + [reward]
+        return None if said is None else str(said)
+
+    async def use(self, name: str, arguments: str) -> str:
+        """Call a tool with arguments in JSON; return its result, or what is wrong with the call."""
+        return str(await self.call("tool", name=name, arguments=arguments))
 
     async def get_reward(self) -> float:
         """Return the reward of the conversation."""
-        return float(await self._call("reward"))
+        return float(await self.call("reward"))
 
     async def close(self) -> None:
         """Let the environment end; one that cannot is left as it is."""
         with contextlib.suppress(EnvironmentFailed):
-            await self._call("close")
+            await self.call("close")
 
-    async def _call(self, call: str, **content: Any) -> Any:
-        return await self._worker.call({"call": call, "conversation": self.number, **content}, self._timeout)
+    async def call(self, call: str, timeout: float | None = None, **content: Any) -> Any:
+        """Make a call of the worker."""
+        request = {"call": call, "conversation": self.number, **content}
+        end = self._note(call)
+        try:
+            return await self._worker.call(request, timeout or self._timeout)
+        finally:
+            end()
+
+
+def describe_environment(config: EnvironmentConfig, settings: PoolSettings) -> Description:
+    """Describe a class of environments, in a process of its own that ends."""
+
+    async def describe() -> Description:
+        pool = EnvironmentPool(dataclasses.replace(config, workers=1), settings)
+        try:
+            return await pool.start()
+        finally:
+            await pool.close()
+
+    return asyncio.run(describe())
 
 
 class EnvironmentPool:
     """A pool of workers that hold environments. It belongs to the event loop that it is started in."""
 
-    def __init__(self, config: EnvironmentConfig, settings: PoolSettings | None = None) -> None:
-        assert config.source is not None
-        self._spec = EnvironmentSpec.parse(config.source)
+    WORKER = EnvironmentWorker
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        settings: PoolSettings | None = None,
+        spec: EnvironmentSpec | None = None,
+        ports: tuple[int, ...] = (),
+    ) -> None:
+        """Make it; `spec` names what is run if that is not a class of environments.
+
+        With `ports`, workers may connect to no others.
+        """
+        self._spec = spec or EnvironmentSpec.parse(config.source or "")
+        self._ports = ports
         self._source = self._spec.read()
         self._config = config
         self._settings = settings or PoolSettings()
@@ -80,8 +128,7 @@ class EnvironmentPool:
         self._ending: set[asyncio.Task[None]] = set()
         self._log: OutputLog | None = None
         self._scratch: Path | None = None
-        self.errors: collections.Counter[str] = collections.Counter()
-        """The number of conversations that failed, by reason."""
+        self._description: Description | None = None
         self.missing: dict[str, str] = {}
         """The ways in which workers are not confined, each with the reason."""
 
@@ -98,27 +145,31 @@ class EnvironmentPool:
         self._log = OutputLog(self._settings.log)
         try:
             for _ in range(self._config.workers):
-                description = await self._start_worker()
+                await self._start_worker()
         except BaseException:
             await self.close()
             raise
         for what, why in self.missing.items():
             _log.warning("environments are not confined in %s: %s", what, why)
-        return description
+        assert self._description is not None
+        return self._description
 
     @contextlib.asynccontextmanager
-    async def hold(self, row: Mapping[str, Any], seed: int, is_alone: bool = False) -> AsyncIterator[Conversation]:
+    async def hold(
+        self, row: Mapping[str, Any], seed: int, is_alone: bool = False, note: Note = lambda call: lambda: None
+    ) -> AsyncIterator[Conversation]:
         """Hold a conversation with an environment that is made for a row; `is_alone`, on a worker of its own."""
+        end_wait = note("place")
         async with self._places, self._places_alone if is_alone else contextlib.nullcontext():
             worker = await (self._start_alone() if is_alone else self._choose())
-            conversation = Conversation(worker, next(self._numbers), self._config.timeout)
+            end_wait()
+            conversation = Conversation(worker, next(self._numbers), self._config.timeout, note)
             worker.conversations.add(conversation.number)
             is_stuck = False
             try:
                 await conversation.open(row, seed)
                 yield conversation
             except EnvironmentFailed as failure:
-                self.errors[str(failure)] += 1
                 is_stuck = isinstance(failure, TooSlow)
                 raise
             finally:
@@ -156,12 +207,12 @@ class EnvironmentPool:
         if worker.is_worn and not worker.conversations and worker in self._workers:
             self._end(worker)
 
-    async def _start_worker(self) -> Description:
+    async def _start_worker(self) -> None:
         assert self._scratch is not None and self._log is not None
         path = find_python_path()
         environment = build_environment(self._settings.environment, self._scratch, path)
         try:
-            worker = await EnvironmentWorker.start(environment, self._settings.namespace, self._log)
+            worker = await self.WORKER.start(environment, self._settings.namespace, self._log)
         except OSError as error:
             raise PlatformError(
                 f"a process for environments cannot be started: {error.strerror or error}; make room for it (ulimit "
@@ -170,26 +221,31 @@ class EnvironmentPool:
         try:
             answer = await worker.set_up(self._setup_line(path), self._settings.start_timeout)
             if "cannot_load" in answer:
-                raise UsageError(f"{FLAG}: {answer['cannot_load']}")
+                raise UsageError(f"{self._spec.flag}: {answer['cannot_load']}")
             self._check_confinement(answer["missing"])
         except WorkerFault as fault:
             self._end(worker)
-            raise UsageError(f"{FLAG}: a process that loads {self._spec.name} {fault}") from None
+            raise UsageError(f"{self._spec.flag}: a process that loads {self._spec.name} {fault}") from None
         except BaseException:
             self._end(worker)
             raise
         worker.follow()
         self._workers.append(worker)
-        return Description(**answer["description"])
+        if self._description is None:
+            found = answer["description"]
+            self._description = Description(**{**found, "tools": tuple(found["tools"])})
 
     def _setup_line(self, path: list[str]) -> bytes:
         assert self._scratch is not None
         read = [self._spec.file.parent, *self._settings.readable]
         limits = plan_confinement(read, self._settings.private, self._scratch, path)
+        limits = dataclasses.replace(limits, ports=self._ports)
         setup = {
             "file": str(self._spec.file),
             "name": self._spec.name,
             "source": self._source,
+            # They take seconds, so the first process alone makes them.
+            "has_schemas": self._description is None,
             "memory_bytes": self._settings.memory_bytes,
             "confinement": None if self._settings.confine == "off" else dataclasses.asdict(limits),
         }

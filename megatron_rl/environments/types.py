@@ -7,10 +7,14 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.flag import names_function
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.rewards.spec import parse_on_error
+from megatron_rl.tool_calls.reading import JSON
 
 FLAG = "--rollout-env"
+AGENT_FLAG = "--rollout-agent"
+VERIFIERS_FLAG = "--rollout-verifiers"
 # The component of a response's reward that its environment gives.
 COMPONENT = "environment"
+AGENT_COMPONENT = "agent"
 ON_ERROR_FLAG = "--rollout-env-on-error"
 
 
@@ -38,39 +42,49 @@ class Description:
     name: str
     has_reward: bool
     """True if it gives rewards itself."""
+    has_step: bool = True
+    """True if it answers text."""
+    tools: tuple[JSON, ...] = ()
+    """The schemas of its methods that the policy may call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentSpec:
-    """The class of environments: a file, and the class or function in it that makes one."""
+    """A class of environments, or an agent: a file, and the class or function in it."""
 
     file: Path
     name: str
+    flag: str = FLAG
 
     @classmethod
-    def parse(cls, text: str) -> "EnvironmentSpec":
-        """Parse FILE.py:CLASS."""
+    def parse(cls, text: str, flag: str = FLAG) -> "EnvironmentSpec":
+        """Parse FILE.py:CLASS, or the FILE.py:FUNCTION of an agent."""
         if not names_function(text):
-            raise UsageError(f"{FLAG} {text} must name a class of environments: write {FLAG} FILE.py:CLASS")
+            what, form = ("a class of environments", "CLASS") if flag == FLAG else ("an agent", "FUNCTION")
+            raise UsageError(f"{flag} {text} must name {what}: write {flag} FILE.py:{form}")
         file, _, name = text.rpartition(":")
-        return cls(Path(file).resolve(), name)
+        return cls(Path(file).resolve(), name, flag)
 
     def read(self) -> str:
         """Read the file."""
         try:
             return self.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{FLAG} {self.file} cannot be read: {error}; name a readable file") from None
+            raise UsageError(f"{self.flag} {self.file} cannot be read: {error}; name a readable file") from None
 
 
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     """Find the mistakes in the flags of environments."""
     found: list[str] = []
-    if config.source is not None:
+    for source, flag in ((config.source, FLAG), (config.agent, AGENT_FLAG)):
         try:
-            EnvironmentSpec.parse(config.source).read()
+            if source is not None:
+                EnvironmentSpec.parse(source, flag).read()
         except UsageError as error:
             found += error.problems
+    named = {FLAG: config.source, AGENT_FLAG: config.agent, VERIFIERS_FLAG: config.verifiers}
+    if len(given := [flag for flag, value in named.items() if value is not None]) > 1:
+        found.append(f"{' and '.join(given)} each say who writes between the policy's turns: write one of them")
     try:
         parse_on_error(config.on_error, ON_ERROR_FLAG)
     except UsageError as error:

@@ -13,14 +13,17 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from megatron_rl.rewards.worker import answer, read_setup, run_worker
+from megatron_rl.tool_calls.schemas import describe_methods, list_methods
 
 _MOST_THREADS = 1024
 # The longest text of an environment, in bytes as it travels: a policy reads far less.
 LONGEST_TEXT = 1 << 19
 _LONGEST_ERROR = 2000
+# The public methods that the policy cannot call.
+_OWN_METHODS = ("reset", "step", "get_reward", "close")
 
 
 class Environment:
@@ -31,15 +34,23 @@ class Environment:
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._instance = factory()
+        self._tools = list_methods(self._instance, _OWN_METHODS)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def call(self, request: Mapping[str, Any]) -> Any:
         """Make a call, and return what the environment says."""
         kind, instance = request["call"], self._instance
         if kind == "open":
-            return _check_text(self._run(instance.reset, **_choose(instance.reset, request["row"], request["seed"])))
+            return _check_text(
+                self._run(instance.reset, **choose_arguments(instance.reset, request["row"], request["seed"]))
+            )
         if kind == "step":
-            return _check_text(self._run(instance.step, request["completion"]))
+            said = self._run(instance.step, request["completion"])
+            if isinstance(said, tuple) and len(said) == 2:
+                return [_check_text(said[0]), _check_reward(said[1], "step")]
+            return _check_text(said)
+        if kind == "tool":
+            return _check_text(self._use(request["name"], request["arguments"]))
         return _check_reward(self._run(instance.get_reward))
 
     def close(self) -> None:
@@ -51,19 +62,37 @@ class Environment:
             if self._loop is not None:
                 self._loop.close()
 
+    def _use(self, name: str, arguments: str) -> str:
+        """Call a tool; return the text of its result, or of its error."""
+        try:
+            if name not in self._tools:
+                raise ValueError(f"Tool {name} not found.")
+            result = self._run(getattr(self._instance, name), **_read_arguments(arguments))
+        except Exception as error:
+            # The policy is told what is wrong with a call, in TRL's words.
+            result = {"error": str(error)}
+        return str(result)
+
     def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
         if not inspect.isawaitable(result):
             return result
         self._loop = self._loop or asyncio.new_event_loop()
-        return self._loop.run_until_complete(_await(result))
+        return self._loop.run_until_complete(wait_for(result))
 
 
-async def _await(result: Any) -> Any:
+async def wait_for(result: Any) -> Any:
     return await result
 
 
-def _choose(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _read_arguments(text: str) -> dict[str, Any]:
+    arguments = json.loads(text)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"The arguments must be a JSON object, not {type(arguments).__name__}.")
+    return arguments
+
+
+def choose_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Choose what `reset` is given: the row's columns, all or those that it names, and the seed if it names it."""
     parameters = inspect.signature(reset).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -73,16 +102,19 @@ def _choose(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dic
 
 def _check_text(said: object) -> str | None:
     if said is not None and not isinstance(said, str):
-        raise TypeError(f"returned {type(said).__name__}, and must return text or None")
+        raise TypeError(f"returned {type(said).__name__}, and must return text or None, or one of them with a reward")
     if said is not None and (size := len(json.dumps(said))) > LONGEST_TEXT:
         raise ValueError(f"said {size:,} bytes, and {LONGEST_TEXT:,} are allowed")
+    # A tokenizer takes no text that UTF-8 cannot write.
+    if said is not None:
+        said.encode()
     return said
 
 
-def _check_reward(value: Any) -> float:
+def _check_reward(value: Any, method: str = "get_reward") -> float:
     number = float(value)
     if number != number or number in (float("inf"), float("-inf")):
-        raise ValueError(f"get_reward returned {value}, not a finite number")
+        raise ValueError(f"{method} returned {value}, not a finite number")
     return number
 
 
@@ -94,19 +126,45 @@ def describe_error(error: BaseException, file: str) -> str:
     return message + name_line(error, file)
 
 
-def describe(factory: Callable[[], Any]) -> dict[str, Any]:
-    """Describe what an environment offers; raise a TypeError for one that cannot be used."""
+def describe(factory: Callable[[], Any], has_schemas: bool) -> dict[str, Any]:
+    """Describe what an environment offers, with the schemas of its tools; raise a TypeError if it cannot be used."""
     instance = factory()
-    name = type(instance).__name__
-    for method in ("reset", "step"):
-        if not callable(getattr(instance, method, None)):
-            also = ": classes whose methods are tools are not run yet" if method == "step" else ""
-            raise TypeError(f"{name} has no method {method}{also}")
-    return {"name": name, "has_reward": callable(getattr(instance, "get_reward", None))}
+    name, tools = type(instance).__name__, list_methods(instance, _OWN_METHODS)
+    if not callable(getattr(instance, "reset", None)):
+        raise TypeError(f"{name} has no method reset")
+    has_step = callable(getattr(instance, "step", None))
+    if not has_step and not tools:
+        raise TypeError(f"{name} has no method step, which answers text, and no other that is a tool")
+    return {
+        "name": name,
+        "has_reward": callable(getattr(instance, "get_reward", None)),
+        "has_step": has_step,
+        "tools": describe_methods(instance, tools) if has_schemas else [],
+    }
 
 
-def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
-    """Load the class, and answer calls."""
+class Held(Protocol):
+    """The part of a conversation that its worker holds."""
+
+    def call(self, request: Mapping[str, Any]) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+Offer = Callable[[Any, bool], tuple[dict[str, Any], Callable[[], Held]]]
+"""A function from what a flag names to its description, with the schemas of tools if they are wanted, and to the maker
+of what is held of each conversation."""
+
+
+def offer_environments(factory: Any, has_schemas: bool) -> tuple[dict[str, Any], Callable[[], Held]]:
+    """Offer a class of environments."""
+    return describe(factory, has_schemas), lambda: Environment(factory)
+
+
+def serve_calls(
+    requests: IO[bytes], answers: IO[bytes], missing: dict[str, str], offer: Offer = offer_environments
+) -> None:
+    """Load the class or function, and answer calls."""
     setup = read_setup(requests, missing)
     # Imported here, after the confinement: the keeper does not need it.
     from megatron_rl.rewards.calling import CannotLoad, load_module, name_line
@@ -115,8 +173,8 @@ def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> N
     try:
         factory = getattr(load_module(file, setup["source"]), name, None)
         if not callable(factory):
-            raise CannotLoad(f"{file} has no class {name}")
-        description = describe(factory)
+            raise CannotLoad(f"{file} has no class or function {name}")
+        description, make = offer(factory, setup["has_schemas"])
     except CannotLoad as error:
         answer(answers, {"cannot_load": str(error)})
         return
@@ -125,16 +183,16 @@ def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> N
         answer(answers, {"cannot_load": f"{name} of {file}: {error}{name_line(error, file)}"})
         return
     answer(answers, {"ready": True, "missing": missing, "description": description})
-    environments: dict[int, Environment] = {}
+    held: dict[int, Held] = {}
     one_at_a_time = threading.Lock()
 
     def call(request: Mapping[str, Any]) -> Any:
         conversation = request["conversation"]
         if request["call"] == "open":
-            environments[conversation] = Environment(factory)
+            held[conversation] = make()
         if request["call"] == "close":
-            return environments.pop(conversation).close()
-        return environments[conversation].call(request)
+            return held.pop(conversation).close()
+        return held[conversation].call(request)
 
     def handle(request: Mapping[str, Any]) -> None:
         said: dict[str, Any] = {"id": request["id"]}
@@ -152,4 +210,4 @@ def serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> N
 
 
 if __name__ == "__main__":
-    run_worker(sys.argv[1:], serve)
+    run_worker(sys.argv[1:], serve_calls)

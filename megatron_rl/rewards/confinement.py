@@ -58,6 +58,7 @@ _DEVICES = ("/dev/null", "/dev/full")
 FILES = "files"
 SIGNALS = "signals"
 SOCKETS = "unix sockets"
+NETWORK = "network"
 PROCESSES = "processes"
 
 
@@ -68,6 +69,8 @@ class Confinement:
     read: tuple[str, ...]
     listed: tuple[str, ...]
     write: tuple[str, ...]
+    ports: tuple[int, ...] = ()
+    """The only TCP ports that it may connect to, on any host, and it may listen at none; empty: no restriction."""
 
 
 def plan_confinement(
@@ -133,9 +136,12 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
             *((path, Access.READ_DIR) for path in limits.listed),
             *((path, everything) for path in limits.write),
         ],
+        limits.ports,
     )
     if version >= 6:
         del missing[SIGNALS]
+    if version < _FIRST_WITH_PORTS and limits.ports:
+        missing[NETWORK] = "Landlock knows TCP ports from Linux 6.7 on"
 
 
 def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
@@ -182,6 +188,9 @@ _CLONE_NEWPID = 0x20000000
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _IO_URING_SETUP = 425
 _CAP_DAC_OVERRIDE = 1
+_RULE_OF_PATH, _RULE_OF_PORT = 1, 2
+_BIND_TCP, _CONNECT_TCP = 1 << 0, 1 << 1
+_FIRST_WITH_PORTS = 4
 
 
 class Access(enum.IntFlag):
@@ -259,14 +268,19 @@ def landlock_version() -> int:
     return _check(_libc().syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1), "Landlock")
 
 
-def restrict_files(version: int, allowed: Sequence[tuple[str, Access]]) -> None:
-    """Deny access to all files but these; from version 6 on, also signals and abstract sockets to outside processes."""
+def restrict_files(version: int, allowed: Sequence[tuple[str, Access]], ports: Sequence[int] = ()) -> None:
+    """Deny access to all files but these; from version 6 on, also signals and abstract sockets to outside processes.
+
+    With ports, from version 4 on, also TCP connections to all others, and listening.
+    """
     newer = {2: Access.REFER, 3: Access.TRUNCATE, 5: Access.IOCTL_DEV}
     handled = Access.FIRST_VERSION
     for since, access in newer.items():
         handled |= access if version >= since else Access(0)
     scoped = 3 if version >= 6 else 0
-    attributes = struct.pack("=QQQ", handled, 0, scoped)[: 24 if version >= 6 else 8]
+    handled_ports = _BIND_TCP | _CONNECT_TCP if ports and version >= _FIRST_WITH_PORTS else 0
+    size = 24 if version >= 6 else 16 if version >= _FIRST_WITH_PORTS else 8
+    attributes = struct.pack("=QQQ", handled, handled_ports, scoped)[:size]
     libc = _libc()
     rules = _check(
         libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock's rules"
@@ -274,6 +288,9 @@ def restrict_files(version: int, allowed: Sequence[tuple[str, Access]]) -> None:
     try:
         for path, access in allowed:
             _allow(libc, rules, path, access & handled)
+        for port in ports if handled_ports else ():
+            rule = struct.pack("=QQ", _CONNECT_TCP, port)
+            _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, _RULE_OF_PORT, rule, 0), f"Landlock's rule for port {port}")
         _check(libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock")
     finally:
         os.close(rules)
@@ -288,7 +305,7 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, access: int) -> None:
     try:
         access = access if os.path.isdir(path) else access & Access.OF_FILES
         rule = struct.pack("=Qi", access, file)
-        _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"Landlock's rule for {path}")
+        _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, _RULE_OF_PATH, rule, 0), f"Landlock's rule for {path}")
     finally:
         os.close(file)
 

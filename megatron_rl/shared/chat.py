@@ -6,6 +6,7 @@ environment is what the template writes between two turns of the policy.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,31 +16,123 @@ JSON = dict[str, Any]
 
 # A marker for a text, which no template writes by itself.
 _MARK = "megatronrl0text"
+# A chat whose last turn is the marker.
+_SAID: tuple[JSON, ...] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK})
+# The name of a tool in a call that stands for one whose name is not known.
+_ANY_TOOL = "tool"
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatWriter:
-    """Writes the turns of conversations with a tokenizer's chat template."""
+    """Writes the turns of conversations with a tokenizer's chat template.
+
+    Messages are OpenAI's: those of role `tool` have results of tools, and an assistant's may have `tool_calls`. `tools`
+    are the schemas of the tools that the policy may call.
+    """
 
     tokenizer: Any
 
-    def write_prompt(self, messages: Sequence[JSON]) -> tuple[str, str]:
+    def write_prompt(self, messages: Sequence[JSON], tools: Sequence[JSON] = ()) -> tuple[str, str]:
         """Write a chat; return it up to the end of the last message's content, and from there to the policy's turn."""
         last = messages[-1]
         marked = [*messages[:-1], {**last, "content": str(last["content"]) + _MARK}]
-        before, found, after = self._render(marked).rpartition(_MARK)
+        before, found, after = self._render(marked, tools).rpartition(_MARK)
         if not found:
             raise InputError("the chat template does not write the last message as it is")
         return before, after
 
-    def write_turn(self, messages: Sequence[JSON]) -> str:
-        """Write what stands between the text of a turn of the policy and its next turn: the end of its turn first."""
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *messages]
-        _, found, after = self._render(chat).rpartition(_MARK)
+    def check_tools(self, tools: Sequence[JSON]) -> None:
+        """Raise an InputError if the template leaves tools out."""
+        if tools and self._render(_SAID, tools) == self._render(_SAID, ()):
+            raise InputError("it does not write the tools that are offered")
+
+    def write_turn(
+        self, messages: Sequence[JSON], tools: Sequence[JSON] = (), calls: Sequence[JSON] | None = None
+    ) -> str:
+        """Write what stands between the text of a turn of the policy and its next turn: the end of its turn first.
+
+        `calls` are the calls of tools in that turn, as OpenAI's `tool_calls`. By default each message of role `tool`
+        has one, with its `name` and `tool_call_id`.
+        """
+        if calls is None:
+            calls = [_stand_in(message, tools) for message in messages if message["role"] == "tool"]
+        if calls:
+            return self._write_results(messages, tools, calls)
+        _, found, after = self._render([*_SAID, *messages], tools).rpartition(_MARK)
         if not found:
             raise InputError("the chat template does not write a turn of the assistant as it is")
         return after
 
-    def _render(self, messages: Sequence[JSON]) -> str:
-        rendered: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    def _write_results(self, messages: Sequence[JSON], tools: Sequence[JSON], calls: Sequence[JSON]) -> str:
+        """Write what follows a turn that calls tools."""
+        marked = [_set_arguments(call, {"text": _MARK}) for call in calls]
+        said: list[JSON] = [_SAID[0], {"role": "assistant", "content": "", "tool_calls": marked}]
+        try:
+            _, found, turn = self._render(said, tools, is_open=False).rpartition(_MARK)
+            _, _, whole = self._render([*said, *messages], tools).rpartition(_MARK)
+        # A template is a program with errors of its own: some refuse several calls in a turn, but not their results.
+        except Exception:
+            if len(calls) == 1:
+                raise
+            return self._write_results(messages, tools, calls[:1])
+        if not found:
+            raise InputError("the chat template does not write calls of tools")
+        if not whole.startswith(turn):
+            raise InputError("the chat template writes a call of a tool otherwise once its result follows")
+        return self._find_end(turn, tools) + whole[len(turn) :]
+
+    def _find_end(self, turn: str, tools: Sequence[JSON]) -> str:
+        """Return the end of a turn that calls tools, with which the text after its last argument ends."""
+        _, found, end = self._render(_SAID, tools, is_open=False).rpartition(_MARK)
+        if found and turn.endswith(end):
+            return end
+        # Another token ends a turn with a call.
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        place = max((turn.rfind(token) for token in (*self.tokenizer.all_special_tokens, *added)), default=-1)
+        if place < 0:
+            raise InputError("the chat template ends a turn that calls a tool without a special token")
+        return turn[place:]
+
+    def _render(self, messages: Sequence[JSON], tools: Sequence[JSON], is_open: bool = True) -> str:
+        try:
+            return self._apply([_spell(message) for message in messages], tools, is_open)
+        except TypeError:
+            # Some templates read the arguments of calls as text.
+            return self._apply([_spell(message, is_text=True) for message in messages], tools, is_open)
+
+    def _apply(self, messages: Sequence[JSON], tools: Sequence[JSON], is_open: bool) -> str:
+        # Some templates write a frame for tools around an empty list.
+        rendered: str = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=is_open
+        )
         return rendered
+
+
+def _stand_in(message: JSON, tools: Sequence[JSON]) -> JSON:
+    """Make a call for a result without one."""
+    names = [message.get("name"), *[tool["function"]["name"] for tool in tools], _ANY_TOOL]
+    name = next(name for name in names if name)
+    return {"id": message.get("tool_call_id", ""), "type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def _spell(message: JSON, is_text: bool = False) -> JSON:
+    """Write a message as templates read it: content is text, and the arguments of calls are objects, or text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [_set_arguments(call, _read_arguments(call["function"]["arguments"])) for call in message["tool_calls"]]
+    if is_text:
+        calls = [_set_arguments(call, json.dumps(call["function"]["arguments"])) for call in calls]
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _set_arguments(call: JSON, arguments: Any) -> JSON:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _read_arguments(arguments: Any) -> Any:
+    """Read arguments that are a JSON object as text; others stay as they are."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments

@@ -14,19 +14,19 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
-import numpy as np
-
 from megatron_rl.environments.pool import Conversation, EnvironmentPool
-from megatron_rl.environments.types import COMPONENT, EnvironmentFailed, WorkerEnded
+from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.sidecar.drafts import Draft
 from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.environment_times import EnvironmentClock
 from megatron_rl.sidecar.texts import Texts
+from megatron_rl.tool_calls.reading import JSON, PlainReader, Reader
 
 _log = logging.getLogger(__name__)
 
@@ -40,73 +40,39 @@ class Sampler(Protocol):
     async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
 
 
-@dataclasses.dataclass
-class _Draft:
-    """A response while its conversation lasts."""
-
-    turns: list[wire.Response] = dataclasses.field(default_factory=list)
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
-    spans: list[wire.VersionSpan] = dataclasses.field(default_factory=list)
-
-    def hear(self, tokens: list[int]) -> None:
-        """Add what the environment says."""
-        if tokens:
-            begin = len(self.tokens)
-            self.tokens += tokens
-            self.log_probs.append(np.zeros(len(tokens), dtype=np.float32))
-            self.spans.append(wire.VersionSpan(version=ENVIRONMENT, start=begin, end=len(self.tokens)))
-
-    def say(self, turn: wire.Response) -> list[int]:
-        """Add a turn of the policy; return its tokens."""
-        tokens = wire.decode_tokens(turn.tokens).tolist()
-        begin = len(self.tokens)
-        self.turns.append(turn)
-        self.tokens += tokens
-        self.log_probs.append(wire.decode_log_probs(turn.log_probs))
-        self.spans += [
-            msgspec.structs.replace(span, start=begin + span.start, end=begin + span.end, engine=turn.engine)
-            for span in turn.spans
-        ]
-        return tokens
-
-    def finish(self, seed: int, reason: wire.FinishReason, reward: float | None) -> wire.Response:
-        """Return the response."""
-        last = self.turns[-1]
-        spans = [
-            msgspec.structs.replace(span, engine="" if span.engine == last.engine else span.engine)
-            for span in self.spans
-        ]
-        # A turn under other weights makes the whole response one: it is refused where the group is checked.
-        others = [turn.fingerprint for turn in self.turns if turn.fingerprint != last.fingerprint]
-        return wire.Response(
-            tokens=wire.encode_tokens(self.tokens),
-            log_probs=wire.encode_log_probs(np.concatenate(self.log_probs)),
-            finish_reason=reason,
-            seed=seed,
-            engine=last.engine,
-            spans=spans,
-            fingerprint=others[0] if others else last.fingerprint,
-            reward=reward or 0.0,
-            components={} if reward is None else {COMPONENT: reward},
-        )
-
-
 class Conversations:
     """Holds the conversations of groups."""
 
     def __init__(
-        self, sampler: Sampler, pool: EnvironmentPool, texts: Texts, on_error: float | None, has_reward: bool
+        self,
+        sampler: Sampler,
+        pool: EnvironmentPool,
+        texts: Texts,
+        on_error: float | None,
+        has_reward: bool,
+        has_step: bool = True,
+        tools: Sequence[JSON] = (),
+        reader: Reader | None = None,
+        clock: EnvironmentClock | None = None,
     ) -> None:
-        """Make it; `on_error` is the reward of a conversation whose environment fails, None to fail its group."""
+        """Make it; `on_error` is the reward of a conversation whose environment fails, None to fail its group.
+
+        Without `has_step` a turn that calls no tool ends its conversation.
+        """
+        self.clock = clock or EnvironmentClock()
         self._sampler = sampler
         self._pool = pool
         self._texts = texts
         self._on_error = on_error
         self._has_reward = has_reward
+        self._has_step = has_step
+        self._tools = tools
+        self._reader = reader or PlainReader()
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]:
         """Hold the conversations of a group, all at once."""
+        self._texts.check_prompt(prompt)
+        self.clock.begin_group(request)
         try:
             async with asyncio.TaskGroup() as tasks:
                 held = [tasks.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
@@ -122,11 +88,11 @@ class Conversations:
             try:
                 return await self._hold_once(request, prompt, number, is_alone)
             except WorkerEnded as ended:
-                if is_alone or attempt == _MAX_ATTEMPTS:
+                if is_alone:
                     raise _describe(ended, prompt) from None
                 _log.warning("attempt %d: %s", attempt, _describe(ended, prompt))
-                # One that may be the cause shares no process from now on.
-                is_alone = ended.had_call
+                # One that may be the cause shares no process from now on, nor does one that others have ended often.
+                is_alone = ended.had_call or attempt + 1 == _MAX_ATTEMPTS
             except EnvironmentFailed as failure:
                 raise _describe(failure, prompt) from None
         raise AssertionError("the loop returns or raises")
@@ -135,21 +101,21 @@ class Conversations:
         self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool
     ) -> wire.Response:
         """Hold a conversation; raise EnvironmentFailed if it fails before the policy's turn, or is to be held again."""
-        seed, draft = request.seed + number, _Draft()
+        seed, draft = request.seed + number, Draft()
         try:
-            async with self._pool.hold(_row(prompt), seed, is_alone) as conversation:
+            async with self._pool.hold(_row(prompt), seed, is_alone, self.clock.note(request)) as conversation:
                 reason = await self._converse(request, prompt, number, conversation, draft)
                 reward = await conversation.get_reward() if self._has_reward else None
         except EnvironmentFailed as failure:
             is_to_be_repeated = isinstance(failure, WorkerEnded) and not is_alone
-            if is_to_be_repeated or not draft.turns or self._on_error is None:
+            if is_to_be_repeated or draft.last is None or self._on_error is None:
                 raise
             _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
             return draft.finish(seed, "failed", self._on_error)
-        return draft.finish(seed, reason, reward)
+        return draft.finish(seed, reason, reward, conversation.turn_rewards)
 
     async def _converse(
-        self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: _Draft
+        self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: Draft
     ) -> wire.FinishReason:
         """Take turns until the conversation is over; return why it is."""
         sampling = request.sampling
@@ -163,24 +129,35 @@ class Conversations:
             tokens = draft.say(said)
             if said.finish_reason != "stop":
                 return said.finish_reason
-            heard = await conversation.step(self._texts.decode(tokens))
-            if heard is None:
+            reply = await self._answer(prompt, conversation, draft, tokens)
+            if reply is None:
                 return "stop"
-            reply = self._texts.reply(prompt, heard, tokens[-1])
             if turn + 1 == sampling.max_turns or len(draft.tokens) + len(reply) >= sampling.max_tokens:
                 return "limit"
             draft.hear(reply)
         raise AssertionError("a conversation has at least one turn")
 
+    async def _answer(
+        self, prompt: wire.Prompt, conversation: Conversation, draft: Draft, tokens: Sequence[int]
+    ) -> list[int] | None:
+        """Return the tokens of the environment's answer to a turn; None once the conversation is over."""
+        said = await self._reader.read(tokens, self._texts.decode(tokens), self._tools)
+        if said.tool_calls and self._tools:
+            draft.have_calls[-1] = True
+            results = [await conversation.use(call.name, call.arguments) for call in said.tool_calls]
+            return self._texts.answer(said.tool_calls, results, tokens)
+        heard = await conversation.step(said.content) if self._has_step else None
+        return None if heard is None else self._texts.reply(prompt, heard, tokens[-1])
 
-def _request_turn(request: GroupRequest, number: int, turn: int, draft: _Draft) -> GroupRequest:
+
+def _request_turn(request: GroupRequest, number: int, turn: int, draft: Draft) -> GroupRequest:
     """Build the request for a turn, after all that has been said."""
     left = request.sampling.max_tokens - len(draft.tokens)
     sampling = request.sampling
     return dataclasses.replace(
         request,
         request_id=f"{request.request_id}-{number}-{turn}",
-        prompt_tokens=(*request.prompt_tokens, *draft.tokens),
+        prompt_tokens=array("i", request.prompt_tokens) + draft.tokens,
         group_size=1,
         seed=_derive_seed(request.seed + number, turn),
         sampling=wire.Sampling(
@@ -190,7 +167,9 @@ def _request_turn(request: GroupRequest, number: int, turn: int, draft: _Draft) 
             ignore_eos=sampling.ignore_eos,
             min_tokens=min(sampling.min_tokens, left),
         ),
-        after=draft.turns[-1].engine if draft.turns else None,
+        after=draft.last.engine if draft.last else None,
+        # It waits for an engine from now on.
+        since=None,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl.observe.trace import read_trace
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
@@ -28,7 +29,7 @@ class Game:
         self.sum += sum(numbers)
         if FAULTS and self.answer == 3 and self.turns == 2:
             raise RuntimeError("the third game is broken")
-        if FAULTS and self.answer == 4 and sum(numbers) % 7 == 0:
+        if FAULTS and self.answer == 4 and sum(numbers) % 4 == 0:
             import os
             os._exit(9)
         return None if self.sum % 3 == 0 else " ".join(str(2 + (self.sum + place) % 100) for place in range(4))
@@ -73,6 +74,13 @@ def test_periodic_and_sync_end_in_the_same_weights_where_the_policy_acts(world) 
     assert sum(line["tokens"]["environment"] for line in lines) == given > 0
     sampled = sum(response["num_tokens"] for response in responses) - given
     assert sum(line["tokens"]["response"] for line in lines) == sampled
+    limited = sum(response["finish_reason"] == "limit" for response in responses) / len(responses)
+    assert sum(line["responses"]["limit"] for line in lines) / len(lines) == pytest.approx(limited)
+    assert all(line["time"]["environment_mean"] > 0 and line["responses"]["failed"] == 0 for line in lines)
+    (sidecar,) = [process for process in read_trace(run).processes if process.name == "sidecar"]
+    steps = [span for one in sidecar.windows for span in one.spans if span.details.get("call") == "step"]
+    # Those of a turn that no token was left after are not called.
+    assert len(steps) == sum(turns) - sum(response["finish_reason"] == "length" for response in responses)
     samples = [one for line in read_lines(run / "samples.jsonl") for one in line["responses"]]
     assert any([turn["by"] for turn in one.get("turns", ())] == ["policy", "environment", "policy"] for one in samples)
 

@@ -1,6 +1,7 @@
 """Environments in processes of their own: what they say, how they fail, and what a failure leaves to others."""
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_rl.rewards.types import PoolSettings
 from tests.reward_pools import leftovers
 
 WORKERS = f"environments.worker {os.getpid()} "
-GAME = '''
+GAME = """
 import asyncio, os, time
 
 class Game:
@@ -32,6 +33,7 @@ class Game:
         if completion == "flood": return "x" * (1 << 20)
         if completion == "number": return 7
         if completion == "die": os._exit(3)
+        if completion == "paid badly": return "more", float("nan")
         if completion == "row": return " ".join(self.others)
         return None if completion == self.secret else completion + "?"
 
@@ -41,19 +43,16 @@ class Game:
     def close(self):
         print("closed", self.__dict__.get("secret"), flush=True)
 
-class Tools:
+class Paid(Game):
+    def step(self, completion):
+        return (completion, 0.5) if completion == "1" else completion if completion == "2" else (None, 0.25)
+
+class Nothing:
     def reset(self, **row): pass
-
-    def add(self, number: int) -> int:
-        """Add a number.
-
-        Args:
-            number: The number to add.
-        """
 
 def make_game():
     return Game()
-'''
+"""
 
 
 @pytest.fixture
@@ -66,6 +65,50 @@ def file(tmp_path: Path) -> Path:
 def build(file: Path, name: str = "Game", **changes: Any) -> EnvironmentPool:
     config = EnvironmentConfig(source=f"{file}:{name}", **{"timeout": 1.0, "workers": 1, **changes})
     return EnvironmentPool(config, PoolSettings(log=file.parent / "log"))
+
+
+def test_a_step_may_return_a_reward_with_what_it_says(file: Path) -> None:
+    async def run() -> tuple[list[float], str]:
+        pool = build(file, "Paid")
+        await pool.start()
+        async with pool.hold({"secret": "5"}, 8) as game:
+            assert [await game.step(move) for move in "2123"] == ["2", "1", "2", None]
+        await pool.close()
+        other = build(file)
+        await other.start()
+        failed = ""
+        try:
+            await play(other, "paid badly")
+        except EnvironmentFailed as failure:
+            failed = str(failure)
+        await other.close()
+        return game.turn_rewards, failed
+
+    rewards, failed = asyncio.run(run())
+    # The first and the third turn have none.
+    assert rewards == [0.0, 0.5, 0.0, 0.25]
+    assert "step returned nan, not a finite number" in failed
+
+
+def test_calls_are_noted_from_their_begin_to_their_end_also_those_that_fail(file: Path) -> None:
+    noted: list[tuple[str, str]] = []
+
+    def note(call: str):
+        noted.append(("begin", call))
+        return lambda: noted.append(("end", call))
+
+    async def run() -> None:
+        pool = build(file)
+        await pool.start()
+        with contextlib.suppress(EnvironmentFailed):
+            async with pool.hold({"secret": "5"}, 8, note=note) as game:
+                await game.step("3")
+                await game.step("raise")
+        await pool.close()
+
+    asyncio.run(run())
+    calls = ["place", "open", "step", "step", "close"]
+    assert noted == [(when, call) for call in calls for when in ("begin", "end")]
 
 
 async def play(pool: EnvironmentPool, *moves: str, secret: str = "5", is_alone: bool = False) -> list[Any]:
@@ -103,7 +146,6 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
         with pytest.raises(EnvironmentFailed, match="a column of the row cannot be passed on as JSON: .*bytes"):
             async with pool.hold({"secret": b"5"}, 8):
                 pass
-        assert sum(pool.errors.values()) == 8
         # A process with a call that never ends holds no conversation any more, and another one has its place.
         assert await play(pool, "5") == ["8:", None, 1.0]
         await pool.close()
@@ -150,9 +192,9 @@ def test_a_function_may_make_environments_and_their_number_is_bounded(file: Path
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Tools", "Tools has no method step: classes whose methods are tools are not run yet"),
-        ("Gam", "has no class Gam"),
-        ("os", "has no class os"),
+        ("Nothing", "Nothing has no method step, which answers text, and no other that is a tool"),
+        ("Gam", "has no class or function Gam"),
+        ("os", "has no class or function os"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_by_name(file: Path, name: str, said: str) -> None:

@@ -31,9 +31,18 @@ class PromptTokenizer:
     config: DataConfig
     is_left_open: bool = False
     """Chats end with the content of their last message: an environment may add to it before the policy's turn."""
+    tools: Sequence[JSON] = ()
+    """Schemas of the tools that an environment offers; chats tell the policy of them."""
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, config: DataConfig, is_left_open: bool = False) -> "PromptTokenizer":
+    def load(
+        cls,
+        folder: Path,
+        vocab_size: int,
+        config: DataConfig,
+        is_left_open: bool = False,
+        tools: Sequence[JSON] = (),
+    ) -> "PromptTokenizer":
         """Load the tokenizer of a Hugging Face folder, without using the network or running code of the folder."""
         try:
             from transformers import AutoTokenizer
@@ -55,7 +64,7 @@ class PromptTokenizer:
                 f"--hf-model {folder} does not hold a tokenizer's vocabulary: put the model's tokenizer files into the "
                 f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
             )
-        return cls(folder, tokenizer, vocab_size, config, is_left_open)
+        return cls(folder, tokenizer, vocab_size, config, is_left_open, tools)
 
     @property
     def end_of_text(self) -> int | None:
@@ -116,6 +125,10 @@ class PromptTokenizer:
                 raise row.error(
                     "has plain text as its prompt, and --prompt-system-message is for chats; add --prompt-chat"
                 )
+            if self.tools:
+                raise row.error(
+                    "has plain text as its prompt, and the tools of --rollout-env are for chats; add --prompt-chat"
+                )
             return row.prompt
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         if system is None:
@@ -160,7 +173,7 @@ class PromptTokenizer:
             ) from None
         try:
             if self.is_left_open and not isinstance(messages, str):
-                return ChatWriter(self.tokenizer).write_prompt(messages)[0]
+                return ChatWriter(self.tokenizer).write_prompt(messages, self.tools)[0]
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
         # A template is a program: it may refuse a chat with its own error, or fail with any exception.
         except Exception as error:

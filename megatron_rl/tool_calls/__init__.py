@@ -1,0 +1,1 @@
+"""Tools that a policy calls: their schemas, and the parts of what it said."""

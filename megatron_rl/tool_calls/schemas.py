@@ -1,0 +1,36 @@
+"""Schemas of tools: the public methods of an object, each with its signature and its docstring in Google's style."""
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+from megatron_rl.tool_calls.reading import JSON
+
+
+def list_methods(instance: object, others: Collection[str]) -> list[str]:
+    """List the public methods of an object's class by name, without `others`."""
+    # On the class: a look at the object would compute its properties.
+    members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in others]
+
+
+def describe_methods(instance: object, names: Collection[str]) -> list[JSON]:
+    """Describe methods as chat templates want tools; raise a TypeError that names one that cannot be described."""
+    if not names:
+        return []
+    # Imported here: it takes a second.
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    schemas: list[JSON] = []
+    for name in names:
+        method: Any = getattr(instance, name)
+        try:
+            schemas.append(get_json_schema(method))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise TypeError(
+                f"{type(instance).__name__}.{name} is a tool, as all public methods are, and cannot be described: "
+                f"{error}; give its parameters types, and describe it and them in a docstring with Args:, or begin "
+                "its name with an underscore"
+            ) from None
+    return schemas
