@@ -11,6 +11,7 @@ from megatron_rl.algorithm.declaration import Advantage, ScoredGroup
 from megatron_rl.algorithm.library.grpo import EPSILON
 from megatron_rl.algorithm.plug_ins import find_advantage
 from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.algorithm.turn_credit import compute_turn_advantages
 from megatron_rl.errors import InputError
 
 
@@ -22,6 +23,13 @@ class RewardedGroup(Protocol):
 
     @property
     def components(self) -> Mapping[str, Sequence[float | None]]: ...
+
+
+class ConversedGroup(Protocol):
+    """The rewards of the turns of a whole group's conversations."""
+
+    @property
+    def turn_rewards(self) -> Sequence[Sequence[float]]: ...
 
 
 class GroupAdvantages:
@@ -55,6 +63,15 @@ class GroupAdvantages:
         bounded_K = np.clip(rewards_K, self._config.reward_min, self._config.reward_max)
         scored = ScoredGroup(bounded_K, self._read_components(group), self._weights, baseline)
         return self._advantage.compute(scored, self._config)
+
+    def compute_turns(self, group: ConversedGroup) -> list[np.ndarray]:
+        """Compute the advantages of the turns of a group's conversations."""
+
+        def compute(returns_K: np.ndarray) -> np.ndarray:
+            bounded_K = np.clip(returns_K, self._config.reward_min, self._config.reward_max)
+            return self._advantage.compute(ScoredGroup(bounded_K, {}, self._weights, None), self._config)
+
+        return compute_turn_advantages(group.turn_rewards, compute)
 
     def _read_components(self, group: RewardedGroup) -> dict[str, np.ndarray]:
         if self._advantage.takes_components and group.components.keys() != self._weights.keys():

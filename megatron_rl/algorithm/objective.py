@@ -136,6 +136,7 @@ class Objective:
             sums |= {
                 "loss": total.detach(),
                 "mismatch": mismatch_N.abs().sum(dtype=torch.float64),
+                "mismatch_differing": (mismatch_N != 0).sum(dtype=torch.float64),
                 # On the engine's tokens: how far the trainer's policy is from the one that sampled them.
                 "mismatch_kl": (mismatch_N.exp() - mismatch_N - 1).sum(dtype=torch.float64),
             }

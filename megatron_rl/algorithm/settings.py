@@ -74,6 +74,11 @@ class AlgorithmConfig(LossSettings):
         choices=tuple(ADVANTAGES),
         takes_function=True,
     )
+    turn_credit: bool = own_flag(
+        False,
+        "Give each turn of a conversation an advantage of its own: that of the rewards from the turn on.",
+        "--grpo-turn-credit",
+    )
     reward_min: float = own_flag(-math.inf, "The lower bound that rewards are clipped to.", "--grpo-reward-min")
     reward_max: float = own_flag(math.inf, "The upper bound that rewards are clipped to.", "--grpo-reward-max")
     loss: str = own_flag(

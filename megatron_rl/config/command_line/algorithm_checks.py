@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from megatron_rl.algorithm.library import ADVANTAGES, LOSS_FIELDS, LOSSES
 from megatron_rl.algorithm.trial import find_plug_in_problems
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.environments.types import COMPONENT
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 
@@ -35,8 +36,10 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
             yield f"{settings.sources[f'algorithm.{field}']} needs {needed}: add it, or drop {flag}"
     if settings.sampling.tail_groups is not None and settings.sampling.tail == "stop":
         yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
-    if settings.sampling.tail == "truncate" and settings.environment.source is not None:
-        yield "--rollout-tail truncate cuts responses off, and not conversations with --rollout-env: drop one"
+    if settings.sampling.tail == "truncate" and settings.environment.has_turns:
+        yield "--rollout-tail truncate cuts responses off, and not those of --rollout-env and --rollout-agent: drop one"
+    if algorithm.turn_credit and settings.environment.source is None:
+        yield "--grpo-turn-credit needs --rollout-env, whose responses have turns: add it, or drop --grpo-turn-credit"
     if algorithm.reward_min >= algorithm.reward_max:
         yield (
             f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
@@ -85,9 +88,15 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
     if advantage is None:
         return
     said = f"--grpo-advantage {advantage.name}"
+    is_of_group = not (advantage.takes_baseline or advantage.takes_components or advantage.divided_over)
+    if algorithm.turn_credit and not is_of_group:
+        yield (
+            f"--grpo-turn-credit compares turns within a group, and {said} does more: write another advantage, or drop "
+            "--grpo-turn-credit"
+        )
     if advantage.takes_components:
-        if settings.environment.source is not None:
-            yield f"{said} takes each function of --reward, and not what --rollout-env gives: drop one"
+        if settings.environment.has_turns:
+            yield f"{said} takes each function of --reward, and not those of environments or agents: drop one"
         if settings.service.endpoint is not None and not settings.reward.functions:
             yield f"{said} takes the weights of --reward: write it beside --rollout-endpoint too"
         for flag, value in (("--grpo-reward-min", algorithm.reward_min), ("--grpo-reward-max", algorithm.reward_max)):
@@ -134,13 +143,23 @@ def _check_filter(settings: DraftSettings) -> Iterator[str]:
             "rewards have advantages too, and the gradient is biased without them: write --grpo-advantage batch, or "
             "drop the filter"
         )
-    if by is not None and by != _SUM and names and by not in names:
-        yield f"{_BY} {by} must be {_SUM} or a function of --reward: write one of {', '.join([_SUM, *names])}"
+    known = _list_components(settings, names)
+    if by is not None and by != _SUM and known and by not in known:
+        yield f"{_BY} {by} must be {_SUM} or a reward of the run: write one of {', '.join([_SUM, *known])}"
     if by is None and not names and settings.service.endpoint is not None:
         yield (
             f"{_FILTER} beside --rollout-endpoint does not say which reward decides: write {_BY} {_SUM}, {_BY} and the "
             "name of one of the sidecar's functions, or its --reward here too"
         )
+
+
+def _list_components(settings: DraftSettings, names: Sequence[str]) -> list[str]:
+    """List the rewards that responses have beside their sum; none if that is unknown."""
+    environment, is_elsewhere = settings.environment, settings.service.endpoint is not None
+    if environment.agent is not None or environment.verifiers is not None or (is_elsewhere and not names):
+        # Agents name rewards as they like, and a sidecar of another start has its own.
+        return []
+    return [*names, *([COMPONENT] if environment.source is not None else [])]
 
 
 def note_filter(settings: DraftSettings) -> Iterator[str]:
