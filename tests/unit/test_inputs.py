@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config.trainer import CheckpointConfig
-from megatron_rl.errors import InputError
+from megatron_rl.environments.types import Description
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.trainer.loop import inputs
 from megatron_rl.trainer.loop import run as loop_run
 from megatron_rl.trainer.loop.inputs import check_save_folder
+from tests import chat_models
+from tests.command_lines import QWEN3, RUN, folder, parse_run, without
 
 
 @pytest.fixture
@@ -64,4 +67,31 @@ def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypa
     )
     with contextlib.ExitStack() as stack, pytest.raises(InputError, match="holds checkpoints already"):
         loop_run._prepare(settings, SimpleNamespace(), stack)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("offered", "said"),
+    [
+        (
+            Description("Sums", True, tools=({"function": {"name": "add"}},)),
+            r"Sums has tools \(add\), and --rollout-tool-parser is missing: write hermes",
+        ),
+        (Description("Sums", False), "Sums has no method get_reward: add it, or write --reward"),
+    ],
+)
+def test_no_sidecar_is_started_for_an_environment_that_it_would_refuse(
+    offered: Description, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sums.py").write_text("class Sums: ...")
+    model = folder(chat_models.save_tokenizer(tmp_path, chat_models.HERMES, "<|im_end|>"), QWEN3)
+    words = ("--platform", "cpu", "--hf-model", model, *without(RUN, "--reward"))
+    settings = parse_run(*words, "--rollout-env", f"{tmp_path / 'sums.py'}:Sums", world_size=1)
+    started: list[object] = []
+    monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
+    monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
+    monkeypatch.setattr(inputs, "describe_environment", lambda config, processes: offered)
+    startup = SimpleNamespace(show=lambda stream: None)
+    with contextlib.ExitStack() as stack, pytest.raises(UsageError, match=said):
+        loop_run._prepare(settings, startup, stack)
     assert started == []

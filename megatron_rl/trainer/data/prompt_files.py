@@ -16,6 +16,7 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.rewards.types import ANSWER, GIVEN
 from megatron_rl.shared.protocol.wire import JSON
+from megatron_rl.trainer.data.sources import find_weight_problems, read_weights
 
 _PARQUET_ROWS_AT_A_TIME = 4096
 
@@ -66,11 +67,11 @@ def read_demonstrations(paths: Sequence[Path], config: DataConfig) -> list[Row]:
 
 
 def _read(paths: Sequence[Path], config: DataConfig, make: MakeRow) -> list[Row]:
-    names = _names(paths)
+    names = name_files(paths)
     return [row for path, name in zip(paths, names, strict=True) for row in _file_rows(path, name, config, make)]
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def name_files(paths: Sequence[Path]) -> list[str]:
     """Name each file for identities: its own name, after the fewest folders that tell all files apart."""
     files = [os.path.realpath(path) for path in paths]
     # Names are hashed and sent as UTF-8, and a file's name need not be valid UTF-8.
@@ -313,11 +314,13 @@ def find_problems(config: DataConfig, stage: str) -> Iterator[str]:
     if config.held_out and config.eval_prompts:
         yield f"--prompts-held-out {config.held_out} and --eval-prompts both choose what is evaluated: leave one out"
     yield from _check_keys(config, stage)
-    trained = {os.path.realpath(path) for path in config.prompts or ()}
+    files = read_weights(config.prompts or ())
+    yield from find_weight_problems(files, stage)
+    trained = {os.path.realpath(file.path) for file in files}
     for path in config.eval_prompts or ():
         if os.path.realpath(path) in trained:
             yield f"{path} is in --prompts and in --eval-prompts: leave it out of one, or use --prompts-held-out"
-    for flag, paths in (("--prompts", config.prompts or ()), ("--eval-prompts", config.eval_prompts or ())):
+    for flag, paths in (("--prompts", [file.path for file in files]), ("--eval-prompts", config.eval_prompts or ())):
         yield from _check_paths(flag, paths)
 
 

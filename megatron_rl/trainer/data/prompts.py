@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import msgspec
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.shared.protocol.wire import Prompt, decode_tokens
+from megatron_rl.shared.protocol.provenance import name_source
+from megatron_rl.shared.protocol.wire import JSON, Prompt, decode_tokens
 from megatron_rl.trainer.data.order import Curriculum, RowOrder, draw_held_out, leave_out
-from megatron_rl.trainer.data.prompt_files import Row, read_rows
+from megatron_rl.trainer.data.prompt_files import Row, name_files, read_rows
+from megatron_rl.trainer.data.sources import MixedOrder, read_weights
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 
 
@@ -33,10 +35,18 @@ class PromptSource:
         num_read: int | None = None,
         curriculum: Curriculum | None = None,
         stops: Sequence[int] = (),
+        weights: Mapping[str, float] | None = None,
     ) -> None:
+        """`weights` belong to sources; without them all rows are alike, whatever their source."""
         self._prompts = list(prompts)
         self._held_out = list(held_out)
-        self._order = RowOrder(len(self._prompts), _fingerprint(self._prompts), seed, shuffle, curriculum)
+        fingerprint = _fingerprint(self._prompts)
+        self._order: RowOrder | MixedOrder
+        if weights is None:
+            self._order = RowOrder(len(self._prompts), fingerprint, seed, shuffle, curriculum)
+        else:
+            members = _divide_sources(self._prompts, weights)
+            self._order = MixedOrder(members, list(weights.values()), fingerprint, seed, shuffle, curriculum)
         self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
         """Number of rows of all files, including those that are left out."""
         self.notes = tuple(notes)
@@ -115,6 +125,11 @@ class PromptSource:
 
     def restore(self, state: object) -> None:
         """Continue from a state; raise an InputError if the data set or the order differs."""
+        if isinstance(self._order, RowOrder) and isinstance(state, Mapping) and "sources" in state:
+            raise InputError(
+                "the checkpoint was trained with weights of --prompts, and none are given: give the same, or load its "
+                "weights alone, with --finetune"
+            )
         self._order.restore(state)
 
 
@@ -134,7 +149,8 @@ def read_prompts(config: DataConfig) -> PromptRows:
         raise UsageError(f"--max-prompt-tokens {config.max_prompt_tokens} leaves every prompt out: write at least 1")
     assert config.prompts is not None
     return PromptRows(
-        read_rows(config.prompts, config), read_rows(config.eval_prompts, config) if config.eval_prompts else []
+        read_rows([file.path for file in read_weights(config.prompts)], config),
+        read_rows(config.eval_prompts, config) if config.eval_prompts else [],
     )
 
 
@@ -152,13 +168,15 @@ def tokenize_prompts(
     longest: int,
     vocab_size: int,
     has_environments: bool = False,
+    tools: Sequence[JSON] = (),
 ) -> PromptSource:
     """Tokenize, filter and divide the prompts of a run.
 
-    `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response.
+    `longest` is the most tokens that a prompt may have: the length of a sequence less the longest response. Chats tell
+    the policy of `tools`, which are schemas.
     """
     rows, eval_rows = read.trained, read.evaluated
-    tokenizer = PromptTokenizer.load(model, vocab_size, config, is_left_open=has_environments)
+    tokenizer = PromptTokenizer.load(model, vocab_size, config, is_left_open=has_environments, tools=tools)
     notes: list[str] = []
     prompts = _fitting(rows, tokenizer, config, longest, "--prompts", notes)
     if config.eval_prompts:
@@ -178,7 +196,26 @@ def tokenize_prompts(
         num_read=num_read,
         curriculum=_build_curriculum(config),
         stops=stops,
+        weights=_read_source_weights(config),
     )
+
+
+def _read_source_weights(config: DataConfig) -> dict[str, float] | None:
+    files = read_weights(config.prompts or ())
+    names = name_files([file.path for file in files])
+    weights = {name: file.weight for name, file in zip(names, files, strict=True) if file.weight is not None}
+    return weights or None
+
+
+def _divide_sources(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> list[list[int]]:
+    """Return the numbers of the rows of each source."""
+    members: dict[str, list[int]] = {name: [] for name in weights}
+    for number, prompt in enumerate(prompts):
+        members[name_source(prompt.row)].append(number)
+    for name, rows in members.items():
+        if not rows:
+            raise InputError(f"--prompts {name} has no prompt left to train on: hold out fewer, or leave the file out")
+    return list(members.values())
 
 
 def _fitting(

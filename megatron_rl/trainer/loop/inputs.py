@@ -8,12 +8,16 @@ from megatron_rl.algorithm.plug_ins import compare_plug_ins
 from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.config.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
+from megatron_rl.environments.pool import describe_environment
+from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.startup import Startup, describe_prompts
+from megatron_rl.rewards.spec import build_pool_settings
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.sidecar.reading import check_offered
 from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
 from megatron_rl.trainer.loop.saver import find_missing_hf
@@ -49,10 +53,12 @@ class CheckedInputs:
     """Lines for people about the loaded checkpoint."""
     is_finished: bool
     """Whether the checkpoint leaves nothing to do; a note says so."""
+    offered: Description | None = None
+    """The environment as its class describes it; None for a run without one."""
 
 
 def check_inputs(settings: RunSettings) -> CheckedInputs:
-    """Read the prompts; raise an InputError if weights, checkpoints or the run's folder do not fit the settings."""
+    """Read the prompts; raise an error if weights, checkpoints, folder or environment do not fit the settings."""
     rows = None if settings.run.stage == "sft" else read_prompts(settings.data)
     _check_weights(settings)
     check_save_folder(settings)
@@ -63,7 +69,8 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
-    return CheckedInputs(rows, tuple(notes), is_finished=finished is not None)
+    offered = _describe_environment(settings)
+    return CheckedInputs(rows, tuple(notes), is_finished=finished is not None, offered=offered)
 
 
 def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup) -> Inputs:
@@ -71,7 +78,7 @@ def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup)
     name = "demonstrations" if checked.rows is None else "prompts"
     startup.say(f"{name}: they are read and tokenized")
     demonstrations = _load_demonstrations(settings) if checked.rows is None else None
-    prompts = None if checked.rows is None else _tokenize_prompts(settings, checked.rows)
+    prompts = None if checked.rows is None else _tokenize_prompts(settings, checked.rows, checked.offered)
     data = demonstrations or prompts
     assert data is not None
     startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
@@ -79,7 +86,19 @@ def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup)
     return Inputs(prompts, demonstrations, notes, checked.is_finished)
 
 
-def _tokenize_prompts(settings: RunSettings, rows: PromptRows) -> PromptSource:
+def _describe_environment(settings: RunSettings) -> Description | None:
+    """Describe the environment; raise a UsageError if this run's own sidecar would refuse it."""
+    if settings.environment.source is None:
+        return None
+    processes = build_pool_settings(settings.reward, settings.folder)
+    # The log is the sidecar's.
+    offered = describe_environment(settings.environment, dataclasses.replace(processes, log=None))
+    if settings.sidecar is not None:
+        check_offered(offered, settings.sidecar)
+    return offered
+
+
+def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Description | None) -> PromptSource:
     assert settings.model.hf_model is not None
     return tokenize_prompts(
         rows,
@@ -88,7 +107,8 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows) -> PromptSource:
         seed=settings.training.seed,
         longest=settings.sizes.longest_prompt,
         vocab_size=settings.architecture.vocab_size,
-        has_environments=settings.environment.source is not None,
+        has_environments=settings.environment.has_turns,
+        tools=() if offered is None else offered.tools,
     )
 
 
