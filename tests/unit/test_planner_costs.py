@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.analysis.plan.calibrate import MeasuredRun, RunLayout, calibrate, fit
 from megatron_rl.analysis.plan.chips import ASSUMED, CHIPS, find_figures
-from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, ScriptedCosts, Setting, TrainerCosts
+from megatron_rl.analysis.plan.costs import BatchingCosts, Costs, DraftCosts, ScriptedCosts, Setting, TrainerCosts
 from megatron_rl.analysis.plan.doubts import NO_RUN, describe_errors, find_doubts, leave_one_out
 from megatron_rl.analysis.plan.engines import SimulatedGroup
 from megatron_rl.analysis.plan.figures import DeviceSplit, TrainedAdapters, estimate
@@ -332,7 +332,8 @@ def test_a_publish_takes_longer_with_more_hosts_of_engines_than_the_trainers_lin
         return estimate(QWEN3_4B, CHIPS["h100"], split, 64).publish - ASSUMED.publish_seconds
 
     once = count_parameters(QWEN3_4B).total * 2 / (CHIPS["h100"].network * ASSUMED.network)
-    for trainer_hosts, engine_hosts, times in ((1, 1, 1), (1, 4, 4), (4, 4, 1), (2, 8, 4), (1, 16, 2), (2, 16, 1)):
+    cases = ((1, 1, 1), (2, 1, 1), (1, 4, 4), (4, 4, 1), (2, 8, 4), (1, 16, 2), (2, 16, 1))
+    for trainer_hosts, engine_hosts, times in cases:
         assert publish(trainer_hosts, engine_hosts) == pytest.approx(times * once), (trainer_hosts, engine_hosts)
 
 
@@ -340,3 +341,18 @@ def test_an_engine_holds_fewer_responses_the_longer_they_are_and_none_of_a_model
     short, long = (count_running(QWEN3_4B, 1, context, 80) for context in (1000, 4000))
     assert short == pytest.approx(4 * long, rel=0.01)
     assert count_running(dataclasses.replace(QWEN3_4B, num_layers=1000), 1, 1000, 80) == 0
+
+
+@pytest.mark.parametrize(("acceptance", "num_tokens"), [(0.0, 4), (0.6, 1), (0.8, 5), (1.0, 3)])
+def test_a_step_with_drafts_gives_the_tokens_before_the_first_one_that_is_refused_and_one_more(acceptance, num_tokens):
+    refused_at = [acceptance**place * (1 - acceptance) for place in range(num_tokens)]
+    expected = sum((place + 1) * share for place, share in enumerate([*refused_at, acceptance**num_tokens]))
+    drafts = DraftCosts(acceptance, num_tokens, cost=0.25)
+    assert drafts.accepted_length == pytest.approx(expected, rel=1e-12)
+    engine = BatchingCosts(0.02, 2e-3, 1e-6, 1e-5, 3e-3)
+    found = engine.drafting(drafts)
+    # A step with 7 responses of 100 tokens of context each, which compute with all tokens of their drafts.
+    step = 0.02 * (1 + 0.25 * num_tokens) + 7 * (num_tokens + 1) * 2e-3 + 700 * 1e-6
+    per_token = found.step + 7 * found.per_sequence + 700 * found.per_context
+    assert per_token * expected == pytest.approx(step, rel=1e-12)
+    assert (found.per_prompt_token, found.per_prompt) == (engine.per_prompt_token, engine.per_prompt)

@@ -227,12 +227,22 @@ def seconds_of(said, schedule):
 
 def test_more_engines_and_faster_ones_shorten_what_waits_for_them(folder, capsys):
     found = []
-    for words in ([], ["--rollout-num-engines", "4"], ["--engine-speed", "2"]):
+    drafting = ["--draft-acceptance", "0.9", "--draft-tokens", "2"]
+    for words in ([], ["--rollout-num-engines", "4"], ["--engine-speed", "2"], drafting):
         assert cli.main(["plan", f"{folder},max-num-seqs=12", *words]) == ExitCode.OK
         found.append(seconds_of(capsys.readouterr().out, "periodic"))
     assert found[1] < found[0]
     assert found[2] < found[0]
     assert not math.isclose(found[0], found[2])
+    assert found[3] < found[0]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["time"] |= {"drafted_tokens": 8, "accepted_tokens": 4, "accepted_length": 2.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["plan", f"{folder},max-num-seqs=12"]) == ExitCode.OK
+    assert seconds_of(capsys.readouterr().out, "periodic") == found[0]
+    assert cli.main(["plan", f"{folder},max-num-seqs=12", *drafting]) == ExitCode.USAGE
+    assert "engines drafted in these runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -245,12 +255,17 @@ def test_more_engines_and_faster_ones_shorten_what_waits_for_them(folder, capsys
         (["RUN,stages=x"], "stages=x must be a whole number"),
         (["RUN,schedule=never"], "schedule=never must be one of"),
         (["FOLDER", "--engine-speed", "0"], "--engine-speed 0 must be a finite number above 0"),
+        (["FOLDER", "--draft-acceptance", "1.5"], "--draft-acceptance 1.5 must be a share, from 0 to 1"),
+        (["FOLDER", "--draft-acceptance", "0.5", "--draft-cost", "-1"], "--draft-cost -1 must be a finite number"),
+        (["FOLDER", "--draft-acceptance", "0.5", "--draft-tokens", "0"], "--draft-tokens 0 must be at least 1"),
         ([*SEARCH, "--publish-lora", "adapter"], "--lora-rank must be at least 1"),
         (["FOLDER", "--grpo-group-size", "0"], "--grpo-group-size 0 must be at least 1"),
         (["FOLDER", "--response-length", "long"], "--response-length long must be"),
         (["FOLDER", "--reward-seconds", "-5"], "--reward-seconds -5 must be a finite number, at least 0"),
         (["FOLDER", "--reward-seconds", "nan"], "--reward-seconds nan must be a finite number, at least 0"),
         (["FOLDER", "--reward-seconds", "inf"], "--reward-seconds inf must be a finite number, at least 0"),
+        (["FOLDER", "--turns", "0.5"], "--turns 0.5 must be a finite number, at least 1"),
+        (["FOLDER", "--environment-seconds", "-1"], "--environment-seconds -1 must be a finite number, at least 0"),
         ([*SEARCH, "--reward-seconds", "nan"], "--reward-seconds nan must be a finite number, at least 0"),
         ([*SEARCH, "--response-length", "fixed:9000"], "--response-length reaches 9000 tokens, above --rollout-max-to"),
         ([*SEARCH, "--response-length", "uniform:1:8193"], "reaches 8193 tokens, above --rollout-max-tokens 8192"),

@@ -83,6 +83,7 @@ class MeasuredRun:
             micro_batch_size=record.micro_batch_size,
             prompts=Uniform(prompt, prompt),
             responses=Empirical([group.lengths for one in record.iterations for group in one.groups]),
+            talk=record.talk,
             num_engines=record.num_engines,
             num_replicas=record.num_replicas,
             num_stages=layout.num_stages,
@@ -147,9 +148,11 @@ def _fit_steps(runs: Sequence[MeasuredRun]) -> list[float]:
     for run in runs:
         for iteration, groups in _by_engine(run.record):
             counted = [_replay(run, iteration, groups, name) for name in _BATCHING]
+            # How long environments take is known.
+            answered = _replay(run, iteration, groups, None)
             for group in groups:
                 rows.append([times[group.index] for times in counted])
-                seconds.append(group.finished - iteration.submitted)
+                seconds.append(group.finished - iteration.submitted - answered[group.index])
     return fit(rows, seconds)
 
 
@@ -162,10 +165,11 @@ def _by_engine(record: RunRecord) -> Iterator[tuple[RecordedIteration, list[Reco
 
 
 def _replay(
-    run: MeasuredRun, iteration: RecordedIteration, groups: Sequence[RecordedGroup], cost: str
+    run: MeasuredRun, iteration: RecordedIteration, groups: Sequence[RecordedGroup], cost: str | None
 ) -> dict[int, float]:
     """Return when an engine has sampled each group if only the thing `cost` takes time, 1 each.
 
+    Without one, only environments take theirs.
     The delays of an iteration's first groups are left out.
     """
     only = {name: float(name == cost) for name in _BATCHING}
@@ -178,12 +182,18 @@ def _replay(
         max_in_flight=iteration.max_in_flight or run.layout.max_in_flight,
     )
     prompt = round(iteration.prompt)
-    pool = Pool([SimulatedBatching(costs)], costs.max_in_flight, 0.0, 1)
+    talk = run.record.talk if cost is None else dataclasses.replace(run.record.talk, seconds=0.0)
+    pool = Pool([SimulatedBatching(costs)], costs.max_in_flight, 0.0, 1, talk)
     pool.submit([SimulatedGroup(group.index, 0, prompt, list(group.lengths)) for group in groups], 0.0)
     return {group.index: group.sampled for group in pool.take(len(groups))}
 
 
 def _fit_scripted(runs: Sequence[MeasuredRun]) -> ScriptedCosts:
+    if any(run.record.talk.is_needed for run in runs):
+        raise InputError(
+            "a run with --rollout-env and scripted engines needs a script with step_seconds: its groups have no "
+            "durations of their own; name another run"
+        )
     rows, seconds = [], []
     for run in runs:
         at_once = max(1, run.layout.max_in_flight // run.record.group_size)

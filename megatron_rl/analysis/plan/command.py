@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from megatron_rl.analysis.plan import picture as plan_picture
 from megatron_rl.analysis.plan.calibrate import MeasuredRun, calibrate
 from megatron_rl.analysis.plan.chips import CHIPS, find_figures
 from megatron_rl.analysis.plan.command_lines import Files, list_notes, write_command
-from megatron_rl.analysis.plan.costs import SCHEDULES, BatchingCosts, Costs, EngineCosts, Schedule, Setting
+from megatron_rl.analysis.plan.costs import (
+    SCHEDULES,
+    BatchingCosts,
+    Costs,
+    DraftCosts,
+    EngineCosts,
+    Schedule,
+    Setting,
+    Talk,
+)
 from megatron_rl.analysis.plan.doubts import apply_bounds, describe_errors, find_doubts, leave_one_out
 from megatron_rl.analysis.plan.figures import TrainedAdapters
 from megatron_rl.analysis.plan.lengths import Lengths, Lognormal, Uniform, parse_lengths
@@ -68,6 +78,8 @@ def _make_parser() -> argparse.ArgumentParser:
     run.add_argument("--response-length", metavar="LENGTHS")
     run.add_argument("--reward-seconds", type=float, metavar="S", help="seconds of a group's reward, in one worker")
     run.add_argument("--reward-workers", type=int, metavar="N")
+    run.add_argument("--turns", type=float, metavar="N", help="mean turns of a response with an environment")
+    run.add_argument("--environment-seconds", type=float, metavar="S", help="seconds of an answer of an environment")
     run.add_argument("--staleness", type=int, metavar="N", help="schedule async: iterations ahead")
     changed = parser.add_argument_group("with RUN")
     changed.add_argument("--rollout-num-engines", type=int, metavar="N")
@@ -77,6 +89,9 @@ def _make_parser() -> argparse.ArgumentParser:
     changed.add_argument("--pipeline-model-parallel-size", type=int, metavar="N")
     changed.add_argument("--engine-speed", type=float, default=1.0, metavar="F", help="engines F times as fast")
     changed.add_argument("--trainer-speed", type=float, default=1.0, metavar="F", help="a trainer F times as fast")
+    changed.add_argument("--draft-acceptance", type=float, metavar="A", help="engines draft, and accept this share")
+    changed.add_argument("--draft-tokens", type=int, default=DraftCosts.num_tokens, metavar="K", help="of a draft")
+    changed.add_argument("--draft-cost", type=float, default=0.0, metavar="C", help="of drafting a token, in steps")
     found = parser.add_argument_group("without RUN")
     found.add_argument("--hf-model", type=Path, metavar="MODEL", help="a folder with config.json")
     found.add_argument("--weights-bridge", metavar="FILE.py:NAME", help="a model family of your own that reads MODEL")
@@ -101,6 +116,8 @@ def _predict(arguments: argparse.Namespace) -> None:
     costs = calibrate(runs)
     setting = _change(runs[0].setting, arguments)
     costs = _change_costs(apply_bounds(runs[0], costs), arguments)
+    if arguments.draft_acceptance is not None:
+        costs = dataclasses.replace(costs, engine=_add_drafts(costs.engine, runs, arguments))
     results: dict[Schedule, Result] = {}
     for schedule in SCHEDULES:
         # A run with divided devices does not show how all of them together would sample.
@@ -168,6 +185,7 @@ def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
         if text is not None:
             changes[name] = parse_lengths(text, "--prompt-length" if name == "prompts" else "--response-length")
     changes = {name: value for name, value in changes.items() if value is not None}
+    changes["talk"] = _change_talk(setting.talk, arguments)
     of_rank = setting.trainer_devices / (setting.num_replicas * setting.num_stages)
     of_engine = setting.engine_devices / setting.num_engines
     changed = dataclasses.replace(setting, **changes)
@@ -175,6 +193,19 @@ def _change(setting: Setting, arguments: argparse.Namespace) -> Setting:
         changed,
         trainer_devices=round(of_rank * changed.num_replicas * changed.num_stages),
         engine_devices=round(of_engine * changed.num_engines),
+    )
+
+
+def _change_talk(talk: Talk, arguments: argparse.Namespace) -> Talk:
+    turns, seconds = arguments.turns, arguments.environment_seconds
+    if turns is not None and not 1 <= turns < math.inf:
+        raise UsageError(f"--turns {turns:g} must be a finite number, at least 1: write one")
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise UsageError(f"--environment-seconds {seconds:g} must be a finite number, at least 0: write one")
+    return Talk(
+        talk.turns if turns is None else turns,
+        talk.given_share,
+        talk.seconds if seconds is None else seconds,
     )
 
 
@@ -214,6 +245,20 @@ def _change_in_flight(engine: EngineCosts, number: int | str | None) -> EngineCo
         return dataclasses.replace(engine, max_in_flight=number, is_chosen=False)
     is_chosen = engine.is_chosen or number is not None
     return dataclasses.replace(engine, max_in_flight=2 * engine.max_running, is_chosen=True) if is_chosen else engine
+
+
+def _add_drafts(engine: EngineCosts, runs: Sequence[MeasuredRun], arguments: argparse.Namespace) -> EngineCosts:
+    """Return the costs of engines that draft, unlike those of the runs."""
+    drafts = DraftCosts(arguments.draft_acceptance, arguments.draft_tokens, arguments.draft_cost)
+    if not 0 <= drafts.acceptance <= 1:
+        raise UsageError(f"--draft-acceptance {drafts.acceptance:g} must be a share, from 0 to 1: write one")
+    if not 0 <= drafts.cost < math.inf:
+        raise UsageError(f"--draft-cost {drafts.cost:g} must be a finite number, at least 0: write one")
+    if not isinstance(engine, BatchingCosts):
+        raise UsageError("--draft-acceptance needs a run with vLLM, or with scripted engines that have step_seconds")
+    if any(one.has_drafts for run in runs for one in run.record.iterations):
+        raise UsageError("--draft-acceptance: engines drafted in these runs, so their times hold for that: drop it")
+    return engine.drafting(drafts)
 
 
 def _describe_costs(costs: Costs) -> list[str]:

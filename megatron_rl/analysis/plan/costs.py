@@ -40,6 +40,35 @@ class BatchingCosts:
             per_prompt=self.per_prompt / factor,
         )
 
+    def drafting(self, drafts: "DraftCosts") -> "BatchingCosts":
+        """Return the mean costs of a token if each step checks a draft of every running response.
+
+        A step reads weights and context once, and computes with all tokens of a draft and one more.
+        """
+        length = drafts.accepted_length
+        return dataclasses.replace(
+            self,
+            step=self.step * (1 + drafts.num_tokens * drafts.cost) / length,
+            per_sequence=self.per_sequence * (drafts.num_tokens + 1) / length,
+            per_context=self.per_context / length,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCosts:
+    """Drafts of tokens in engines."""
+
+    acceptance: float
+    """The share of tokens that are accepted, among those that follow accepted ones."""
+    num_tokens: int = 4
+    cost: float = 0.0
+    """The time that drafting a token takes, in steps of the engine."""
+
+    @property
+    def accepted_length(self) -> float:
+        """Compute the mean number of tokens that a response gets in a step: accepted ones, and one more."""
+        return sum(self.acceptance**place for place in range(self.num_tokens + 1))
+
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedCosts:
@@ -113,6 +142,23 @@ def publish_seconds(fixed: float, num_bytes: float, bytes_per_second: float) -> 
 
 
 @dataclasses.dataclass(frozen=True)
+class Talk:
+    """The conversations of a run."""
+
+    turns: float = 1.0
+    """Mean turns of the policy in a response."""
+    given_share: float = 0.0
+    """The share of a response's tokens that environments write."""
+    seconds: float = 0.0
+    """Seconds in which an environment answers a turn."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Return True if responses have more than one turn, or wait for an environment."""
+        return self.turns > 1 or self.seconds > 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """The setting of a run."""
 
@@ -143,6 +189,8 @@ class Setting:
     is_strict: bool = True
     """Asynchronous runs only: True if an iteration waits for the groups of its own prompts, so that none is older
     than `staleness` updates. If False, the groups that finish first are trained on, whatever their iteration."""
+    talk: Talk = Talk()
+    """The turns of responses, and their environments."""
 
     @property
     def num_devices(self) -> int:

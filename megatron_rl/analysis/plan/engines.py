@@ -32,6 +32,8 @@ class SimulatedGroup:
     sampled: float = math.nan
     finished: float = math.nan
     """The time at which it also had its rewards."""
+    cached: int = 0
+    """The first tokens of the prompt that the engine has in its cache."""
 
 
 class SimulatedEngine(Protocol):
@@ -191,7 +193,7 @@ class SimulatedBatching:
             number, place = state.waiting.popleft()
             group = self._groups[number]
             if place == 0:
-                state.stalled += costs.per_prompt + group.prompt * costs.per_prompt_token
+                state.stalled += costs.per_prompt + (group.prompt - group.cached) * costs.per_prompt_token
             length = group.lengths[place]
             state.context += group.prompt
             heapq.heappush(state.running, (state.steps + length, number, length))

@@ -5,6 +5,7 @@ Invariants, as in `sidecar/engines/pool.py`:
 - the group that has waited longest goes first, to the engine with the fewest responses in flight if it has room;
 - an engine has more than its bound in flight only for one group that is larger;
 - it has the room of an opening, by the groups that all engines have begun and the delays that are over;
+- a turn of a conversation goes before groups that have not begun, once its environment has answered;
 - events happen in the order of their times.
 """
 
@@ -13,7 +14,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from megatron_rl.analysis.plan.costs import Talk
 from megatron_rl.analysis.plan.engines import SimulatedEngine, SimulatedGroup
+from megatron_rl.analysis.plan.talks import SimulatedTurn, open_talks
 from megatron_rl.sidecar.in_flight.forecast import Opening
 
 
@@ -21,8 +24,14 @@ class Pool:
     """The engines, and the workers that compute rewards."""
 
     def __init__(
-        self, engines: Sequence[SimulatedEngine], max_in_flight: int, reward: float, reward_workers: int
+        self,
+        engines: Sequence[SimulatedEngine],
+        max_in_flight: int,
+        reward: float,
+        reward_workers: int,
+        talk: Talk | None = None,
     ) -> None:
+        """Make a pool; with `talk`, responses are such conversations."""
         self.engines = engines
         self.now = 0.0
         self.finished: deque[SimulatedGroup] = deque()
@@ -39,6 +48,12 @@ class Pool:
         self._submitted = 0.0
         self._delays: deque[float] = deque()
         self._num_begun = 0
+        self._talk = talk or Talk()
+        self._num_talks = 0
+        # Turns that wait for their environment's answer, by the time at which it comes.
+        self._answers: list[tuple[float, int, SimulatedTurn]] = []
+        # The conversations of a group that are not over, by the group's identity.
+        self._left: dict[int, int] = {}
         # Heaps, which also hold outdated entries: by the next group's time, and by the responses in flight.
         self._next: list[tuple[float, int]] = []
         self._free = [(0, index) for index in range(len(engines))]
@@ -50,7 +65,8 @@ class Pool:
         self._opening = opening
         self._delays = deque(() if opening is None else opening.delays)
         self._num_begun = 0
-        self._waiting.extend(groups)
+        for group in groups:
+            self._waiting.extend(self._open(group))
         for index in self._dispatch():
             self._expect(index)
 
@@ -94,7 +110,8 @@ class Pool:
         return sum(engine.busy for engine in self.engines)
 
     def _peek(self) -> float:
-        return min(self._peek_group(), self._submitted + self._delays[0] if self._delays else math.inf)
+        answered = self._answers[0][0] if self._answers else math.inf
+        return min(self._peek_group(), answered, self._submitted + self._delays[0] if self._delays else math.inf)
 
     def _peek_group(self) -> float:
         while self._next:
@@ -110,8 +127,11 @@ class Pool:
             heapq.heappush(self._next, (time, index))
 
     def _step(self) -> None:
-        """Advance to the next group that an engine has sampled, and finish it; or to the next delay that is over."""
+        """Advance to the next group that an engine has sampled, and finish it; or to the next answer or delay's end."""
         self.num_events += 1
+        if self._answers and self._answers[0][0] <= self._peek():
+            self._hear()
+            return
         if self._delays and self._submitted + self._delays[0] <= self._peek_group():
             self.now = self._submitted + self._delays.popleft()
             for index in self._dispatch():
@@ -122,13 +142,45 @@ class Pool:
         self.now = group.sampled = self.last_sampled[index] = time
         self._in_flight[index] -= len(group.lengths)
         heapq.heappush(self._free, (self._in_flight[index], index))
+        if isinstance(group, SimulatedTurn):
+            heapq.heappush(self._answers, (time + self._talk.seconds, self.num_events, group))
+        else:
+            self._finish(group, time)
+        changed = self._dispatch()
+        for changed_index in changed | {index}:
+            self._expect(changed_index)
+
+    def _open(self, group: SimulatedGroup) -> Iterable[SimulatedGroup]:
+        if not self._talk.is_needed:
+            return [group]
+        turns = list(open_talks(group, self._talk, self._num_talks))
+        self._num_talks += len(turns)
+        self._left[id(group)] = len(turns)
+        return turns
+
+    def _hear(self) -> None:
+        """Take the next answer of an environment: the conversation continues, or is over."""
+        self.now, _, turn = heapq.heappop(self._answers)
+        whole = turn.whole
+        assert whole is not None
+        if math.isnan(whole.begun):
+            whole.begun = turn.begun
+        if turn.rest:
+            self._waiting.appendleft(turn.follow())
+        else:
+            self._left[id(whole)] -= 1
+            if not self._left[id(whole)]:
+                del self._left[id(whole)]
+                whole.sampled = self.now
+                self._finish(whole, self.now)
+        for index in self._dispatch():
+            self._expect(index)
+
+    def _finish(self, group: SimulatedGroup, time: float) -> None:
         begun = heapq.heappop(self._workers)
         group.finished = max(begun, time) + self._reward
         heapq.heappush(self._workers, group.finished)
         self.finished.append(group)
-        changed = self._dispatch()
-        for changed_index in changed | {index}:
-            self._expect(changed_index)
 
     def _count_room(self, size: int) -> int:
         if self._opening is None:

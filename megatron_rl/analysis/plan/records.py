@@ -9,8 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_rl.analysis.plan.costs import Talk
 from megatron_rl.errors import InputError
-from megatron_rl.observe.metrics import MAX_IN_FLIGHT
+from megatron_rl.observe.metrics import (
+    DRAFTED,
+    ENVIRONMENT_MEAN,
+    ENVIRONMENT_P95,
+    MAX_IN_FLIGHT,
+    number_at,
+)
 
 _FORMAT = 1
 _MICROSECOND = 1e-6
@@ -54,6 +61,9 @@ class RecordedIteration:
     """Mean tokens of a prompt."""
     max_in_flight: int | None = None
     """The most responses that each engine was given at once, if the metrics have it."""
+    talk: Talk = Talk()
+    has_drafts: bool = False
+    """True if engines drafted tokens."""
 
     @property
     def sampling(self) -> float:
@@ -79,6 +89,13 @@ class RunRecord:
     def iteration_seconds(self) -> float:
         """Return an iteration's median seconds."""
         return statistics.median(one.seconds["iteration"] for one in self.iterations)
+
+    @property
+    def talk(self) -> Talk:
+        """Return the conversations of its iterations, in the mean."""
+        talks = [one.talk for one in self.iterations]
+        fields = dataclasses.fields(Talk)
+        return Talk(**{field.name: statistics.fmean(getattr(one, field.name) for one in talks) for field in fields})
 
     @property
     def mean_length(self) -> float:
@@ -143,6 +160,7 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> Re
     ]
     seconds = {name: value for name, value in metrics["time"].items() if not name.endswith("_per_second")}
     max_in_flight = seconds.pop(MAX_IN_FLIGHT, None)
+    answer, _ = seconds.pop(ENVIRONMENT_MEAN, 0.0), seconds.pop(ENVIRONMENT_P95, None)
     return RecordedIteration(
         version=metrics["version"],
         submitted=events["submit"]["time"],
@@ -152,7 +170,17 @@ def _make_iteration(events: Mapping[str, Any], metrics: Mapping[str, Any]) -> Re
         seconds=seconds,
         prompt=metrics["tokens"]["prompt"] / metrics["groups"],
         max_in_flight=max_in_flight,
+        talk=_describe_talk(metrics, answer),
+        has_drafts=DRAFTED in metrics["time"],
     )
+
+
+def _describe_talk(metrics: Mapping[str, Any], answer: float) -> Talk:
+    tokens, turns = metrics["tokens"], number_at(metrics, "responses", "turns")
+    if turns is None:
+        return Talk()
+    given = tokens.get("environment", 0)
+    return Talk(turns, given / max(1, given + tokens["response"]), answer)
 
 
 # The trace.

@@ -73,7 +73,7 @@ class _Run:
         self._costs = costs
         self._generator = np.random.default_rng(seed)
         self._engines = [build_engine(costs.engine, self._generator) for _ in range(setting.num_engines)]
-        self._pool = Pool(self._engines, costs.engine.max_in_flight, costs.reward, setting.reward_workers)
+        self._pool = Pool(self._engines, costs.engine.max_in_flight, costs.reward, setting.reward_workers, setting.talk)
         self._now = 0.0
         self.opening: Opening | None = None
         """The responses that engines are given at once, chosen for the first iteration's lengths."""
