@@ -29,6 +29,8 @@ MISMATCH_FLOOR, MISMATCH_GROWTH = 1e-3, 2.0
 # The end over the beginning.
 ENTROPY = 0.3
 WITHOUT_SIGNAL, TRUNCATED = 0.5, 0.2
+# The share of engines' time in which they wait for environments while ranks wait, too; shares of conversations.
+ENVIRONMENT, FAILED, LIMITED = 0.1, 0.05, 0.5
 # The busiest replica over the least busy one.
 UNEVEN = 1.2
 # Rewards over sampling, medians of a group.
@@ -49,6 +51,9 @@ _DEVIATIONS_BETWEEN_QUARTILES = 1.349
 
 # The transport that streams weights to engines, by platform.
 _STREAMS = {"cuda": "nccl", "npu": "hccl"}
+
+# The causes of a rank that waits for groups.
+_WAITS = ("first", "starved", "environment", "tail")
 
 _Records = Sequence[Mapping[str, Any]]
 
@@ -72,6 +77,7 @@ def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | 
         found += _explain_replicas(trace, accounts)
         found += _explain_engines(trace)
         found += _explain_rewards(trace)
+        found += _explain_environments(trace, accounts)
     return [*found, *_explain_metrics(records)]
 
 
@@ -123,8 +129,7 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
     """Say how many engines would sample as fast as ranks train, if the present ones sample all the time."""
     sampling = statistics.fmean(engine.seconds["busy"] for engine in engines) if engines else 0.0
     training = statistics.fmean(
-        rank.wall - rank.seconds["starved"] - rank.seconds["first"] - rank.seconds["tail"] - rank.seconds["publish"]
-        for rank in ranks
+        rank.wall - sum(rank.seconds[cause] for cause in (*_WAITS, "publish")) for rank in ranks
     )
     if not sampling or training <= 0:
         return "add engines (--rollout-num-engines)"
@@ -183,7 +188,7 @@ def _explain_rewards(trace: Trace) -> Iterator[Finding]:
         seconds[span.name].append(span.seconds)
     if not seconds["reward"] or not seconds["generate"]:
         return
-    reward, sampling = statistics.median(seconds["reward"]), statistics.median(seconds["generate"])
+    reward, sampling = statistics.median(seconds["reward"]), _measure_sampling(trace)
     # Milliseconds do not matter beside an iteration, however fast the engines are.
     if reward > REWARD * sampling and reward > 0.1:
         yield Finding(
@@ -194,12 +199,54 @@ def _explain_rewards(trace: Trace) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _measure_sampling(trace: Trace) -> float:
+    """Return the median seconds from the begin of a group's first turn to the end of its last."""
+    ends: dict[tuple[int, int | None], tuple[float, float]] = {}
+    for window in trace.sidecar.windows if trace.sidecar is not None else ():
+        for span in window.spans:
+            if _is_training(span) and span.name == "generate":
+                begin, end = ends.get((window.version, span.number), (span.begin, span.end))
+                ends[window.version, span.number] = min(begin, span.begin), max(end, span.end)
+    return statistics.median(end - begin for begin, end in ends.values())
+
+
+def _explain_environments(trace: Trace, accounts: Sequence[Account]) -> Iterator[Finding]:
+    engines = [account.share("environment") for account in accounts if not account.is_rank]
+    waits = [sum(map(account.share, _WAITS)) for account in accounts if account.is_rank]
+    if not engines or not waits or min(share := statistics.fmean(engines), statistics.fmean(waits)) <= ENVIRONMENT:
+        return
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    turns: list[float] = []
+    for span in _training_groups(trace):
+        if span.name == "environment":
+            seconds[span.details["call"]].append(span.seconds)
+        elif span.name == "generate":
+            turns.append(span.seconds)
+    slowest = max(seconds, key=lambda call: sum(seconds[call]))
+    of_call = f"{statistics.median(seconds[slowest]):.2g} s in the median"
+    place = "a conversation waits for its place"
+    what = f"{place} for {of_call}" if slowest == "place" else f"most of it is {slowest}, which takes {of_call}"
+    sampled = f", and a turn is sampled in {statistics.median(turns):.2g} s" if turns else ""
+    remedies = ["let more conversations run at once (--rollout-env-concurrency, --grpo-prompts-per-step)"]
+    if slowest != "place":
+        remedies += ["use more processes (--rollout-env-workers)", "make the environment faster (--rollout-env)"]
+    yield Finding(
+        "slow environment", share, ENVIRONMENT,
+        f"slow environment: engines wait for environments {share:.0%} of the time, above {ENVIRONMENT:.0%}: {what}"
+        f"{sampled}: {', or '.join(remedies)}",
+    )  # fmt: skip
+
+
 def _training_groups(trace: Trace) -> Iterator[Span]:
     """Yield the spans of groups, except those of evaluations."""
     for window in trace.sidecar.windows if trace.sidecar is not None else ():
         for span in window.spans:
-            if span.lane == GROUPS and not span.details.get("evaluation"):
+            if _is_training(span):
                 yield span
+
+
+def _is_training(span: Span) -> bool:
+    return span.lane == GROUPS and not span.details.get("evaluation")
 
 
 def _explain_metrics(records: _Records) -> Iterator[Finding]:
@@ -211,7 +258,12 @@ def _explain_metrics(records: _Records) -> Iterator[Finding]:
             "replace such groups (--grpo-filter-groups-with-same-reward), sample more responses a group "
             "(--grpo-group-size), or change how hard prompts are (--prompts)",
         )  # fmt: skip
-    truncated = _values(records, "responses", "truncated")[-_quarter(records) :]
+    yield from _explain_conversations(records)
+    truncated = [
+        value - (number_at(record, "responses", "limit") or 0.0) - (number_at(record, "responses", "failed") or 0.0)
+        for record in records[-_quarter(records) :]
+        if (value := number_at(record, "responses", "truncated")) is not None
+    ]
     if truncated and (share := statistics.fmean(truncated)) > TRUNCATED:
         yield Finding(
             "truncated", share, TRUNCATED,
@@ -219,6 +271,24 @@ def _explain_metrics(records: _Records) -> Iterator[Finding]:
             "--rollout-max-tokens, or let a reward favour short ones (--reward)",
         )  # fmt: skip
     yield from _explain_trends(records)
+
+
+def _explain_conversations(records: _Records) -> Iterator[Finding]:
+    last = records[-_quarter(records) :]
+    failed, limited = _values(last, "responses", "failed"), _values(last, "responses", "limit")
+    if failed and (share := statistics.fmean(failed)) > FAILED:
+        yield Finding(
+            "failing environment", share, FAILED,
+            f"failing environment: it fails in {share:.0%} of conversations, above {FAILED:.0%}: read the reasons in "
+            "the sidecar's log, raise --rollout-env-timeout if calls take too long, or end the run at the first "
+            "(--rollout-env-on-error stop)",
+        )  # fmt: skip
+    if limited and (share := statistics.fmean(limited)) > LIMITED:
+        yield Finding(
+            "limits", share, LIMITED,
+            f"limits: {share:.0%} of conversations end before their environment does, above {LIMITED:.0%}: raise "
+            "--rollout-env-max-turns, or --rollout-max-tokens",
+        )  # fmt: skip
 
 
 def _explain_trends(records: _Records) -> Iterator[Finding]:

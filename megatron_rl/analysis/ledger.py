@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, Span, Trace
 
 RANK_CAUSES = (
-    "busy", "first", "starved", "tail", "publish", "bubble", "optimizer", "checkpoint", "evaluation", "report", "other",
+    "busy", "first", "starved", "environment", "tail", "publish", "bubble", "optimizer", "checkpoint", "evaluation",
+    "report", "other",
 )  # fmt: skip
-ENGINE_CAUSES = ("busy", "tail", "idle", "publish", "evaluation", "other")
+ENGINE_CAUSES = ("busy", "environment", "tail", "idle", "publish", "evaluation", "other")
 
 # The cause of each innermost span of a rank's loop. Within a schedule, the spans have the names of Megatron's timers.
 _OF_LOOP = {
@@ -58,12 +59,12 @@ def compute_ledger(trace: Trace) -> list[Account]:
     """Account for the time of every rank, and then of every engine."""
     engines = _Engines(trace.sidecar)
     evaluating = _find_evaluations(trace)
-    return [*(_of_rank(rank, engines.are_dry, evaluating) for rank in trace.ranks), *engines.accounts()]
+    return [*(_of_rank(rank, engines.droughts, evaluating) for rank in trace.ranks), *engines.accounts()]
 
 
 def divide_rank(trace: Trace, rank: Process) -> Iterator[tuple[float, float, str]]:
     """Yield every piece of a rank's time in order: its begin and end by the common clock, and its cause."""
-    for begin, end, cause, _ in _divide_rank(rank, _Engines(trace.sidecar).are_dry, _find_evaluations(trace)):
+    for begin, end, cause, _ in _divide_rank(rank, _Engines(trace.sidecar).droughts, _find_evaluations(trace)):
         yield begin / _NANO, end / _NANO, cause
 
 
@@ -134,16 +135,16 @@ def _find_evaluations(trace: Trace) -> Pieces:
     )
 
 
-def _of_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Account:
+def _of_rank(rank: Process, droughts: Pieces, evaluating: Pieces) -> Account:
     ticks: Counter[str] = Counter()
     details: Counter[str] = Counter()
-    for begin, end, cause, detail in _divide_rank(rank, are_dry, evaluating):
+    for begin, end, cause, detail in _divide_rank(rank, droughts, evaluating):
         ticks[cause] += end - begin
         details[f"{cause}: {detail}"] += end - begin
     return _account(rank.name, True, RANK_CAUSES, ticks, details)
 
 
-def _divide_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Iterator[tuple[int, int, str, str]]:
+def _divide_rank(rank: Process, droughts: Pieces, evaluating: Pieces) -> Iterator[tuple[int, int, str, str]]:
     """Yield the begin, the end, the cause and the name of each piece of a rank's time."""
     by_lane: defaultdict[str, list[Span]] = defaultdict(list)
     for window in rank.windows:
@@ -157,11 +158,11 @@ def _divide_rank(rank: Process, are_dry: Pieces, evaluating: Pieces) -> Iterator
                 yield begin, end, "busy", f"{passed.name} {passed.details['role']}"
                 continue
             for first, last, part in loop.over(begin, end):
-                yield from _causes(part, first, last, are_dry, evaluating)
+                yield from _causes(part, first, last, droughts, evaluating)
 
 
 def _causes(
-    part: object, begin: int, end: int, are_dry: Pieces, evaluating: Pieces
+    part: object, begin: int, end: int, droughts: Pieces, evaluating: Pieces
 ) -> Iterator[tuple[int, int, str, str]]:
     """Divide a time within one part of a rank's loop in which the rank does not compute."""
     if not isinstance(part, Span):
@@ -173,8 +174,8 @@ def _causes(
     elif part.name == "wait" and part.number == 0:
         yield begin, end, "first", part.name
     elif part.name == "wait":
-        for first, last, is_dry in are_dry.over(begin, end):
-            yield first, last, "tail" if is_dry else "starved", part.name
+        for first, last, why in droughts.over(begin, end):
+            yield first, last, str(why or "starved"), part.name
     else:
         yield begin, end, _OF_LOOP.get(part.name, "bubble"), part.name
 
@@ -194,18 +195,19 @@ class _Engines:
 
     def __init__(self, sidecar: Process | None) -> None:
         self._ticks: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        dry: list[tuple[int, int, object]] = []
+        droughts: list[tuple[int, int, object]] = []
         for begin, end, state in _sweep(sidecar):
             if state.is_recorded:
                 for name in state.capacities:
                     self._ticks[name][state.cause(name)] += end - begin
             if state.are_dry():
-                if dry and dry[-1][1] == begin:
-                    dry[-1] = (dry[-1][0], end, True)
+                why = "environment" if state.waits_for_environments() else "tail"
+                if droughts and droughts[-1][1:] == (begin, why):
+                    droughts[-1] = (droughts[-1][0], end, why)
                 else:
-                    dry.append((begin, end, True))
-        self.are_dry = Pieces(dry)
-        """The times at which no group waits for an engine while one of them could sample more."""
+                    droughts.append((begin, end, why))
+        self.droughts = Pieces(droughts)
+        """The causes of times at which no group waits for an engine while one of them could sample more."""
 
     def accounts(self) -> list[Account]:
         return [_account(name, False, ENGINE_CAUSES, self._ticks[name], Counter()) for name in sorted(self._ticks)]
@@ -248,11 +250,15 @@ class _SidecarState:
         if counts["publish", ""]:
             return "publish"
         if counts["groups", engine]:
-            return "busy" if counts["queue", ""] or self._is_full(engine) else "tail"
+            if counts["queue", ""] or self._is_full(engine):
+                return "busy"
+            return "environment" if self.waits_for_environments() else "tail"
         if counts["evaluated groups", engine]:
             return "evaluation"
         if counts["queue", ""]:
             return "idle"
+        if self.waits_for_environments():
+            return "environment"
         if any(counts["groups", other] for other in self.capacities):
             return "tail"
         return "evaluation" if counts["evaluation", ""] else "idle"
@@ -262,6 +268,10 @@ class _SidecarState:
             return False
         up = [name for name in self.capacities if not self.counts["down", name]]
         return not all(self._is_full(name) for name in up)
+
+    def waits_for_environments(self) -> bool:
+        """Return True if more conversations are with their environments than with engines."""
+        return self.counts["environment", ""] > sum(self.counts["groups", name] for name in self.capacities)
 
     def _is_full(self, engine: str) -> bool:
         """Return True if the engine has no room to sample another group at once."""
@@ -280,10 +290,13 @@ def _changes(sidecar: Process) -> Iterator[_Change]:
     for window in sidecar.windows:
         yield from _around(window.begin, window.end, "window")
         for span in window.spans:
-            if span.lane == SERVICE and span.name in ("publish", "evaluation"):
+            if (span.lane == SERVICE and span.name in ("publish", "evaluation")) or (
+                span.lane == GROUPS and span.name in ("queue", "environment") and not span.details.get("evaluation")
+            ):
                 yield from _around(span.begin, span.end, span.name)
-            elif span.lane == GROUPS and span.name == "queue" and not span.details.get("evaluation"):
-                yield from _around(span.begin, span.end, "queue")
+            elif span.lane == GROUPS and span.name in ("queue", "environment"):
+                if not span.details.get("evaluation"):
+                    yield from _around(span.begin, span.end, span.name)
             elif span.lane == GROUPS and span.name == "generate":
                 engine, size = span.details["engine"], span.details["size"]
                 key = "evaluated groups" if span.details.get("evaluation") else "groups"

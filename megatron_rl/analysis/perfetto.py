@@ -86,11 +86,11 @@ def _counters(lanes: dict[str, list[Span]], number: int, start: float) -> Iterat
     for lane, spans in lanes.items():
         if not lane.startswith(GROUPS) or spans[0].name == "reward":
             continue
-        waits = spans[0].name == "queue"
-        name = "groups that wait" if waits else f"responses in flight: {lane.removeprefix(f'{GROUPS}: ')}"
+        sampled = f"responses in flight: {lane.removeprefix(f'{GROUPS}: ')}"
+        name = {"queue": "groups that wait", "environment": "calls of environments"}.get(spans[0].name, sampled)
         changes = []
         for span in spans:
-            size = 1 if waits else span.details["size"]
+            size = span.details.get("size", 1)
             changes += [(span.begin, size), (span.end, -size)]
         count = 0
         for moment, change in sorted(changes):

@@ -17,8 +17,15 @@ TIME = "time"
 _HEAD = "audit_head"
 # The most responses that each engine was given at once: a choice that follows from times, and differs like them.
 MAX_IN_FLIGHT = "max_in_flight"
-# Not parts of an iteration: the whole, the time before the first one, and a number of responses.
-_BESIDE = (WHOLE, START, MAX_IN_FLIGHT)
+# Seconds in which environments answer a turn.
+ENVIRONMENT_MEAN = "environment_mean"
+ENVIRONMENT_P95 = "environment_p95"
+# Drafts of tokens that engines checked: a resumed run has fewer, because finished groups are not sampled again.
+DRAFTED, ACCEPTED, ACCEPTED_LENGTH = "drafted_tokens", "accepted_tokens", "accepted_length"
+# Not parts of an iteration: the whole, the time before the first one, a number of responses, times of answers, drafts.
+BESIDE = (
+    WHOLE, START, MAX_IN_FLIGHT, ENVIRONMENT_MEAN, ENVIRONMENT_P95, DRAFTED, ACCEPTED, ACCEPTED_LENGTH,
+)  # fmt: skip
 
 
 class MetricsFile(LineFile):
@@ -83,7 +90,7 @@ def seconds_by_span(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of an iteration's "time": neither the whole nor throughputs."""
     times = values.get(TIME)
     found = flat(times) if isinstance(times, Mapping) else {}
-    return {name: value for name, value in found.items() if name not in _BESIDE and not name.endswith("_per_second")}
+    return {name: value for name, value in found.items() if name not in BESIDE and not name.endswith("_per_second")}
 
 
 def _number(value: Any) -> float | None:

@@ -23,11 +23,28 @@ class SampledTokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class SampledPlace:
+    """The place in a conversation that a branch leaves: after some turn, or within it."""
+
+    turn: int
+    """Number of the turn, from 0; -1 for the prompt."""
+    num_tokens: int | None = None
+    """The first tokens of the turn, if the branch leaves within it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SampledTurn:
     """A turn of the policy or of the environment."""
 
     by: Literal["policy", "environment"]
     text: str
+    num_tokens: int = 0
+    reward: float | None = None
+    """The reward of a turn of the policy; None if turns have none."""
+    after: SampledPlace | None = None
+    """The place that it follows, if it begins a branch; None if it follows the turn before it."""
+    advantage: float | None = None
+    """The advantage of a turn of the policy; None without --grpo-turn-credit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +57,11 @@ class SampledResponse:
     num_tokens: int = 0
     finish_reason: str = ""
     advantage: float | None = None
-    """None if it is not known: in an evaluation, or if it follows from the whole update."""
+    """None in an evaluation, if it follows from the whole update, or if its turns have advantages of their own."""
     tokens: SampledTokens | None = None
     """Its tokens; None without --log-sample-tokens."""
     turns: Sequence[SampledTurn] | None = None
-    """Its turns; None without an environment."""
+    """Its turns; None if it is one turn of the policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,5 +111,9 @@ def _record(group: SampledGroup, responses: Sequence[SampledResponse]) -> dict[s
         for name in ("tokens", "turns"):
             if response[name] is None:
                 del response[name]
+        for turn in response.get("turns", ()):
+            for name in ("reward", "after", "advantage"):
+                if turn[name] is None:
+                    del turn[name]
     record = {"row": group.row, "prompt": group.prompt, "responses": plain(sampled, "responses", nonfinite)}
     return {**record, "nonfinite": nonfinite} if nonfinite else record

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.observe.metrics import number_at, pass_name, seconds_by_span, start_seconds
+from megatron_rl.observe.metrics import ACCEPTED_LENGTH, TIME, number_at, pass_name, seconds_by_span, start_seconds
 from megatron_rl.observe.timeline import START
 
 # A point of a curve: the iteration and its value.
@@ -178,6 +178,7 @@ def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     curves = results_of(records)
     curves |= {f"evaluation, {name}": points for name, points in evaluations_of(records).items()}
+    curves["drafts, accepted length"] = _points(records, (TIME, ACCEPTED_LENGTH))
     for title, points in curves.items():
         if points:
             (first, before), (last, after) = points[0], points[-1]

@@ -25,6 +25,13 @@ HOSTILE = (
     "\u202etxt\u2066 \x00 end"
 )
 TOKENS = {"texts": ["alike", HOSTILE, "end"], "engine": [-4.0, -0.1, None], "trainer": [-4.0, -0.6, -0.2]}
+CONVERSATION = {
+    "text": "all of it", "reward": -2.0, "finish_reason": "limit", "num_tokens": 3, "tokens": TOKENS, "turns": [
+        {"by": "environment", "text": HOSTILE, "num_tokens": 1},
+        {"by": "policy", "text": "<tool_call>add(1, 2)</tool_call> 7", "num_tokens": 1, "reward": 0.25},
+        {"by": "policy", "text": "8", "num_tokens": 1, "reward": -1.5, "after": {"turn": 0, "num_tokens": None}},
+    ],
+}  # fmt: skip
 LINE = "one line of a megabyte " * 45_000
 
 
@@ -52,6 +59,8 @@ def page(tmp_path_factory):
             response = {"text": text, "reward": -3.0, "components": {HOSTILE: 1.0}, "tokens": TOKENS}
             record = {"version": 40, "kind": "evaluation", "row": HOSTILE, "prompt": text, "responses": [response]}
             file.write(json.dumps(record) + "\n")
+        talk = {"version": 40, "kind": "conversation", "row": "talk", "prompt": "p", "responses": [CONVERSATION] * 2}
+        file.write(json.dumps(talk) + "\n")
         file.write("{torn")
     return page_of(folders, path / "report.html")
 
@@ -132,13 +141,13 @@ def test_search_and_filters_leave_what_matches(opened):
         versions = "[...document.querySelectorAll('#groups h3')].map(one => one.textContent.split(' ')[1]).join(' ')"
         return opened.run(f"return [at('found').textContent, {versions}]")
 
-    assert found()[0] == "323 groups of 323"
+    assert found()[0] == "324 groups of 324"
     inside = found(**{"version-from": "3", "version-to": "4", "of-run": "0"})
-    assert inside == ["8 groups of 323", "3 3 3 3 4 4 4 4"]
-    assert found(query="MEGABYTE LINE")[0] == "0 groups of 323"
-    assert found(query="Line of a Megabyte")[0] == "1 group of 323"
+    assert inside == ["8 groups of 324", "3 3 3 3 4 4 4 4"]
+    assert found(query="MEGABYTE LINE")[0] == "0 groups of 324"
+    assert found(query="Line of a Megabyte")[0] == "1 group of 324"
     assert opened.run("return document.querySelector('#groups mark').textContent") == "line of a megabyte"
-    assert found(**{"reward-to": "-1"})[0] == "3 groups of 323"
+    assert found(**{"reward-to": "-1"})[0] == "4 groups of 324"
     assert found(row="train.jsonl:3", **{"of-run": "1"})[1] == "0 10 20 30"
     assert found(order="-version")[1].startswith("40 ")
 
@@ -163,6 +172,47 @@ def test_tokens_are_coloured_by_what_was_recorded_of_them(opened):
     assert opened.run("return window.breached ?? null") is None
     opened.run("at('tint').value = ''; find()")
     assert opened.run(f"return {spans}.length") == 0
+
+
+def test_a_conversation_is_shown_turn_by_turn_and_its_branches_stand_further_in(browser, page):
+    browser.resize(390, 844)
+    browser.open(page)
+    browser.open_rollouts()
+    browser.run("at('kind').value = 'conversation'; at('tint').value = 'difference'; find()")
+    turns = "[...document.querySelectorAll('#groups .response')[0].querySelectorAll('.turns li')]"
+    said = browser.run(f"return {turns}.map(one => [one.className, ...[...one.children].map(part => part.innerText)])")
+    assert [turn[:2] for turn in said] == [
+        ["environment", "1 environment\n1 token"],
+        ["policy", "2 policy\n1 token\nreward 0.25"],
+        ["policy", "3 policy\n1 token\nreward -1.5\nbranch, follows turn 1"],
+    ]
+    assert browser.run("return document.querySelector('#groups .response .bad').textContent") == "ended by a limit"
+    # The second turn has the second token, whose log-probs differ.
+    tinted = browser.run(
+        f"return {turns}.map(one => /srgb/.test(getComputedStyle(one.querySelector('span[title]')).backgroundColor))"
+    )
+    assert tinted == [False, True, False]
+    lefts = browser.run(f"return {turns}.map(one => one.getBoundingClientRect().left)")
+    assert lefts[0] == lefts[1] < lefts[2]
+    browser.run("at('tint').value = ''; at('query').value = '<TOOL_CALL>'; find()")
+    assert browser.run("return document.querySelector('#groups mark').textContent") == "<tool_call>"
+    assert browser.run("return window.breached ?? null") is None
+    assert browser.breaches_of_accessibility() == []
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_rollouts_of_one_source_and_the_curves_of_each_are_shown(opened):
+    opened.open_rollouts()
+    opened.run("at('source').value = 'train.jsonl'; find()")
+    assert opened.run("return at('found').textContent") == "320 groups of 324"
+    names = ["sources/a/x.jsonl/reward", "sources/b.jsonl/reward", "evaluation/sources/b.jsonl/mean"]
+    curves = {name: {"x": [0, 1], "y": [0.0, 1.0]} for name in names}
+    made = opened.run(
+        "const [charts] = listCharts([{ label: '', curves: arguments[0] }]);"
+        "return charts.map(one => [one.title, one.series.map(line => line.label)])",
+        curves,
+    )
+    assert made == [["Reward by source", ["a/x.jsonl", "b.jsonl"]], ["Evaluation by source, mean reward", ["b.jsonl"]]]
 
 
 def test_one_prompt_is_followed_over_the_versions(opened):

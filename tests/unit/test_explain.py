@@ -164,9 +164,58 @@ def test_a_reward_that_takes_long_beside_sampling_is_slow() -> None:
     assert (finding.name, "--reward-workers" in finding.sentence) == ("slow reward", True)
 
 
+def of_conversations(step: float, place: float = 0.0) -> Trace:
+    """Build conversations of two turns on an engine: each waits for its place, then samples, steps, samples."""
+    spans, now = [], 0.0
+    while now < 100:
+        for name, seconds, details in (
+            ("environment", place, {"call": "place"}), ("generate", 1.0, {"engine": "engine-0", "size": 1}),
+            ("environment", step, {"call": "step"}), ("generate", 1.0, {"engine": "engine-0", "size": 1}),
+        ):  # fmt: skip
+            spans.append(Span(GROUPS, name, now, now + seconds, len(spans) // 4, None, details))
+            now += seconds
+    engines = Process(SIDECAR, (Window(0, 0.0, now, tuple(spans), {"engines": {"engine-0": 8}}),))
+    waited = Span(MAIN, "wait", 0.0, now, 1)
+    return Trace((Process("rank-0", (Window(0, 0.0, now, (waited,)),)), engines))
+
+
+def explain_environments(trace: Trace) -> list[str]:
+    findings = list_findings(trace, HEALTHY_RECORDS)
+    return [finding.sentence for finding in findings if finding.name == "slow environment"]
+
+
+def test_an_environment_for_which_engines_wait_is_slow_if_ranks_wait_too() -> None:
+    assert explain_environments(of_conversations(step=0.1)) == []
+    (sentence,) = explain_environments(of_conversations(step=2.0))
+    assert sentence.startswith("slow environment: engines wait for environments 50% of the time, above 10%: ")
+    assert "most of it is step, which takes 2 s in the median, and a turn is sampled in 1 s" in sentence
+    (sentence,) = explain_environments(of_conversations(step=0.5, place=5.0))
+    assert "a conversation waits for its place for 5 s in the median" in sentence
+    assert ("--rollout-env-concurrency" in sentence, "--rollout-env-workers" in sentence) == (True, False)
+    # The rank computes nearly all of the time, so nothing is lost.
+    trained = of_conversations(step=2.0)
+    window = trained.processes[0].windows[0]
+    computing = dataclasses.replace(window, spans=(Span(MAIN, "train", 0.0, window.end),))
+    ranks = dataclasses.replace(trained.processes[0], windows=(computing,))
+    assert explain_environments(Trace((ranks, trained.processes[1]))) == []
+
+
+def test_a_group_of_conversations_is_sampled_from_its_first_turn_to_its_last() -> None:
+    trace = of_conversations(step=10.0)
+    window = trace.processes[1].windows[0]
+    # Twelve seconds of sampling a group: turns of one second do not make a reward of two slow.
+    reward = Span(GROUPS, "reward", 12.0, 14.0, 0)
+    engines = dataclasses.replace(
+        trace.processes[1], windows=(dataclasses.replace(window, spans=(*window.spans, reward)),)
+    )
+    assert "slow reward" not in names(Trace((trace.processes[0], engines)))
+
+
 @pytest.mark.parametrize(
     ("name", "records", "flag"),
     [
+        ("failing environment", grown("responses", {"failed": 0.0}, {"failed": 0.1}), "--rollout-env-on-error"),
+        ("limits", grown("responses", {"limit": 0.0}, {"limit": 0.6, "truncated": 0.7}), "--rollout-env-max-turns"),
         ("mismatch", grown("mismatch", {"mean": 1e-3}, {"mean": 4e-3}), "--rl-inference-logprobs-is-correction"),
         ("entropy", grown("entropy", 2.0, 0.1), "--grpo-entropy-coef"),
         ("entropy", grown("entropy_policy", 2.0, 0.1), "--grpo-entropy-coef"),
@@ -190,6 +239,7 @@ def test_metrics_out_of_bounds_are_said_with_a_flag(name, records, flag) -> None
         grown("entropy", 0.1, 2.0),
         grown("reward", {"all_equal_groups": 64}, {"all_equal_groups": 16}),
         grown("responses", {"truncated": 0.9}, {"truncated": 0.1}),
+        grown("responses", {"limit": 0.0}, {"limit": 0.4, "failed": 0.04, "truncated": 0.6}),
         # Too short to have a beginning and an end.
         grown("entropy", 2.0, 0.1)[6:12],
     ],
@@ -211,12 +261,14 @@ def test_every_flag_that_is_named_exists() -> None:
         healthy_record(version)
         | {
             "mismatch": {"mean": 1e-3 * version}, "entropy": 1 / (version + 1), "groups": 1,
-            "reward": {"all_equal_groups": 1}, "responses": {"truncated": 1.0},
+            "reward": {"all_equal_groups": 1},
+            "responses": {"truncated": 3.0, "failed": 1.0, "limit": 1.0},
         }
         for version in range(16)
     ]  # fmt: skip
     trace = Trace((sick, rank("rank-1", 1), sidecar(reward=30.0)))
-    words = " ".join(finding.sentence for finding in list_findings(trace, records)).replace("(", " ").replace(")", " ")
+    findings = [*list_findings(trace, records), *list_findings(of_conversations(step=2.0), ())]
+    words = " ".join(finding.sentence for finding in findings).replace("(", " ").replace(")", " ")
     named = {word.rstrip(".,:") for word in words.split() if word.startswith("--")} - {"--json"}
     assert len(named) > 10
     assert named <= set(known)

@@ -26,6 +26,10 @@ def queue(begin: float, end: float) -> Span:
     return Span(GROUPS, "queue", begin, end, 0)
 
 
+def environment(begin: float, end: float, **details: bool) -> Span:
+    return Span(GROUPS, "environment", begin, end, 0, None, {"call": "step", **details})
+
+
 def rank(*spans: Span, end: float = 10.0, name: str = "rank-0") -> Process:
     return Process(name, (Window(0, 0.0, end, spans),))
 
@@ -50,7 +54,7 @@ def test_each_part_of_an_iteration_is_its_cause() -> None:
     (account,) = compute_ledger(Trace((rank(*loop, *passes),)))
     assert account.seconds == {
         "publish": 1, "evaluation": 1, "first": 0.75, "busy": 3, "bubble": 1.25, "optimizer": 0.75, "report": 0.5,
-        "checkpoint": 0.75, "starved": 0, "tail": 0,
+        "checkpoint": 0.75, "starved": 0, "environment": 0, "tail": 0,
         # Before the first wait, between optimizer and report, and after the last span.
         "other": 0.25 + 0.5 + 0.25,
     }  # fmt: skip
@@ -124,6 +128,26 @@ def test_an_engine_that_has_room_for_less_than_a_group_is_full() -> None:
     assert seconds_of("a", sidecar(generate("a", 0, 10, size=4), a=8)) == {"tail": 10}
 
 
+def test_time_belongs_to_environments_while_more_conversations_are_with_them_than_with_engines() -> None:
+    spans = (
+        generate("a", 0, 2, size=1), generate("b", 0, 3, size=1), environment(1, 6), environment(1, 4),
+        environment(1, 4), generate("a", 6, 7, size=1), environment(6, 7), queue(8, 9), environment(8, 10),
+    )  # fmt: skip
+    both = sidecar(*spans, a=4, b=4)
+    # Three are with environments from 1 to 4, beside two and then one with engines; from 6 to 7 it is one each.
+    assert seconds_of("a", both) == {"tail": 2, "environment": 5 + 1, "idle": 2}
+    assert seconds_of("b", both) == {"tail": 2, "environment": 5 + 1, "idle": 2}
+    waits = rank(main("wait", 0, 1, 0), main("wait", 1, 10, 1))
+    assert seconds_of("rank-0", waits, both) == {"first": 1, "environment": 6, "starved": 1, "tail": 2}
+
+
+def test_a_full_engine_is_busy_and_an_evaluation_is_one_however_many_conversations_wait_for_environments() -> None:
+    environments = [environment(0, 10) for _ in range(5)]
+    assert seconds_of("a", sidecar(generate("a", 0, 10, size=1), *environments, a=1)) == {"busy": 10}
+    evaluated = [environment(0, 10, evaluation=True), Span(SERVICE, "evaluation", 0, 10, 0)]
+    assert seconds_of("a", sidecar(*evaluated, a=1)) == {"evaluation": 10}
+
+
 def test_a_group_larger_than_an_engine_fills_it() -> None:
     assert seconds_of("a", sidecar(generate("a", 0, 10, size=16), a=8)) == {"busy": 10}
 
@@ -165,6 +189,7 @@ def groups(draw: st.DrawFn) -> list[Span]:
         details = {"evaluation": True} if draw(st.booleans()) else {}
         spans.append(Span(GROUPS, "queue", since, taken, 0, None, details))
         spans.append(generate(draw(st.sampled_from("ab")), taken, end, **details))
+        spans += [environment(end, min(60, end + 5), **details)] * draw(st.integers(0, 2))
     return spans
 
 

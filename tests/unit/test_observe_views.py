@@ -295,6 +295,29 @@ def test_the_summary_counts_the_time_of_the_start_apart_from_iterations():
     assert times[-1] == "  all    36.0 s  100.0%"
 
 
+def test_the_summary_has_what_drafts_brought_among_the_results_and_not_among_the_times():
+    records = [metrics_record(version) for version in range(3)]
+    for record in records[1:]:
+        length = 1.5 + record["version"]
+        record["time"] |= {"drafted_tokens": 8, "accepted_tokens": 4, "accepted_length": length}
+        assert metrics.seconds_by_span(record) == metrics.seconds_by_span(records[0])
+    lines = summary.summary_lines(records, summary.RunPaths())
+    (line,) = (line for line in lines if "drafts" in line)
+    assert line.split() == [
+        "drafts,",
+        "accepted",
+        "length",
+        "2.500",
+        "at",
+        "version",
+        "1,",
+        "3.500",
+        "at",
+        "version",
+        "2",
+    ]
+
+
 def test_a_run_without_numbers_has_an_empty_summary():
     assert summary.summary_lines([], summary.RunPaths()) == []
     assert summary.summary_lines([{"version": 3}], summary.RunPaths()) == []

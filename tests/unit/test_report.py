@@ -9,6 +9,7 @@ import random
 import re
 import sys
 
+import msgspec
 import pytest
 
 from megatron_rl import cli
@@ -18,6 +19,7 @@ from megatron_rl.analysis.report.data import ReportData, RunFiles
 from megatron_rl.analysis.report.rollouts import SampleFile
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
+from megatron_rl.observe.drift_file import DriftFindings, Side, write_findings
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.shared.weights.mapping import ModelSize
 from tests.observed import metrics_record, write_metrics
@@ -303,6 +305,19 @@ def test_the_verdict_of_the_audit_is_in_the_report_and_a_live_log_is_not_checked
     assert run.read(None, None)["audit"] == first
     now[0] += 1000.0
     assert run.read(None, None)["audit"]["num_breaches"] == 2
+
+
+def test_the_findings_of_drift_are_in_the_report(tmp_path):
+    write_metrics(tmp_path / "metrics.jsonl", range(1))
+    run = RunFiles("run", tmp_path)
+    before = run.signature()
+    assert run.read(None, None)["drift"] is None
+    side = Side(name="engine", dtype="float32", difference=1e-7, largest="logits", causes=["logits: why"])
+    write_findings(tmp_path, DriftFindings(checkpoint="folder", num_tokens=3, sides=[side]))
+    assert run.signature() != before
+    assert run.read(None, None)["drift"]["sides"] == [msgspec.to_builtins(side)]
+    (tmp_path / "drift.json").write_text("nonsense")
+    assert "drift.json cannot be read" in run.read(None, None)["drift"]["problem"]
 
 
 @pytest.mark.parametrize(("words", "problem"), [

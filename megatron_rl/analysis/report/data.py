@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_rl.analysis.report.curves import collect_curves, collect_times, derive_throughput
 from megatron_rl.analysis.report.rollouts import MOST_BYTES, SampleFile
 from megatron_rl.analysis.report.traces import summarize_trace
 from megatron_rl.errors import InputError
-from megatron_rl.observe import metrics, run_folder, samples
+from megatron_rl.observe import drift_file, metrics, run_folder, samples
 from megatron_rl.observe import trace as trace_file
 from megatron_rl.observe.run_folder import SavedConfig
 from megatron_rl.shared.records import audit_log
-from megatron_rl.shared.records.audit_check import describe_weaker_proof, verify
+from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.records.audit_report import describe_weaker_proof
 
 # A report that follows a run spends a twentieth of its time on the audit log, and another on the trace.
 _REST = 20.0
@@ -37,7 +40,9 @@ class RunFiles:
     def signature(self) -> tuple[object, ...]:
         """Return a value that changes whenever a file of the run does."""
         folder = self._metrics.parent
-        names = (self._metrics.name, samples.FILE_NAME, run_folder.CONFIG_FILE, audit_log.FILE_NAME)
+        names = (
+            self._metrics.name, samples.FILE_NAME, run_folder.CONFIG_FILE, audit_log.FILE_NAME, drift_file.FILE_NAME,
+        )  # fmt: skip
         return (*(_sign(folder / name) for name in names), _sign_all(folder / trace_file.FOLDER, "*.jsonl"))
 
     def read_config(self) -> SavedConfig | None:
@@ -65,6 +70,7 @@ class RunFiles:
             "given": None if config is None else run_folder.list_given(config),
             "audit": self._audit.read(),
             "trace": self._trace.read(),
+            "drift": _read_drift(self._metrics.parent),
         }
 
     def read_rollouts(self, most_bytes: int) -> dict[str, Any]:
@@ -154,6 +160,13 @@ def _check(path: Path) -> dict[str, Any] | None:
             for breach in report.breaches[:_MOST_BREACHES]
         ],
     }
+
+
+def _read_drift(run: Path) -> Any:
+    try:
+        return msgspec.to_builtins(drift_file.read_findings(run))
+    except InputError as error:
+        return {"problem": str(error)}
 
 
 def _list_nonfinite(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:

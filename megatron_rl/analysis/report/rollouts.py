@@ -20,6 +20,8 @@ import msgspec
 MOST_CHARACTERS = 20_000
 MOST_TOKENS = 5_000
 """The bound of tokens of a response whose tokens are known."""
+MOST_TURNS = 200
+"""The bound of turns of a conversation."""
 MOST_BYTES = 10 << 20
 """The bound of bytes of all texts of a report. Even if they do not compress, a page stays below 20 MB."""
 _NO_MIDDLE = "\n[… {count:,} characters are left out here …]\n"
@@ -37,6 +39,20 @@ class _Tokens(msgspec.Struct):
     texts: list[str]
     engine: list[float | None]
     trainer: list[float | None] | None = None
+
+
+class _Left(msgspec.Struct):
+    turn: int
+    num_tokens: int | None = None
+
+
+class _Turn(msgspec.Struct, omit_defaults=True):
+    by: str
+    text: str
+    num_tokens: int = 0
+    reward: float | None = None
+    after: _Left | None = None
+    advantage: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +176,21 @@ def _shorten(record: Mapping[str, Any]) -> dict[str, Any]:
 def _shorten_response(response: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: response[name] for name in _FIELDS if response.get(name) not in (None, "")}
     tokens = _shorten_tokens(response.get("tokens"))
-    return {**kept, "text": shorten(response.get("text", "")), **({} if tokens is None else {"tokens": tokens})}
+    said = _shorten_turns(response.get("turns")) or {"text": shorten(response.get("text", ""))}
+    return {**kept, **said, **({} if tokens is None else {"tokens": tokens})}
+
+
+def _shorten_turns(turns: Any) -> dict[str, Any] | None:
+    """Return the first turns, in place of the text that they make together; None without turns."""
+    try:
+        known = msgspec.convert(turns, list[_Turn])
+    except msgspec.ValidationError:
+        return None
+    if not known or any(turn.after is not None and turn.after.turn >= place for place, turn in enumerate(known)):
+        return None
+    kept = [{**msgspec.to_builtins(turn), "text": shorten(turn.text)} for turn in known[:MOST_TURNS]]
+    num_turns = sum(turn.by == "policy" for turn in known)
+    return {"turns": kept, "num_turns": num_turns, "num_left_out": len(known) - len(kept)}
 
 
 def _shorten_tokens(tokens: Any) -> dict[str, Any] | None:

@@ -1,9 +1,12 @@
 // Curves
 let summary = { runs: [] };
 const OF_REWARD = ["reward/mean", "reward/std", "reward/min", "reward/max", "reward/all_equal_groups"];
+const middle = name => name.slice(name.indexOf("/") + 1, name.lastIndexOf("/"));
 const CHARTS = [
   { title: "Reward", lines: [["reward/mean", "mean"]], merged: true, more: name => name.startsWith("reward/") && !OF_REWARD.includes(name) },
+  { title: "Reward by source", lines: [], more: name => /^sources\/.*\/reward$/.test(name), name: middle },
   { title: "Evaluation", lines: [["evaluation/pass", null], ["evaluation/mean", "mean reward"]], merged: true, marks: true },
+  { title: "Evaluation by source, mean reward", lines: [], marks: true, more: name => /^evaluation\/sources\/.*\/mean$/.test(name), name: name => middle(middle(name) + "/") },
   { title: "Spread of rewards", lines: [["reward/std", "deviation"], ["reward/min", "least"], ["reward/max", "largest"]] },
   { title: "Groups of equal rewards", lines: [["reward/all_equal_groups", "groups"], ["groups", "of all"]] },
   { title: "Length of responses, tokens", lines: [["responses/length_mean", "mean"], ["responses/length_max", "longest"], ["evaluation/length_mean", "in evaluations"]] },
@@ -39,7 +42,7 @@ function listCharts(runs) {
   };
   const names = [...new Set(runs.flatMap(run => Object.keys(run.curves)))];
   for (const chart of CHARTS) {
-    const more = chart.more ? names.filter(chart.more).map(name => [name, name.slice("reward/".length)]) : [];
+    const more = chart.more ? names.filter(chart.more).map(name => [name, (chart.name ?? (of => of.slice("reward/".length)))(name)]) : [];
     charts.push(...make(chart, [...chart.lines, ...more]));
   }
   const others = names.filter(name => !used.has(name)).flatMap(name => make({ title: name }, [[name, name.split("/").pop()]]));

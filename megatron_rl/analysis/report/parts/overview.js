@@ -8,6 +8,13 @@ function verdict(audit) {
   if (audit.problem) return h("span", { class: "bad" }, "not readable");
   return audit.num_breaches ? h("span", { class: "bad" }, plural(audit.num_breaches, "breach").replace("breachs", "breaches")) : h("span", { class: "good" }, "no breach");
 }
+function drift(found) {
+  if (!found) return null;
+  if (found.problem) return h("span", { class: "bad" }, "not readable");
+  const causes = found.sides.reduce((sum, side) => sum + side.causes.length, 0);
+  const far = found.sides.map(side => `${side.name} ${side.difference.toExponential(1)}`).join(", ");
+  return [h("span", { class: causes ? "bad" : "good" }, causes ? plural(causes, "cause") : "healthy"), h("small", {}, `${far} from exact`)];
+}
 const totalOf = times => Object.values(times.seconds).map(means => means.reduce((sum, mean, bar) => sum + mean * times.num[bar], 0));
 function showOverview() {
   const title = summary.runs.map(run => run.label).join(", ");
@@ -19,10 +26,12 @@ function showOverview() {
       ["Loss", run.curves["reward/mean"] ? null : change(run.curves.loss)], ["Loss, held out", change(run.curves["evaluation/loss"])],
       [`Evaluation, ${run.pass_name}`, change(run.curves["evaluation/pass"])], ["Time", [duration(seconds), run.start_seconds ? h("small", {}, `${duration(run.start_seconds)} of it before iteration 1`) : null]],
       ["Tokens a second", change(run.curves["time/trained_tokens_per_second"])], ["Audit", [verdict(run.audit), run.audit?.num_responses ? h("small", {}, plural(run.audit.num_responses, "response")) : null]],
+      ["Drift", drift(run.drift)],
       ["Parameters", run.parameters ? [Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(run.parameters), run.devices.trainer ? h("small", {}, `on ${plural(run.devices.trainer, "device")}`) : null] : null]];
     return h("div", { class: "panel", style: { marginBottom: ".75rem" } },
       summary.runs.length > 1 ? h("h3", { style: { marginBottom: ".4rem" } }, run.label) : null,
       h("dl", { class: "cards", style: { margin: "0" } }, facts.filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+      (run.drift?.sides ?? []).flatMap(side => side.causes.map(cause => h("p", { class: "bad" }, `Drift of the ${side.name}: ${cause}`))),
       h("p", { class: "muted", style: { marginTop: ".5rem" } }, run.folder,
         Object.keys(run.nonfinite).length ? h("span", { class: "bad" }, ` · not finite: ${Object.entries(run.nonfinite).map(([name, count]) => `${name} in ${plural(count, "version")}`).join(", ")}`) : null));
   }));

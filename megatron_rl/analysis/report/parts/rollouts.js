@@ -44,6 +44,31 @@ function clamped(text, query, tokens) {
   } }, `Show all of ${plural(text.length, "character")}`) : null;
   return [box, button];
 }
+// A conversation: its turns one below the other. A branch stands further in than the turn that it leaves.
+const ENDS = { length: "truncated", cut: "cut off", limit: "ended by a limit", failed: "environment failed" };
+const textsOf = response => response.turns ? response.turns.map(turn => turn.text) : [response.text];
+function showTurns({ turns, tokens, num_left_out }, query) {
+  const depths = [], MOST_DEPTH = 5;
+  let begin = 0;
+  const describe = ({ turn, num_tokens }) => {
+    const whole = turn < 0 ? "the prompt" : `turn ${turn + 1}`;
+    return num_tokens == null ? `follows ${whole}` : num_tokens ? `follows ${plural(num_tokens, "token")} of ${whole}` : "follows nothing";
+  };
+  const cut = end => ({ texts: tokens.texts.slice(begin, end), engine: tokens.engine.slice(begin, end), trainer: tokens.trainer?.slice(begin, end),
+    num_left_out: Math.max(0, end - Math.max(begin, tokens.texts.length)) });
+  const boxes = turns.map((turn, place) => {
+    depths.push(turn.after ? (depths[turn.after.turn] ?? 0) + 1 : depths[place - 1] ?? 0);
+    const end = begin + (turn.num_tokens ?? 0), own = tokens && turn.num_tokens ? cut(end) : undefined;
+    begin = end;
+    return h("li", { class: turn.by === "policy" ? "policy" : "environment", style: { marginInlineStart: `${Math.min(depths[place], MOST_DEPTH)}rem` } },
+      h("div", { class: "bar muted" }, h("strong", {}, `${place + 1} ${turn.by}`), turn.num_tokens ? h("span", {}, plural(turn.num_tokens, "token")) : null,
+        turn.reward != null ? h("span", {}, `reward ${number(turn.reward)}`) : null,
+        turn.advantage != null ? h("span", {}, `advantage ${number(turn.advantage)}`) : null, turn.after ? h("span", {}, `branch, ${describe(turn.after)}`) : null),
+      clamped(turn.text, query, own));
+  });
+  return [h("ol", { class: "turns" }, boxes), num_left_out ? h("p", { class: "muted" }, `… ${num_left_out} more`) : null];
+}
+const sourceOf = group => group.row.slice(0, Math.max(0, group.row.lastIndexOf(":")));
 const PAGE = 8;
 const browse = { groups: null, notes: [], page: 0, apart: 0 };
 const mean = group => group.responses.reduce((sum, response) => sum + (response.reward ?? 0), 0) / (group.responses.length || 1);
@@ -57,7 +82,7 @@ async function loadAllRollouts() {
     return notes;
   });
   browse.groups = of_runs.flatMap((of, run) => of.groups.map(group => ({ ...group, run, mean: mean(group),
-    lower: [group.prompt, ...group.responses.map(response => response.text)].join("\n").toLowerCase() })));
+    lower: [group.prompt, ...group.responses.flatMap(textsOf)].join("\n").toLowerCase() })));
 }
 // The difference that only a twentieth of the tokens exceeds is shown in full; 0 if no response has tokens.
 function measureTokens() {
@@ -73,11 +98,12 @@ async function showBrowser() {
   measureTokens();
   const groups = browse.groups;
   if (!groups.length) { fill("browser", h("p", { class: "muted" }, "The run has no samples: samples.jsonl is missing or empty (--log-samples).")); return; }
-  const kinds = [...new Set(groups.map(group => group.kind))];
+  const kinds = [...new Set(groups.map(group => group.kind))], sources = [...new Set(groups.map(sourceOf))].sort();
   fill("browser", h("form", { class: "bar panel filters", id: "filters", "aria-label": "Which rollouts", oninput: () => find(), onsubmit: event => event.preventDefault() },
       field("Search", h("input", { type: "search", id: "query", placeholder: "in prompts and responses", "aria-describedby": "found" })),
       summary.runs.length > 1 ? field("Run", pick("of-run", [["", "all"], ...summary.runs.map((run, place) => [String(place), run.label])])) : null,
       field("Of", pick("kind", [["", "everything"], ...kinds.map(kind => [kind, kind])])),
+      sources.length > 1 ? field("Source", pick("source", [["", "all"], ...sources.map(source => [source, source])])) : null,
       field("Version from", h("input", { type: "number", id: "version-from" })), field("to", h("input", { type: "number", id: "version-to" })),
       field("A reward from", h("input", { type: "number", id: "reward-from", step: "any" })), field("to", h("input", { type: "number", id: "reward-to", step: "any" })),
       field("Row", h("input", { id: "row", size: "14", spellcheck: "false" })),
@@ -93,7 +119,7 @@ function find(page = 0) {
   const value = id => at(id)?.value ?? "", bound = id => value(id) === "" ? null : Number(value(id));
   const query = value("query").toLowerCase(), [from, to, low, high] = ["version-from", "version-to", "reward-from", "reward-to"].map(bound);
   const isInside = reward => (low === null || reward >= low) && (high === null || reward <= high);
-  const found = browse.groups.filter(group => (!value("of-run") || group.run === Number(value("of-run"))) && (!value("kind") || group.kind === value("kind"))
+  const found = browse.groups.filter(group => (!value("of-run") || group.run === Number(value("of-run"))) && (!value("kind") || group.kind === value("kind")) && (!value("source") || sourceOf(group) === value("source"))
     && (from === null || group.version >= from) && (to === null || group.version <= to) && (!value("row") || group.row === value("row"))
     && ((low === null && high === null) || group.responses.some(response => isInside(response.reward))) && (!query || group.lower.includes(query)));
   const [sign, key] = value("order").startsWith("-") ? [-1, value("order").slice(1)] : [1, value("order")];
@@ -115,13 +141,15 @@ function showGroup(group, query, isInside) {
       chip(`mean reward ${number(group.mean)}`),
       byRow > 1 && at("row").value !== group.row ? h("button", { type: "button", onclick: () => { at("row").value = group.row; at("order").value = "version"; find(); at("found").scrollIntoView(); } }, `This prompt over ${byRow} versions`) : null),
     h("h4", { class: "muted" }, "Prompt"), clamped(group.prompt, query),
-    h("div", { class: "responses" }, group.responses.map((response, place) => h("div", { class: "response" },
+    h("div", { class: group.responses.some(response => response.turns) ? "responses talk" : "responses" }, group.responses.map((response, place) => h("div", { class: "response" },
       h("div", { class: "bar", style: { gap: ".3rem" } }, h("h4", { class: "muted" }, `Response ${place + 1}`),
         chip(`reward ${number(response.reward)}`, isInside(response.reward) && response.reward > group.mean ? "good" : ""),
         response.advantage != null ? chip(`advantage ${number(response.advantage)}`) : null,
         Object.entries(response.components ?? {}).map(([name, value]) => chip(`${name} ${number(value)}`)),
-        response.num_tokens ? chip(plural(response.num_tokens, "token")) : null, response.finish_reason === "length" ? chip("truncated", "bad") : null),
-      clamped(response.text, query, response.tokens)))));
+        response.num_tokens ? chip(plural(response.num_tokens, "token")) : null,
+        response.turns ? chip(plural(response.num_turns, "turn")) : null,
+        ENDS[response.finish_reason] ? chip(ENDS[response.finish_reason], "bad") : null),
+      response.turns ? showTurns(response, query) : clamped(response.text, query, response.tokens)))));
 }
 function showHistory(row, found) {
   forget("history");

@@ -1,5 +1,5 @@
 // The ledger, and the Gantt of an iteration, from traces
-const CAUSES = { busy: "--c2", first: "--c1", starved: "--c5", tail: "--c4", publish: "--c3", bubble: "--c0", evaluation: "--c6", idle: "--c7" };
+const CAUSES = { busy: "--c2", first: "--c1", starved: "--c5", environment: "--c5", tail: "--c4", publish: "--c3", bubble: "--c0", evaluation: "--c6", idle: "--c7" };
 function showLedger() {
   fill("ledger", summary.runs.filter(run => run.trace?.accounts).flatMap(run => ["rank", "engine"].map(kind => {
     const accounts = run.trace.accounts.filter(account => account[1] === kind), causes = run.trace.causes[kind];
