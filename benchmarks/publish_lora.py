@@ -1,8 +1,8 @@
 """Time publishes of a policy with adapters in turn: merged into its weights, and alone to an engine that has the base.
 
 One rank and two vLLM engines, which get every version; shared memory. The bytes that each publish writes are counted.
-Beside whole publishes stand their parts that depend on the form: the trainer's writing, and the engine's load. The rest
-is the probe, which both compute.
+Beside whole publishes stand their parts that depend on the form: the trainer's writing, and the engine's load. The
+steps of the engine are listed too. The first version is not timed: it starts what the others find running.
 """
 
 import argparse
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
 
 FORMS = ("merged", "adapter")
-# The sidecar's line about each publish.
-LOADS = re.compile(r"version \d+ is published; .*\bload (\d+)")
+# The sidecar's line about each publish, and the steps in it, in milliseconds.
+STEPS = re.compile(r"version \d+ is published; milliseconds of each step: (.*)")
+STEP = re.compile(r"(\w+) (\d+)")
+_NUM_NOT_TIMED = 1
 
 
 def main() -> None:
@@ -50,7 +52,9 @@ def main() -> None:
         times, sizes = run_ranks(_measure, 1, model, runs, arguments.rank, rounds)[0]
         for run, form in zip(runs, FORMS, strict=True):
             output = run.with_name(f"{run.name}.output").read_text()
-            times[f"{form}, load"] = [float(found) / 1e3 for found in LOADS.findall(output)][1:]
+            versions = [dict(STEP.findall(line)) for line in STEPS.findall(output)][_NUM_NOT_TIMED:]
+            for step in versions[0]:
+                times[f"{form}, {step}"] = [float(version[step]) / 1e3 for version in versions]
     for form in FORMS:
         pairs = zip(times[f"{form}, write"], times[f"{form}, load"], strict=True)
         times[f"{form}, write and load"] = [write + load for write, load in pairs]
@@ -89,7 +93,7 @@ def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dic
             probe = Probe(trained.chunks, trained.session, run.name, 64)
             publishers[form] = SharedMemoryPublisher(weights, trained.session, client, run.name, folder, probe=probe)
             stack.callback(publishers[form].close)
-        for version in range(rounds + 1):
+        for version in range(rounds + _NUM_NOT_TIMED):
             for form in FORMS if version % 2 else FORMS[::-1]:
                 start = time.perf_counter()
                 publishers[form].publish(version)
@@ -97,7 +101,7 @@ def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dic
                 written = SHARED / f"megatron-rl-{os.getuid()}" / runs[FORMS.index(form)].name / f"version-{version}"
                 sizes[form] = sum(path.stat().st_size for path in written.iterdir())
                 # The first one starts what the others find running, and proves the base.
-                if version:
+                if version >= _NUM_NOT_TIMED:
                     times[form].append(seconds)
                     times[f"{form}, write"].append(_write(exported[form]))
             for shard in base.adapters.shards:

@@ -1,9 +1,11 @@
 """The memory that a rank is predicted to take, and the memory that it takes."""
 
 import collections
+import itertools
 import os
 import random
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ SAME = {
     "norms recomputed, sequences": "tensors and sequences",
     "norms recomputed, experts": "experts",
 }
+# Cases whose updates are measured: those without buffers of collectives, which are not counted.
+UPDATES = {"two replicas", "tensors"}
 LENGTHS = [(23, [61] * 4)] * 3
 NUM_MICRO_BATCHES = 4
 
@@ -116,6 +120,8 @@ def take(folder: Path, cases: dict[str, str]) -> dict[str, dict[str, Any]]:
                 for key, value in values.items()
                 if key in ("exp_avg", "exp_avg_sq")
             ]
+            # The first step has allocated the state.
+            of_update = measure_peak(trained.optimizer.step) if name in UPDATES else 0
             has_copy = weights[0].dtype != torch.float32
             found[name] = {
                 "parameters": sum(weight.numel() for weight in weights),
@@ -126,14 +132,26 @@ def take(folder: Path, cases: dict[str, str]) -> dict[str, dict[str, Any]]:
                 "optimizer": sum(state) * (3 if has_copy else 2) // 2,
                 "activations": saved.peak,
                 "sums": sums,
+                "update": of_update,
             }
     return found
 
 
+def measure_peak(action: Callable[[], object]) -> int:
+    """Return the most bytes of memory that an action has taken at once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        action()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
 def count(folder: Path, cases: dict[str, str]) -> dict[str, list[Footprint]]:
+    """Count the memory by case; that of updates with so few tokens that activations take less."""
     os.environ["WORLD_SIZE"] = "2"
-    work = Workload(2, LENGTHS, 2, NUM_MICRO_BATCHES, 1)
-    return {name: footprint.count(settings_of(folder, f"{FLAGS} {words}"), work) for name, words in cases.items()}
+    work, least = Workload(2, LENGTHS, 2, NUM_MICRO_BATCHES, 1), Workload(2, [(1, [1])], 2, 1, 1)
+    settings = {name: settings_of(folder, f"{FLAGS} {words}") for name, words in cases.items()}
+    counted = {name: footprint.count(one, work) for name, one in settings.items()}
+    return counted | {f"{name}, update": footprint.count(settings[name], least) for name in UPDATES & cases.keys()}
 
 
 @pytest.mark.parametrize(("model", "cases"), [("qwen3", CASES), ("mixtral", OF_EXPERTS)])
@@ -141,6 +159,11 @@ def test_a_rank_takes_what_is_counted(tmp_path: Path, model: str, cases: dict[st
     folder = hf_models.draw(model, tmp_path / model, num_hidden_layers=4)
     ranks = run_ranks(take, 2, folder, cases)
     (counted,) = run_ranks(count, 1, folder, cases)
+    for name in UPDATES & cases.keys():
+        (one,) = counted.pop(f"{name}, update")
+        taken = max(rank[name]["update"] for rank in ranks)
+        print(name, taken, one)
+        assert one.device["activations"] + one.device["workspace"] == pytest.approx(taken, rel=0.02)
     for name, footprints in counted.items():
         for rank, real in enumerate(taken[name] for taken in ranks):
             one = footprints[rank if len(footprints) > 1 else 0]

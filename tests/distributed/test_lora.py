@@ -4,7 +4,10 @@ The dense model has the weights base + scale B A, and the gradient G of them. By
 are scale G A^T and scale B^T G. The numbers are such that the sum is exact in float32.
 """
 
+import contextlib
+import copy
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import read_fingerprint
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
+from megatron_rl.trainer.mcore.session import start_session
 from megatron_rl.trainer.mcore.step.optimizer import apply_update
 from tests import hf_models
 from tests.distributed.layouts import divisor
 from tests.distributed.parity import Computed, Expected, expected_at, shared_loss, shared_packs
-from tests.distributed.training import LAYOUTS, Training, training
+from tests.distributed.training import LAYOUTS, Training, settings_of, training_in
+from tests.nursery import WITH_TRANSFORMER_ENGINE
 from tests.ranks import run_ranks
 
 RANK, ALPHA = 4, 8.0
@@ -35,6 +40,12 @@ CASES = {
     },
     "qwen3_moe": {"EP2": LAYOUTS["EP2"], "TP2+SP,EP2,ETP1": SP_EXPERTS},
     "deepseek_v3": {"TP2+SP,EP2,ETP1": SP_EXPERTS, "PP2xVPP2": LAYOUTS["PP2xVPP2"]},
+}
+ENGINE = "TransformerEngine"
+# A norm within the layers of queries and of MLPs, and experts in one product.
+WITH_ENGINE = {
+    "qwen3_moe": {f"{ENGINE}, qwen3_moe": SP_EXPERTS},
+    "qwen3": {f"{ENGINE}, TP2": LAYOUTS["TP2"], f"{ENGINE}, TP2+SP": LAYOUTS["TP2+SP"]},
 }
 # Two virtual stages of two ranks.
 NUM_LAYERS = {"deepseek_v3": 4}
@@ -84,11 +95,24 @@ def gather_factors(training: Training, attribute: str) -> dict[str, torch.Tensor
     return whole
 
 
+@contextlib.contextmanager
+def begin(folder: Path, words: str, name: str) -> Iterator[Training]:
+    """Set up the training, with layers of TransformerEngine if the case's name says so."""
+    settings = settings_of(folder, words)
+    if name.startswith(ENGINE):
+        changes = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": "qwen3_moe" in name}
+        config = copy.copy(settings.transformer)
+        vars(config).update(changes, gradient_accumulation_fusion=True)
+        settings = dataclasses.replace(settings, transformer=config)
+    with start_session(settings) as session:
+        yield training_in(session, settings)
+
+
 def compute(folder: Path, cases: dict[str, str]) -> dict[str, Found]:
     torch.distributed.init_process_group("gloo")
     found = {}
     for name, words in cases.items():
-        with training(folder, f"{words} {LORA}") as trained:
+        with begin(folder, f"{words} {LORA}", name) as trained:
             fill(trained)
             log_probs = trained.forward_backward(shared_packs(divisor(trained.session.sizes)), shared_loss)
             gradients = gather_factors(trained, "main_grad")
@@ -159,11 +183,24 @@ def identify_alone(folder: Path, weights: dict[str, torch.Tensor]) -> str:
     ],
 )
 def test_gradients_are_those_of_a_dense_model_restricted_to_the_factors(tmp_path: Path, model: str) -> None:
-    folder = draw_base(model, tmp_path / model)
+    check(tmp_path / model, model, CASES[model])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param("qwen3_moe", marks=pytest.mark.each_change), pytest.param("qwen3", marks=pytest.mark.slow)],
+)
+def test_gradients_with_layers_of_transformer_engine_are_those_of_a_dense_model_too(tmp_path: Path, model: str) -> None:
+    check(tmp_path / model, model, WITH_ENGINE[model], WITH_TRANSFORMER_ENGINE)
+
+
+def check(folder: Path, model: str, cases: dict[str, str], platform: str = "cpu") -> None:
+    """Compare gradients, the norm and both forms of what is published in each layout."""
+    draw_base(model, folder)
     weights = hf_models.split_stacks(load_file(folder / "model.safetensors"))
     dense = expected_at(merge(weights), folder)
     expected = Expected(*(restrict(one, weights) for one in (dense.theirs, dense.truth)))
-    ranks: list[dict[str, Any]] = run_ranks(compute, 2, folder, CASES[model])
+    ranks: list[dict[str, Any]] = run_ranks(compute, 2, folder, cases, platform=platform)
     for name, found in ranks[0].items():
         worst = expected.worst(found.computed)
         print(model, name, worst)

@@ -1,6 +1,7 @@
-"""A worker extension for a vLLM that puts other adapters into its slot than it is given, by a test's plan."""
+"""A worker extension for a vLLM that holds other adapters than it is given, or scales them, by a test's plan."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -30,4 +31,18 @@ class Extension(WorkerExtension):
         slot.__dict__.pop("put", None)
         if fault:
             slot.put = put_others  # type: ignore[method-assign]
+        return {}
+
+    @answered
+    def megatron_rl_scale_adapters(self, factor: str) -> dict[str, str]:
+        """Compute with all adapters times a factor from now on, with the numbers in the slot as they are."""
+        slot = self.megatron_rl_slot
+        assert slot is not None
+        wrappers = {id(layer.punica_wrapper): layer.punica_wrapper for layer in slot._manager.modules.values()}
+        for wrapper in wrappers.values():
+
+            def add_scaled(y: Any, x: Any, a: Any, b: Any, scale: float, *rest: Any, own: Any = wrapper) -> Any:
+                return type(own).add_lora_linear(own, y, x, a, b, scale * float(factor), *rest)
+
+            wrapper.add_lora_linear = add_scaled
         return {}

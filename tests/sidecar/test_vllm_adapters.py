@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_rl.shared.protocol import probe
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, WrongWeights
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.routes import AdaptersName
+from tests import hf_models
 from tests.sidecar import adapter_folders, vllm_models
 from tests.sidecar.conftest import Run, _kernels
 from tests.sidecar.vllm_models import Models, Reference, publish, request
@@ -59,6 +61,7 @@ def generate(run: Run, engine: VllmEngine, *requests: Any) -> list[Any]:
 def test_log_probs_are_those_of_merged_weights_in_every_version(
     run: Run, adapted: VllmEngine, models: Models, tmp_path: Path
 ) -> None:
+    assert adapted.facts["products_patch"] == "applied"
     requests = [request(number, 4, temperature=1.0, max_tokens=24) for number in range(6)]
     for version in range(2):
         factors = adapter_folders.draw_factors(models.first, version)
@@ -96,6 +99,28 @@ def test_a_slot_that_holds_other_adapters_is_proved_wrong(
     assert adapted.state is EngineState.DIRTY
     run(adapted._workers("plan", "megatron_rl_change_adapters", ""))
     put(run, adapted, models, 1, 6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_the_probe_finds_an_engine_that_scales_adapters(
+    run: Run, adapted: VllmEngine, models: Models, tmp_path: Path, factor: float
+) -> None:
+    """Let the slot hold the right numbers, and the engine compute with others."""
+    factors = adapter_folders.draw_factors(models.first, 1)
+    merged = adapter_folders.merge(models.first, factors, tmp_path / "merged")
+    asked = probe.draw_tokens(6, hf_models.VOCAB_SIZE, probe.LEAST_TOKENS)
+    (expected,) = hf_models.log_probs(merged, [asked])
+
+    def measure() -> float:
+        put(run, adapted, models, 1, 6)
+        return probe.measure_difference(run(adapted.probe(asked)).log_probs, expected.tolist()).mean
+
+    bound = probe.limit_by_spread(probe.find_bound(adapted.kind, "float32"), adapted.kind, expected.tolist())
+    assert measure() < bound / 20
+    run(adapted._workers("plan", "megatron_rl_scale_adapters", str(factor)))
+    assert measure() > 20 * bound
+    run(adapted._workers("plan", "megatron_rl_scale_adapters", "1"))
+    assert measure() < bound / 20
 
 
 def test_a_base_of_another_fingerprint_is_refused(run: Run, adapted: VllmEngine, models: Models) -> None:

@@ -68,7 +68,8 @@ def test_adapters_of_experts_do_not_come_alone(tmp_path: Path) -> None:
     words = (*CPU, "--hf-model", folder(tmp_path, sparse), *RUN, "--lora-rank 4 --publish-lora adapter")
     found = run_problems(*words, world_size=1)
     assert any("--publish-lora adapter: the adapters of experts" in problem for problem in found)
-    assert parse_run(*words, "--lora-targets q_proj v_proj", world_size=1).rollout.lora_rank == 4
+    (problem,) = run_problems(*words, "--lora-targets q_proj v_proj", world_size=1)
+    assert "vLLM's kernel for experts on CPUs takes no adapters" in problem
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -108,8 +108,3 @@ def _check_targets(settings: DraftSettings, model: Architecture) -> Iterator[str
             f"--lora-targets names modules of experts, which {expert_tensor} ranks divide, and experts with adapters "
             f"cannot be divided: write --expert-tensor-parallel-size 1, or name other modules"
         )
-    if settings.transformer.transformer_impl != "local":
-        yield (
-            f"--lora-rank {lora.rank} needs Megatron's own layers, not TransformerEngine's: write --transformer-impl "
-            f"local"
-        )

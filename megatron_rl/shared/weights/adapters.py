@@ -46,6 +46,7 @@ class AdapterPart:
     """The rows of the rank's parameter that the rows of its part of B belong to."""
     splits_inputs: bool
     """True if ranks divide A, and False if they divide B."""
+    is_expert: bool
 
     @property
     def name_a(self) -> str:
@@ -117,12 +118,12 @@ class AdapterMapping:
         weight_map = self._weights.shard(parameter, coordinates, padded_vocab_size)
         tensor_rank = coordinates.expert_tensor_rank if is_expert else coordinates.tensor_rank
         return [
-            self._place(weight, weight_map, tensor_rank)
+            self._place(weight, weight_map, tensor_rank, is_expert)
             for weight, module in zip(weights, modules, strict=True)
             if module in self._modules
         ]
 
-    def _place(self, weight: str, weight_map: ShardMap, tensor_rank: int) -> AdapterPart:
+    def _place(self, weight: str, weight_map: ShardMap, tensor_rank: int, is_expert: bool) -> AdapterPart:
         pieces = sorted((piece for piece in weight_map.pieces if piece.name == weight), key=lambda one: one.source)
         module = weight.removesuffix(".weight")
         name_a, name_b = name_factors(module)
@@ -138,7 +139,7 @@ class AdapterMapping:
             a = ShardMap((self.rank, num_inputs), (Piece(name_a, 0, 0, 0, self.rank),), is_first)
             b = ShardMap((length, self.rank), (Piece(name_b, 0, start, 0, length),), is_owned)
             rows = tuple(row for piece in pieces for row in range(piece.target, piece.target + piece.length))
-        return AdapterPart(module, a, b, rows, splits_inputs)
+        return AdapterPart(module, a, b, rows, splits_inputs, is_expert)
 
 
 def describe_for_peft(adapters: AdapterMapping, alpha: float, base: str) -> dict[str, Any]:
@@ -162,6 +163,11 @@ def check_config(folder: Path, rank: int, alpha: float) -> None:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--load-lora {folder}: {path} cannot be read ({error}): name a folder of PEFT's") from None
+    if joined := config.get("target_parameters"):
+        raise InputError(
+            f"{path} has adapters of tensors that hold all experts of a layer ({', '.join(joined)}), and here each "
+            f"expert has its own: have PEFT merge them (merge_and_unload), and write --hf-model with that folder"
+        )
     for name, plain in _PLAIN.items():
         value = config.get(name, plain)
         if value != plain and (value or plain):

@@ -86,6 +86,8 @@ class AdapterSlot:
         self.number = 0
         """The number under which requests name the adapters that it holds; 0 if it holds none."""
         self._manager = manager._adapter_manager
+        # The places of factors that were found: vLLM's layers stay the same.
+        self._places: dict[str, tuple[Any, int, bool]] = {}
         self._guard(runner)
 
     def clear(self) -> None:
@@ -160,6 +162,11 @@ class AdapterSlot:
 
     def _find_place(self, name: str) -> tuple[Any, int, bool]:
         """Return the layer of a factor, the index of its module in the layer, and True for A."""
+        if name not in self._places:
+            self._places[name] = self._search_place(name)
+        return self._places[name]
+
+    def _search_place(self, name: str) -> tuple[Any, int, bool]:
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         module, is_a = parse_fine_tuned_lora_name(name, self._find_renaming())

@@ -10,6 +10,7 @@ tokens.
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,13 +97,16 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
     num_parameters = sum(parameter.numel() for parameter in parameters)
     num_published = _count_published(settings, parameters)
+    activations = _count_in_flight(settings, work, stage) * sum(kept) // len(kept)
+    # An update begins once the activations are gone.
+    of_update = _count_of_update(settings, parameters, own.optimizer) - activations
     device = {
         "weights": own.weights,
         "gradients": own.gradients,
         "optimizer": own.optimizer,
         "frozen": layers if is_offloaded else frozen,
-        "activations": _count_in_flight(settings, work, stage) * sum(kept) // len(kept),
-        "workspace": of_layer + (_count_logits(settings, pack) if is_last else 0),
+        "activations": activations,
+        "workspace": max(of_layer + (_count_logits(settings, pack) if is_last else 0), of_update),
         "publish": _STREAM_BYTES if is_published and not is_shared else 0,
     }
     host = {
@@ -189,6 +193,20 @@ def _count_state(settings: Settings) -> int:
         return config.main_params_dtype.itemsize + sum(dtype.itemsize for dtype in moments)
     has_copy = settings.transformer.params_dtype != torch.float32
     return 4 * (num_moments + has_copy)
+
+
+def _count_of_update(settings: Settings, parameters: Sequence[torch.nn.Parameter], state: int) -> int:
+    """Count the bytes that are taken for a moment in an update.
+
+    On a CPU torch's Adam computes a divisor for one tensor after the other, in two tensors of its size, while the
+    divisor of the one before still exists.
+    """
+    if settings.platform != "cpu" or settings.optimizer.optimizer != "adam":
+        return 0
+    # A rank with a part of the optimizer's state has no larger tensors than this part.
+    owned = state // _count_state(settings)
+    sizes = [min(owned, one.numel()) for one in parameters if one.requires_grad and one.ndim > 1]
+    return 4 * max((before + 2 * size for before, size in itertools.pairwise([0, *sizes])), default=0)
 
 
 def _count_frozen(settings: Settings, num_updates: int) -> int:

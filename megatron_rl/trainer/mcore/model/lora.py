@@ -24,14 +24,18 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.adapters import AdapterMapping, AdapterPart
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.shared.weights.shards import Shard
 from megatron_rl.trainer.mcore.model.gpt import ADAPTER, PackedGPTModel, named_places
+from megatron_rl.trainer.mcore.model.lora_layers import (
+    LayerFacts,
+    describe_layer,
+    find_multiplied_rows,
+    has_weight_for_each_expert,
+)
 
 
 class Role(enum.Enum):
@@ -58,25 +62,31 @@ class RoleSwitch:
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear layer: one for each module that its weight consists of."""
+    """The adapters of one weight of a linear layer: one for each module that the weight consists of."""
 
-    def __init__(self, layer: Any, parts: Sequence[AdapterPart], scale: float, switch: RoleSwitch):
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        facts: LayerFacts,
+        parts: Sequence[AdapterPart],
+        scale: float,
+        switch: RoleSwitch,
+    ):
         super().__init__()
         self.parts = list(parts)
         self._scale = scale
         self._switch = switch
-        self._group = layer.tp_group
-        self._is_sequence_parallel = layer.sequence_parallel
+        self._group = facts.group
+        self._is_sequence_parallel = facts.is_sequence_parallel
         # An expert's ranks share nothing: its tensor-parallel size is 1.
-        self._is_divided = not layer.is_expert
+        self._is_divided = not facts.is_expert
         self._splits_inputs = parts[0].splits_inputs
         self._kept: list[torch.Tensor] = []
-        weight = layer.weight
         for number, part in enumerate(parts):
             for name, shape in ((f"a{number}", part.a.shape), (f"b{number}", part.b.shape)):
                 factor = torch.nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
                 self.register_parameter(name, factor)
-                self._mark(factor, is_a=name[0] == "a", layer=layer)
+                self._mark(factor, name[0] == "a", getattr(weight, "allreduce", True))
         rows = [row for part in parts for row in part.rows]
         # The row of the joined B that each output has; outputs of modules without an adapter have a row of zeros.
         order_O = torch.full((len(weight),), len(rows), device="cpu")
@@ -84,10 +94,10 @@ class Adapter(torch.nn.Module):
         is_plain = len(parts) == 1 and rows == list(range(len(weight)))
         self._order_O = None if is_plain else order_O.to(weight.device)
 
-    def _mark(self, factor: torch.nn.Parameter, is_a: bool, layer: Any) -> None:
+    def _mark(self, factor: torch.nn.Parameter, is_a: bool, is_reduced: bool) -> None:
         """Set the marks by which Megatron reduces the factor's gradient and counts it in the norm."""
-        is_divided = layer.is_expert or is_a is self._splits_inputs
-        marks: dict[str, Any] = {"allreduce": getattr(layer.weight, "allreduce", True)}
+        is_divided = not self._is_divided or is_a is self._splits_inputs
+        marks: dict[str, Any] = {"allreduce": is_reduced}
         if is_divided:
             marks |= {"tensor_model_parallel": True, "partition_dim": 1 if is_a else 0, "partition_stride": 1}
         elif self._is_sequence_parallel:
@@ -157,6 +167,16 @@ class Adapter(torch.nn.Module):
         return a_KI, rows_SK.index_select(0, self._order_O)
 
 
+class ExpertAdapters(torch.nn.ModuleList):
+    """The adapters of a layer that multiplies the rows of several experts, in the order of its weights."""
+
+    def forward(self, rows_RI: torch.Tensor, output_RO: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        """Add each expert's products to its rows of the output; `num_rows` are the rows of each expert."""
+        sizes = [int(count) for count in num_rows]
+        parts = zip(self, rows_RI.split(sizes), output_RO.split(sizes), strict=True)
+        return torch.cat([adapter(rows, output) for adapter, rows, output in parts])
+
+
 @dataclasses.dataclass(frozen=True)
 class MergedShard(Shard):
     """A parameter that is exported with its adapters in it."""
@@ -203,14 +223,14 @@ class Adapters:
         for chunk in chunks:
             chunk.requires_grad_(False)
         for chunk, name, global_name in list(named_places(chunks)):
-            parts = mapping.place(global_name, coordinates, chunk.vocab_size) if name.endswith("weight") else []
+            path, _, own_name = name.rpartition(".")
+            parts = mapping.place(global_name, coordinates, chunk.vocab_size) if own_name.startswith("weight") else []
             if parts:
-                layer = chunk.get_submodule(name.rpartition(".")[0])
-                _check(layer, global_name)
-                adapter = Adapter(layer, parts, alpha / mapping.rank, self._switch)
+                layer = chunk.get_submodule(path)
+                facts = describe_layer(layer, parts[0].is_expert, global_name)
+                adapter = Adapter(getattr(layer, own_name), facts, parts, alpha / mapping.rank, self._switch)
                 self.by_parameter[global_name] = adapter
-                layer.register_module(ADAPTER, adapter)
-                layer.register_forward_hook(_add_adapter)
+                _attach(layer, adapter)
 
     @property
     def shards(self) -> list[Shard]:
@@ -254,28 +274,20 @@ def attach_adapters(settings: Settings, chunks: Sequence[PackedGPTModel], coordi
     return Adapters(chunks, mapping, coordinates, lora.used_alpha)
 
 
+def _attach(layer: Any, adapter: Adapter) -> None:
+    """Have a layer add the adapter's products; a layer with several weights gets theirs in turn."""
+    if not has_weight_for_each_expert(layer):
+        layer.register_module(ADAPTER, adapter)
+        layer.register_forward_hook(_add_adapter)
+    elif hasattr(layer, ADAPTER):
+        layer.adapter.append(adapter)
+    else:
+        layer.register_module(ADAPTER, ExpertAdapters([adapter]))
+        layer.register_forward_hook(_add_adapter)
+
+
 def _add_adapter(layer: Any, arguments: tuple[Any, ...], outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
     """Add the adapter's products to what a layer has computed from its first argument."""
+    rows, *rest = arguments
     output, bias = outputs
-    return layer.adapter(arguments[0], output), bias
-
-
-def _check(layer: Any, name: str) -> None:
-    """Raise unless the layer is one of those that the sums over ranks are written for."""
-    if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-        raise InputError(
-            f"--lora-targets: {name} belongs to a {type(layer).__name__}, which cannot have an adapter yet: write "
-            f"--transformer-impl local, or name other modules"
-        )
-    if layer.is_expert and layer.tp_group.size() > 1:
-        raise InputError(
-            f"--lora-targets: {name} is divided over {layer.tp_group.size()} ranks, and experts with adapters cannot "
-            f"be: write --expert-tensor-parallel-size 1"
-        )
-    if not layer.is_expert and layer.explicit_expert_comm:
-        raise InputError(
-            f"--lora-targets: {name} overlaps the exchange of tokens, and cannot with an adapter: drop "
-            f"--moe-shared-expert-overlap"
-        )
-    if getattr(layer, "gather_output", False) or not getattr(layer, "input_is_parallel", True):
-        raise InputError(f"--lora-targets: {name} exchanges its rows in a way that adapters do not: name other modules")
+    return layer.adapter(find_multiplied_rows(layer, rows), output, *rest), bias
