@@ -14,6 +14,10 @@ _COMMANDS = {
     "audit": ("megatron_rl.commands.audit:main", "check the audit log of a run: who sampled what, under which weights"),
     "convert": ("megatron_rl.commands.convert:main", "convert weights between Hugging Face's format and Megatron's"),
     "doctor": ("megatron_rl.commands.doctor:main", "show platform, versions, what is missing, and what to do"),
+    "drift": (
+        "megatron_rl.drift.command:main",
+        "find the parts of engines and the trainer that differ from their definition, and why",
+    ),
     "explain": ("megatron_rl.analysis.commands:explain", "say what of a run is out of bounds, and the flags to try"),
     "hosts": ("megatron_rl.commands.hosts:main", "show the hosts of a live run, and what their engines do"),
     "launch": ("megatron_rl.launch.command:main", "start a run on many hosts, by Slurm or Kubernetes"),

@@ -1,0 +1,293 @@
+"""Names the parts of an engine, or of the trainer, that differ from their definition by more than rounding, and why.
+
+Every part is compared with its definition in float64 from the inputs that it had. It is right if it is as near as the
+definition is in the same precision:
+
+    |ours - truth|  <=  2 |definition - truth|  +  4 units in the last place of the truth's largest value
+
+This is the rule of docs/numerics.md. In 16 bits the second term lets errors of 8-bit floats pass. So a part is not
+right either if it is far less exact than the definition and its errors are those of computing in 8 bits.
+
+Parts that are not right are the causes. The effect of a part is the change of the
+sampled tokens' log-probs if its errors are added to an exact forward pass, all layers' at once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl.drift.definition import FP8, Definition, score_tokens
+from megatron_rl.drift.effects import Errors, propagate_errors
+from megatron_rl.drift.recording import TEMPERATURE, LayerPart, ModelPart, Recording, Tensors
+
+SAMPLER = "sampler"
+# From the coarsest on.
+_COARSER = (FP8, torch.bfloat16, torch.float16)
+# The least correlation of errors that have one cause.
+_ALIKE = 0.5
+# The errors of 8-bit floats are some ten times those of 16 bits. Those below this many times are not looked at.
+_FAR = 3.0
+# The parts that have no weights.
+_WITHOUT_WEIGHTS = frozenset((ModelPart.ROTATION, ModelPart.ATTENTION, ModelPart.ACTIVATION))
+# Parts whose outputs are sums over tensor-parallel ranks.
+_SUMMED = frozenset(
+    (ModelPart.EMBEDDING, ModelPart.ATTENTION_OUTPUT, ModelPart.DOWN, ModelPart.EXPERTS, ModelPart.LOG_PROBS)
+)
+# The distance of two experts' scores at which rounding decides between them, in units of the scores' own error.
+_NEAR_TIE = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A response that an engine sampled, with a recording of the engine's parts or of the trainer's."""
+
+    tokens: Sequence[int]
+    """Those of the prompt, then those that were sampled."""
+    log_probs: Sequence[float]
+    """The log-probs of the sampled tokens, as the engine or the trainer reports them."""
+    temperature: float
+    recording: Recording
+
+
+@dataclasses.dataclass
+class PartFinding:
+    """A part, over all layers and responses."""
+
+    name: str
+    excess: float = 0.0
+    """The largest error over its bound: the part is not right above 1."""
+    worst: str = ""
+    """The point with this error."""
+    effect: float = 0.0
+    """The mean change of a log-prob by the part's errors."""
+    reason: str = ""
+    """The reason why it is not right, as far as it is known."""
+    is_in_8_bits: bool = False
+    """True if it computes in 8 bits at a point, and the errors are within what 16 bits allow."""
+    coarser: list[torch.dtype] = dataclasses.field(default_factory=lambda: list(_COARSER))
+    """The coarser precisions that it may have computed in at every point that is not right."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.excess <= 1 and not self.is_in_8_bits
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """The findings about an engine or the trainer."""
+
+    dtype: torch.dtype
+    findings: list[PartFinding]
+    """All parts, those with the largest effect first."""
+    log_probs: torch.Tensor
+    """Those of all sampled tokens, as they are reported."""
+    exact: torch.Tensor
+    """The same from a pass in float64, with weights in the precision of what is examined."""
+    is_of_other_weights: bool = False
+
+    @property
+    def difference(self) -> float:
+        """The mean difference of the reported log-probs from exact ones."""
+        return measure_difference(self.log_probs, self.exact)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.log_probs)
+
+    @property
+    def causes(self) -> list[PartFinding]:
+        """The parts that are not right."""
+        return [finding for finding in self.findings if not finding.is_right]
+
+
+def measure_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the mean difference between log-probs of the same tokens."""
+    return float((ours - theirs).abs().mean())
+
+
+@dataclasses.dataclass
+class Examiner:
+    """Examines what an engine or the trainer computed."""
+
+    truth: Definition
+    definition: Definition
+    """In the precision of what is examined."""
+    num_ranks: int = 1
+    _coarse: dict[torch.dtype, Definition] = dataclasses.field(default_factory=dict, init=False)
+
+    def diagnose(self, responses: Sequence[Recorded]) -> Diagnosis:
+        found: dict[str, PartFinding] = {}
+        changes: dict[str, list[torch.Tensor]] = {}
+        exact_log_probs = []
+        for one in responses:
+            errors = self._compare(one, found)
+            exact = self._log_probs(one, {})
+            exact_log_probs.append(exact)
+            for part in dict.fromkeys(point.part for point in errors):
+                of_part = {point: error for point, error in errors.items() if point.part is part}
+                changes.setdefault(part, []).append((self._log_probs(one, of_part) - exact).abs())
+            if LayerPart(ModelPart.LOGITS) in set(one.recording):
+                changes.setdefault(SAMPLER, []).append(self._compare_sampler(one, found))
+        for name, values in changes.items():
+            found[name].effect = float(torch.cat(values).mean())
+        findings = sorted(found.values(), key=lambda finding: -finding.effect)
+        wrong = [finding for finding in findings if not finding.is_right]
+        have_weights = [finding for finding in findings if _has_weights(finding)]
+        has_other_weights = sum(not finding.is_right for finding in have_weights) > len(have_weights) / 2
+        for finding in wrong:
+            finding.reason = finding.reason or self._explain(finding, has_other_weights)
+        reported = torch.tensor([value for one in responses for value in one.log_probs]).double()
+        return Diagnosis(self.definition.dtype, findings, reported, torch.cat(exact_log_probs), has_other_weights)
+
+    def _compare(self, one: Recorded, found: dict[str, PartFinding]) -> dict[LayerPart, Tensors]:
+        """Compare each point with its definition; return the errors."""
+        errors: dict[LayerPart, Tensors] = {}
+        for point in one.recording:
+            recorded = one.recording[point]
+            if point.part is ModelPart.LOG_PROBS:
+                recorded = {**recorded, TEMPERATURE: torch.tensor(one.temperature)}
+            truth = self.truth.compute(point, recorded)
+            theirs = self.definition.compute(point, recorded)
+            kept = self._find_decided_rows(point, recorded)
+            finding = found.setdefault(point.part, PartFinding(point.part))
+            errors[point] = {name: recorded[name].double() - truth[name] for name in truth}
+            excess = max(_measure_excess(recorded[name][kept], truth[name][kept], theirs[name][kept]) for name in truth)
+            if excess > finding.excess:
+                finding.excess, finding.worst = excess, str(point)
+            errors_kept = {name: error[kept] for name, error in errors[point].items()}
+            if excess <= 1 and self._is_in_8_bits(point, recorded, errors_kept, truth, theirs, kept):
+                finding.is_in_8_bits = True
+            if excess > 1:
+                finding.coarser = [
+                    dtype for dtype in finding.coarser if self._may_be_in(dtype, point, recorded, errors_kept, kept)
+                ]
+                if point.part is ModelPart.LOG_PROBS:
+                    logits = self.truth.compute(LayerPart(ModelPart.LOGITS), recorded)["out"]
+                    finding.reason = _explain_temperature(logits, one) or ""
+        return errors
+
+    def _is_in_8_bits(
+        self,
+        point: LayerPart,
+        recorded: Tensors,
+        errors: Tensors,
+        truth: Tensors,
+        theirs: Tensors,
+        kept: torch.Tensor,
+    ) -> bool:
+        """Check whether errors are far larger than the definition's, and those of computing in 8-bit floats."""
+        ours = torch.cat([errors[name].flatten() for name in errors])
+        of_definition = torch.cat([(theirs[name].double() - truth[name])[kept].flatten() for name in errors])
+        if self.definition.dtype == torch.float32 or not ours.norm() > _FAR * of_definition.norm():
+            return False
+        return self._may_be_in(FP8, point, recorded, errors, kept)
+
+    def _may_be_in(
+        self, dtype: torch.dtype, point: LayerPart, recorded: Tensors, errors: Tensors, kept: torch.Tensor
+    ) -> bool:
+        """Check whether the outputs were rounded to a coarser precision, or have the errors of computing in it."""
+        if torch.finfo(dtype).eps <= torch.finfo(self.definition.dtype).eps:
+            return False
+        if all(torch.equal(recorded[name], recorded[name].to(dtype).to(recorded[name].dtype)) for name in errors):
+            return True
+        if dtype not in self._coarse:
+            self._coarse[dtype] = self._load_coarse(dtype)
+        truth, coarse = self.truth.compute(point, recorded), self._coarse[dtype].compute(point, recorded)
+        ours = torch.cat([errors[name].flatten() for name in errors])
+        theirs = torch.cat([(coarse[name].double() - truth[name])[kept].flatten() for name in errors])
+        return bool(ours @ theirs > _ALIKE * ours.norm() * theirs.norm())
+
+    def _load_coarse(self, dtype: torch.dtype) -> Definition:
+        """Load the definition in a coarser precision; nothing but products and attention is computed in 8 bits."""
+        if dtype is not FP8:
+            return Definition(self.truth.folder, dtype)
+        return Definition(self.truth.folder, self.truth.dtype, self.definition.dtype, quantizes=True)
+
+    def _compare_sampler(self, one: Recorded, found: dict[str, PartFinding]) -> torch.Tensor:
+        """Compare the reported log-probs with those of the recorded logits."""
+        logits = one.recording[LayerPart(ModelPart.LOGITS)]["out"]
+        tokens = torch.tensor(one.tokens[-len(one.log_probs) :])
+        reported = torch.tensor(one.log_probs).double()
+        truth, theirs = (
+            score_tokens(logits.to(dtype), tokens, one.temperature) for dtype in (torch.float64, torch.float32)
+        )
+        finding = found.setdefault(SAMPLER, PartFinding(SAMPLER))
+        excess = _measure_excess(reported.float(), truth, theirs)
+        if excess > finding.excess:
+            finding.excess, finding.worst = excess, SAMPLER
+        if excess > 1:
+            finding.reason = _explain_temperature(logits.double(), one) or "its log-probs are not those of its logits"
+        return (reported - truth).abs()
+
+    def _find_decided_rows(self, point: LayerPart, recorded: Tensors) -> torch.Tensor:
+        """Find the rows in which rounding does not decide between experts; all rows of other parts."""
+        rows = torch.ones(len(next(iter(recorded.values()))), dtype=torch.bool)
+        if point.part is not ModelPart.EXPERTS:
+            return rows
+        scores = []
+        for definition in (self.truth, self.definition):
+            gate = definition.base.layers[point.layer].mlp.gate
+            scores.append((recorded["in"].to(definition.dtype) @ gate.weight.T).double())
+        ordered = scores[0].sort(dim=-1, descending=True).values
+        count = self.truth.model.config.num_experts_per_tok
+        if count >= ordered.shape[1]:
+            return rows
+        away = (scores[1] - scores[0]).abs().amax(dim=-1)
+        # A router may compute in another order than the definition does, so its error counts several times.
+        return (ordered[:, count - 1] - ordered[:, count]) > _NEAR_TIE * away
+
+    def _log_probs(self, one: Recorded, errors: Errors) -> torch.Tensor:
+        return propagate_errors(self.truth, one.tokens, len(one.log_probs), one.temperature, errors)
+
+    def _explain(self, finding: PartFinding, has_other_weights: bool) -> str:
+        if has_other_weights and _has_weights(finding):
+            return "it computes with other weights than the checkpoint's"
+        if finding.coarser:
+            said = f"it computes in {str(finding.coarser[0]).removeprefix('torch.')}"
+            if self.num_ranks > 1 and finding.name in _SUMMED:
+                said += f", or the sum over {self.num_ranks} ranks does"
+            return said
+        if self.num_ranks > 1 and finding.name in _SUMMED:
+            return f"the sum over {self.num_ranks} ranks, or the product before it, is another"
+        return "it computes something else than the definition"
+
+
+def _has_weights(finding: PartFinding) -> bool:
+    return finding.name != SAMPLER and finding.name not in _WITHOUT_WEIGHTS
+
+
+def _measure_excess(ours: torch.Tensor, truth: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the error over its bound."""
+    if not len(ours):
+        return 0.0
+    error = (ours.double() - truth).detach().abs().max()
+    largest = truth.abs().max()
+    bound = 2 * (theirs.double() - truth).abs().max() + 4 * torch.finfo(ours.dtype).eps * largest
+    if not torch.isfinite(error):
+        return float("inf")
+    return float(error / bound) if bound else float(error > 0) * float("inf")
+
+
+def _explain_temperature(logits: torch.Tensor, one: Recorded) -> str | None:
+    """Say so if the reported log-probs are those of the logits at another temperature."""
+    tokens = torch.tensor(one.tokens[-len(one.log_probs) :])
+    reported = torch.tensor(one.log_probs).double()
+    fitted = _fit_temperature(logits, tokens, reported)
+    away, before = (
+        (score_tokens(logits, tokens, value) - reported).abs().mean() for value in (fitted, one.temperature)
+    )
+    if away >= before / 10:
+        return None
+    return f"its log-probs are those of temperature {fitted:.3g}, and not {one.temperature:g}"
+
+
+def _fit_temperature(logits: torch.Tensor, tokens: torch.Tensor, reported: torch.Tensor) -> float:
+    """Find the temperature that the reported log-probs are nearest to."""
+    candidates = torch.logspace(-2, 2, 401, base=2, dtype=torch.float64)
+    for _ in range(3):
+        away = torch.stack([(score_tokens(logits, tokens, float(one)) - reported).abs().mean() for one in candidates])
+        best = int(away.argmin())
+        low, high = candidates[max(0, best - 1)], candidates[min(len(candidates) - 1, best + 1)]
+        candidates = torch.linspace(float(low), float(high), 101, dtype=torch.float64)
+    return float(candidates[50])
