@@ -7,6 +7,7 @@ rows are gathered during the product of the inputs' gradient, which is reduced d
 Letters: N rows, I inputs, O outputs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,16 +24,17 @@ def linear(
     group: dist.ProcessGroup | None = None,
     gathers_rows: bool = False,
     reduces_gradient: bool = False,
+    multiply: Callable[..., torch.Tensor] = torch.nn.functional.linear,
 ) -> torch.Tensor:
     """Compute input @ weight.T + bias over the last dimension.
 
     With `adds_to_main_grad`, the weight's gradient is added to its main gradient, if it has one. The ranks of the group
     have parts of the weight. With `gathers_rows` they also have parts of the input, along its first dimension: the
     output has all rows, and each rank gets the gradient of its own, summed over ranks. With `reduces_gradient` ranks
-    have the same input, whose gradient is summed over ranks.
+    have the same input, whose gradient is summed over ranks. `multiply` computes the product of the forward pass.
     """
     out: torch.Tensor = _Linear.apply(
-        input, weight_OI, bias_O, adds_to_main_grad, group, gathers_rows, reduces_gradient
+        input, weight_OI, bias_O, adds_to_main_grad, group, gathers_rows, reduces_gradient, multiply
     )
     return out
 
@@ -48,6 +50,7 @@ class _Linear(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         gathers_rows: bool,
         reduces_gradient: bool,
+        multiply: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         rows = input
         if gathers_rows:
@@ -59,7 +62,7 @@ class _Linear(torch.autograd.Function):
         ctx.parameter = weight_OI if adds_to_main_grad else None
         ctx.shape, ctx.group = input.shape, group
         ctx.gathers_rows, ctx.reduces_gradient = gathers_rows, reduces_gradient
-        out_NO = torch.nn.functional.linear(rows_NI, weight_OI, bias_O)
+        out_NO = multiply(rows_NI, weight_OI, bias_O)
         # Megatron changes outputs in place, which autograd forbids for views.
         out: torch.Tensor = torch.ops.aten._unsafe_view.default(out_NO, (*rows.shape[:-1], len(weight_OI)))
         return out
@@ -87,7 +90,7 @@ class _Linear(torch.autograd.Function):
         if reducing is not None:
             reducing.wait()
         grad_input = None if grad_NI is None else grad_NI.view(ctx.shape)
-        return grad_input, grad_weight_OI, grad_bias_O, None, None, None, None
+        return grad_input, grad_weight_OI, grad_bias_O, None, None, None, None, None
 
 
 def _gather(

@@ -49,6 +49,11 @@ def test_the_mean_without_replay_covers_the_replicas_that_measured_it() -> None:
     )
 
 
+def test_tokens_that_differ_are_counted_over_replicas() -> None:
+    parts = [ReplicaMismatch(1e-6, 1e-6, 30, num_differing=2), ReplicaMismatch(0.0, 0.0, 10)]
+    assert combine_parts([*parts, parts[0]], 0.0).num_differing == 4
+
+
 def test_the_bound_of_a_probe_follows_from_dtypes_and_device() -> None:
     assert find_bound(EngineKind(), "float32") == 1e-3
     assert find_bound(EngineKind(device="cuda"), "float32") == 1e-2

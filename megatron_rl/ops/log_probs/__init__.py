@@ -3,7 +3,7 @@
 The vocabulary may be divided over ranks. A rank processes its part in blocks of columns, and keeps a few numbers for
 each row (`statistics`). The backward pass computes each block's logits again (`function`). Neither pass ever holds an
 array of all logits. A backend says what is computed of a block: `torch` in torch's operations, `triton` in kernels that
-read each block once.
+read each block once, `invariant` in operations that engines have too (`--batch-invariant`).
 
 Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C the columns of one block.
 """
@@ -11,7 +11,7 @@ Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C th
 import torch
 
 from megatron_rl.ops.choice import Choice, choose_by_flag
-from megatron_rl.ops.log_probs import plain, triton_fused
+from megatron_rl.ops.log_probs import invariant, plain, triton_fused
 from megatron_rl.ops.log_probs.backend import BlockBackend
 from megatron_rl.ops.log_probs.columns import Columns, VocabularyShard
 from megatron_rl.ops.log_probs.function import LogProbs
@@ -19,6 +19,8 @@ from megatron_rl.ops.log_probs.function import LogProbs
 __all__ = ["BACKENDS", "VocabularyShard", "choose_backend", "output_log_probs"]
 
 BACKENDS: dict[str, BlockBackend] = {"triton": triton_fused.BACKEND, "torch": plain.BACKEND}
+# Those that another flag than --output-layer-backend asks for: --batch-invariant.
+_OTHERS = {"invariant": invariant.BACKEND}
 # `auto` takes the first that can run. On a CPU the kernels only run in Triton's interpreter, as a test.
 _ORDERS = {"cuda": ("triton", "torch")}
 
@@ -29,7 +31,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype) -> Choice:
     `device` is the type of a torch.device, such as `cuda`.
     """
     order = _ORDERS.get(device, ("torch",))
-    return choose_by_flag("--output-layer-backend", name, order, lambda one: BACKENDS[one].refusal(device, dtype))
+    return choose_by_flag("--output-layer-backend", name, order, lambda one: _find(one).refusal(device, dtype))
 
 
 def output_log_probs(
@@ -54,7 +56,7 @@ def output_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0")
-    chosen = BACKENDS[choose_backend(backend, hidden_NE.device.type, hidden_NE.dtype).name]
+    chosen = _find(choose_backend(backend, hidden_NE.device.type, hidden_NE.dtype).name)
     if block_columns is None:
         block_columns = chosen.choose_block_columns(len(hidden_NE), hidden_NE.dtype)
     columns = Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns)
@@ -62,3 +64,7 @@ def output_log_probs(
         hidden_NE, weight_VE, columns, temperature, with_entropies, chosen, adds_to_main_grad
     )
     return result
+
+
+def _find(name: str) -> BlockBackend:
+    return BACKENDS[name] if name in BACKENDS else _OTHERS[name]

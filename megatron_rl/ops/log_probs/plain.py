@@ -25,7 +25,7 @@ def add_block(
 ) -> None:
     """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
     scaled_NC = _scale_logits(hidden_NE, weight_CE, temperature)
-    columns_N1, is_here_N1 = _find_targets(targets_N, len(weight_CE))
+    columns_N1, is_here_N1 = find_targets(targets_N, len(weight_CE))
     statistics.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
     statistics.num_holders_N += is_here_N1[:, 0]
     statistics.raise_max(torch.maximum(statistics.max_N, scaled_NC.amax(dim=1)))
@@ -52,7 +52,7 @@ def differentiate_block(
         grad_NC.exp_().mul_(factors.miss_N[:, None])
     else:
         grad_NC = (grad_NC * factors.slope_N[:, None]).add_(factors.miss_N[:, None]).mul_(grad_NC.exp_())
-    columns_N1, is_here_N1 = _find_targets(targets_N, len(weight_CE))
+    columns_N1, is_here_N1 = find_targets(targets_N, len(weight_CE))
     grad_NC.scatter_add_(1, columns_N1, factors.hit_N[:, None].where(is_here_N1, 0.0))
     return grad_NC.to(weight_CE.dtype)
 
@@ -68,7 +68,7 @@ def _scale_logits(hidden_NE: torch.Tensor, weight_CE: torch.Tensor, temperature:
     return logits_NC.to(find_statistics_dtype(hidden_NE)).div_(temperature)
 
 
-def _find_targets(targets_N: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def find_targets(targets_N: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's target as a column of the block, [N, 1], and whether the block has it; 0 if not."""
     is_here_N1 = ((targets_N >= 0) & (targets_N < num_columns))[:, None]
     return targets_N[:, None].where(is_here_N1, 0), is_here_N1

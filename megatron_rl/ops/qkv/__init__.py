@@ -2,7 +2,7 @@
 
 Megatron does this in about 20 operations forward, each of which reads and writes rows. The `triton` backend reads the
 product once and writes each head once. The backend `torch` is Megatron's own code, so it has no function here; `naive`
-is the definition that the kernels are tested against.
+is the definition that the kernels are tested against. `invariant` is for --batch-invariant.
 
 A group of query heads shares a key head and a value head. Letters: T rows, G groups, H query heads, D dimensions of a
 head, C columns of the product, F pairs of dimensions that rotate.
@@ -11,7 +11,7 @@ head, C columns of the product, F pairs of dimensions that rotate.
 import torch
 
 from megatron_rl.ops.choice import Choice, choose_by_flag
-from megatron_rl.ops.qkv import naive, triton_fused
+from megatron_rl.ops.qkv import invariant, naive, triton_fused
 from megatron_rl.ops.qkv.norms import HeadNorms
 
 __all__ = ["BACKENDS", "HeadNorms", "choose_backend", "make_rotation", "split_heads"]
@@ -19,7 +19,11 @@ __all__ = ["BACKENDS", "HeadNorms", "choose_backend", "make_rotation", "split_he
 BACKENDS = ("triton", "torch")
 # On a CPU the kernels only run in Triton's interpreter, as a test.
 _ORDERS = {"cuda": BACKENDS}
-_FUNCTIONS = {"triton": triton_fused.split_heads, "naive": naive.split_heads}
+_FUNCTIONS = {
+    "triton": triton_fused.split_heads,
+    "naive": naive.split_heads,
+    "invariant": invariant.split_heads,
+}
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, has_latents: bool = False) -> Choice:

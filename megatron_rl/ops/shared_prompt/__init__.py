@@ -14,6 +14,7 @@ from megatron_rl.ops.shared_prompt.backends import (
     flash_attention,
     flex,
     gather,
+    invariant,
     merge,
     naive,
     triton_fused,
@@ -41,6 +42,8 @@ BACKENDS: dict[str, Backend] = {
     "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
     "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
 }
+# Those that another flag than --shared-prompt-backend asks for: --batch-invariant.
+_OTHERS = {"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)}
 # Other orders of `auto`, by the times on an H200 in docs/attention.md. `flash` has not been timed, and `cudnn`, which
 # has not run on a GPU, is in none.
 _ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
@@ -48,9 +51,10 @@ _ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
 
 def find_backend(name: str) -> Backend:
     """Return the backend with this name."""
-    if name not in BACKENDS:
+    backend = BACKENDS.get(name) or _OTHERS.get(name)
+    if backend is None:
         raise UsageError(f"--shared-prompt-backend {name} does not exist: write one of auto, {', '.join(BACKENDS)}")
-    return BACKENDS[name]
+    return backend
 
 
 def list_order(device: str) -> Sequence[str]:

@@ -22,16 +22,8 @@ import torch
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm.held import (
-    Find,
-    Load,
-    Order,
-    ParameterRows,
-    Rectangle,
-    as_matrix,
-    learn_order,
-    prove_order,
-)
+from megatron_rl.sidecar.vllm.held import Order, ParameterRows, Rectangle, as_matrix
+from megatron_rl.sidecar.vllm.learned_order import Find, Load, learn_order, prove_order
 
 _log = logging.getLogger(__name__)
 

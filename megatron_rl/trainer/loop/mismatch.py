@@ -15,6 +15,8 @@ from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Mean difference of a healthy run in each precision, with some room."""
 _ERROR = 5.0
+LEAST_CORRECTED = 1e-3
+"""Mean difference above which tokens should be weighed for it."""
 
 
 class MismatchBeyond(MegatronRLError):
@@ -40,6 +42,8 @@ class ReplicaMismatch:
     largest: float
     num_tokens: int
     unreplayed: Unreplayed | None = None
+    num_differing: int = 0
+    """The tokens whose log-probs are not equal to the last bit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +72,14 @@ class MismatchBounds:
 
 def build_mismatch_bounds(settings: Settings, trainer_dtype: str) -> MismatchBounds:
     """Build the bounds from the flags, for a trainer that computes in `trainer_dtype`."""
+    given = settings.observe.mismatch_error
+    if given is None and settings.rollout.is_batch_invariant and settings.platform == "cpu":
+        # One token that differs ends the run.
+        given = 0.0
     return MismatchBounds(
         dtypes=(trainer_dtype, settings.publish.dtype or settings.architecture.dtype),
         temperature=settings.sampling.temperature,
-        given=settings.observe.mismatch_error,
+        given=given,
         replays_routing=settings.rollout.replay_routing,
     )
 
@@ -95,4 +103,5 @@ def combine_parts(parts: Iterable[ReplicaMismatch], bound: float | None) -> Mism
     num_unreplayed = sum(part.num_tokens for part in unreplayed)
     without_replay = sum(part.total for part in unreplayed) / num_unreplayed if num_unreplayed else msgspec.UNSET
     mean = sum(part.total for part in known) / max(1, num_tokens)
-    return Mismatch(mean=mean, largest=largest, bound=bound, without_replay=without_replay)
+    num_differing = sum(part.num_differing for part in known)
+    return Mismatch(mean=mean, largest=largest, bound=bound, num_differing=num_differing, without_replay=without_replay)

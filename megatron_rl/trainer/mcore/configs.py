@@ -19,3 +19,10 @@ def import_configs(has_latents: bool = False) -> dict[str, type]:
 
     transformer = MLATransformerConfig if has_latents else TransformerConfig
     return {"transformer": transformer, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+
+
+def find_flash_attention() -> object:
+    """Return megatron-core's value for FlashAttention."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    return AttnBackend.flash

@@ -269,4 +269,17 @@ def start_session(
     platform = select(settings.platform)
     if settings.transformer.deterministic_mode:
         platform.choose_fixed_order()
+    if getattr(settings.transformer, "batch_invariant_mode", False):
+        choose_invariant_order()
     return Session(settings.parallel_sizes, platform, settings.training.seed, timeout, waiting, meet)
+
+
+def choose_invariant_order() -> None:
+    """Replace torch's and TransformerEngine's products and norms by Megatron's, whose rows do not depend on the batch.
+
+    Triton would round the factors of products in float32 to TF32. A user's own choice is kept.
+    """
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    batch_invariant_kernels.enable_batch_invariant_mode()

@@ -8,8 +8,8 @@ The operators have one width for all heads, so narrower values get columns of ze
 Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,30 @@ from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
 from megatron_rl.ops.shared_prompt.backends.sinks import add_sinks, differentiate_sinks
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
+
+
+class Flash(Protocol):
+    """Attention over a layout, whose gradients need its results and denominators."""
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results, and the logarithm of each softmax's denominator."""
+        ...
+
+    def backward(
+        self,
+        grad_out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        /,
+    ) -> Sequence[torch.Tensor]:
+        """Return the gradients of queries, keys and values."""
+        ...
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -73,7 +97,7 @@ def attend_and_merge(
     layout: Layout,
     scale: float,
     sinks_H: torch.Tensor | None,
-    plan: Callable[..., CpuFlash | VarlenFlash],
+    plan: Callable[..., Flash],
     *arguments: Hashable,
 ) -> torch.Tensor:
     """Compute attention by the calls of `plan(layout, *arguments)`."""
@@ -98,7 +122,7 @@ class _Merged(torch.autograd.Function):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         sinks_H: torch.Tensor | None,
-        flash: CpuFlash | VarlenFlash,
+        flash: Flash,
         scale: float,
     ) -> torch.Tensor:
         q_THD, k_TGD, v_TGD = (make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD))

@@ -46,6 +46,10 @@ def adopt(
     """Make this model one that takes packs and answers with log-probs; keep its parameters and layers."""
     if problems := list(_check(chunk, architecture)):
         raise UsageError(*problems)
+    if elementwise_backend == "invariant":
+        raise UsageError(
+            "--batch-invariant is for models that are built here: use pretrain_grpo.py and --hf-model, or drop it"
+        )
     assert isinstance(chunk, GPTModel)
     for layer in chunk.decoder.layers:
         attention: Any = layer.self_attention

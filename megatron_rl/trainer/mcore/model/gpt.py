@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.ops.invariant.rows import turn
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.ops.qkv import make_rotation
 from megatron_rl.platforms import select
@@ -28,6 +29,7 @@ from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.experts import settle_expert_biases
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
+from megatron_rl.trainer.mcore.model.invariant import make_invariant
 from megatron_rl.trainer.mcore.model.replay import select_routing
 from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices
 from megatron_rl.trainer.mcore.model.spec import block_spec
@@ -75,7 +77,7 @@ class PackedGPTModel(GPTModel):
         experts of this rank's rows; without it, they are those of the pack, if it has any.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
-        has_kernel = self.qkv_backend == "triton" and self._local_frequencies_F is None
+        has_kernel = self.qkv_backend != "torch" and self._local_frequencies_F is None
         is_turned_here = has_kernel or self.architecture.latents is not None
         rotation_R2F = self._make_rotation(pack.positions_T[rows]) if is_turned_here else None
         routing = select_routing(self, pack, rows) if routing is None else routing
@@ -89,6 +91,8 @@ class PackedGPTModel(GPTModel):
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Make the table by which all layers rotate queries and keys, with the factor of Megatron's operations."""
+        if self.qkv_backend == "invariant":
+            return torch.stack(turn(positions_R, self._rope_frequencies_F), dim=1)
         if self.architecture.latents is not None:
             factor = rope.attention_factor(self.architecture.rope)
         else:
@@ -206,6 +210,8 @@ def build_chunks(
             settle_choices(chunk)
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
+        if elementwise_backend == "invariant":
+            make_invariant(chunk)
     return chunks
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_rl.errors import PlatformError
 from megatron_rl.ops.qkv import HeadNorms, split_heads
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.norms import JoinedHeadsNorm
@@ -60,6 +61,7 @@ class JoinedNormsSelfAttention(SelfAttention):
 class FusedSelfAttention(SelfAttention):
     """Megatron's self-attention with one kernel between the product and attention."""
 
+    backend = "triton"
     # The rotation of the forward pass that is running; None outside of it.
     _rotation_R2F: torch.Tensor | None = None
 
@@ -83,7 +85,8 @@ class FusedSelfAttention(SelfAttention):
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed_R1C, _ = self.linear_qkv(hidden_states)
         num_groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        return split_heads(mixed_R1C, num_groups, head_dim, self._rotation_R2F, self._read_norms())
+        norms = self._read_norms()
+        return split_heads(mixed_R1C, num_groups, head_dim, self._rotation_R2F, norms, name=self.backend)
 
     def _read_norms(self) -> HeadNorms | None:
         if not _is_norm(self.q_layernorm):
@@ -123,10 +126,25 @@ class FusedSelfAttention(SelfAttention):
         return None
 
 
+class InvariantSelfAttention(FusedSelfAttention):
+    """Megatron's self-attention whose heads have the bits of an engine's (`--batch-invariant`)."""
+
+    backend = "invariant"
+
+    @functools.cached_property
+    def _takes_megatrons_way(self) -> bool:
+        reason = self._find_reason()
+        if reason is not None:
+            raise PlatformError(f"--batch-invariant has no self-attention like this model's: {reason}: drop the flag")
+        return False
+
+
 def _is_norm(module: Any) -> bool:
     kind = type(module)
     has_values = getattr(module, "weight", None) is not None and getattr(module, "eps", None) is not None
-    return kind.__name__ == "RMSNorm" and kind.__module__.split(".")[0] in _NORM_PACKAGES and has_values
+    return (
+        kind.__name__ in ("RMSNorm", "InvariantNorm") and kind.__module__.split(".")[0] in _NORM_PACKAGES and has_values
+    )
 
 
 @functools.cache

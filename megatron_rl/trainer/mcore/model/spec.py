@@ -15,6 +15,7 @@ from megatron_rl.trainer.mcore.model.latent_attention import PackedLatentAttenti
 from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
 from megatron_rl.trainer.mcore.model.self_attention import (
     FusedSelfAttention,
+    InvariantSelfAttention,
     JoinedNormsSelfAttention,
     TwoRopesSelfAttention,
 )
@@ -58,6 +59,8 @@ def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend
         layer.submodules.self_attention.module = JoinedNormsSelfAttention
     elif qkv_backend == "triton":
         layer.submodules.self_attention.module = FusedSelfAttention
+    elif qkv_backend == "invariant":
+        layer.submodules.self_attention.module = InvariantSelfAttention
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"architecture": architecture, "backend": attention_backend}
     )
