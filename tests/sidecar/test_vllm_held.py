@@ -11,7 +11,8 @@ import torch
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, _find_runs, compare, digesting, learn_order, looking
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, compare, digesting, looking
+from megatron_rl.sidecar.vllm.learned_order import _find_runs, learn_order
 
 HIDDEN, HEADS, WIDTH, EXPERTS, VOCABULARY = 24, 16, 40, 3, 20_000
 SHAPES = {
@@ -100,6 +101,14 @@ def test_a_second_name_of_a_parameter_is_proved_with_the_first_and_a_copy_is_not
     worker.load(drawn(torch.float32))
     order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
     assert order.unknown == (("embed.scale", "experts.shared") if is_copy else ("embed.scale",))
+
+
+def test_what_multi_latent_attention_derives_is_not_unknown():
+    worker = Worker(torch.float32)
+    for name in ("W_UK_T", "W_UV"):
+        worker.model["norm"].register_parameter(name, torch.nn.Parameter(torch.ones(2, 2), requires_grad=False))
+    order = learn_order(worker.model, specs_of("float32"), torch.float32, worker.load)
+    assert order.unknown == ("embed.scale",)
 
 
 def specs_of(dtype: str) -> list[TensorSpec]:

@@ -1,19 +1,20 @@
 """Proof that a vLLM model holds the numbers that it was given, bit for bit, though in another order.
 
-The order is learned once. In place of weights, the model loads tensors whose numbers encode their own place: each row
-of a parameter then shows which row of which tensor it was copied from. As a check, random numbers are loaded in the
-same way and must be found in the same places. From then on the digests of the parameters' parts must add up to the
+The order is learned once (`learned_order.py`). From then on the digests of the parameters' parts must add up to the
 digests of the given tensors.
 
 Some layers, as on a CPU, pack a parameter into a layout of their own and free it. Such a parameter is read just before
 that. All others are read in place, after the load.
+
+Layers that quantize are read before it too. What they then hold must be what follows from that by definition
+(`quantized.py`), bit for bit, at the end of the load.
 
 Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,20 +24,12 @@ from megatron_rl.ops.slices import Slice, build_digester
 from megatron_rl.shared.weights.fingerprint import DTYPES, digest, digests_by_row
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
-from megatron_rl.sidecar.vllm.derived import list_derived
+from megatron_rl.sidecar.vllm.quantized import define
 
 T = TypeVar("T")
 
-# Digits are encoded as the bits of positive normal two-byte floats: those of bfloat16 begin at 128, float16's at 1024.
-_BASE = 1 << 14
-_FIRST = 1024
-_SPREAD = 64
 # Parameters of several dimensions that hold the biases of experts.
 _VECTORS = (".w13_bias", ".w2_bias")
-# A bias of what the workers sum: the first one adds it for all, and the others hold zeros.
-_OF_FIRST_WORKER = ".w2_bias"
-
-Load = Callable[[Mapping[str, torch.Tensor]], None]
 Lanes = tuple[int, ...]
 
 
@@ -105,6 +98,8 @@ class Order:
     """Parameters whose numbers come from somewhere else."""
     zeros: frozenset[str] = frozenset()
     """Biases that the first worker adds for all, on another one: every load must leave zeros in them."""
+    derived: frozenset[str] = frozenset()
+    """Parameters of layers that quantize: after every load they must hold what follows from those handed over."""
 
 
 class Readings(Generic[T]):
@@ -115,6 +110,8 @@ class Readings(Generic[T]):
         """Readings just before the layer processes the parameter."""
         self.in_place: dict[str, T] = {}
         """Readings in place, after the load."""
+        self.derived: dict[str, torch.Tensor] = {}
+        """True for a parameter that holds what follows from those handed over."""
 
     def get(self, is_in_place: bool) -> dict[str, T]:
         return self.in_place if is_in_place else self.handed_over
@@ -129,13 +126,17 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
     """
     names = {layer: name for name, layer in model.named_modules()}
     readings: Readings[T] = Readings()
+    wanted: dict[str, _Identity] = {}
 
-    def watched(process: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    def watched(method: Any) -> Callable[[torch.nn.Module], None]:
+        process = method.process_weights_after_loading
+
         def call(layer: torch.nn.Module) -> None:
+            prefix = f"{names[layer]}." if names[layer] else ""
             for name, parameter in layer.named_parameters(recurse=False):
                 if parameter.numel():
-                    full_name = f"{names[layer]}.{name}" if names[layer] else name
-                    readings.handed_over[full_name] = look(full_name, parameter, False)
+                    readings.handed_over[prefix + name] = look(prefix + name, parameter, False)
+            wanted.update({prefix + name: _identify(tensor) for name, tensor in define(layer, method).items()})
             process(layer)
 
         return call
@@ -146,7 +147,7 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
         if hasattr(method := getattr(layer, "quant_method", None), "process_weights_after_loading")
     }
     for method in methods.values():
-        method.process_weights_after_loading = watched(method.process_weights_after_loading)
+        method.process_weights_after_loading = watched(method)
     try:
         yield readings
     finally:
@@ -155,217 +156,27 @@ def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]
     for name, parameter in model.named_parameters():
         if parameter.numel():
             readings.in_place[name] = look(name, parameter, True)
+        if name in wanted:
+            readings.derived[name] = wanted[name].is_of(parameter)
 
 
-Find = Callable[[str, torch.Tensor, bool], ParameterRows | None]
-"""Names where a parameter's rows come from, given its name, itself, and whether it is looked at in place."""
+class _Identity(NamedTuple):
+    """The identity of a tensor's numbers, whatever its strides."""
 
-
-def learn_order(model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load) -> Order:
-    """Load numbers that encode places, in place of tensors with these names and shapes, and read the parameters.
-
-    The model holds no real weights afterwards.
-    """
-    code = _find_code(dtype)
-    questions = [_Question(index, spec, code, dtype) for index, spec in enumerate(specs)]
-    which = _ask(model, load, questions, lambda question: torch.tensor([[question.index]]), code)
-    row = _ask(model, load, questions, lambda question: torch.arange(question.num_rows)[:, None], code)
-    column = _ask(model, load, questions, lambda question: torch.arange(question.num_columns)[None], code)
-
-    def find(name: str, parameter: torch.Tensor, is_in_place: bool) -> ParameterRows | None:
-        answers = [readings.get(is_in_place).get(name) for readings in (which, row, column)]
-        return _rows(questions, answers, as_matrix(name, parameter).shape[1], parameter.device)
-
-    return prove_order(model, specs, dtype, load, find)
-
-
-def prove_order(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load, find: Find
-) -> Order:
-    """Load random numbers, and keep what `find` names for a parameter if it holds the numbers from there."""
-    code = _find_code(dtype)
-    given = {spec.name: _Question(index, spec, code, dtype).random() for index, spec in enumerate(specs)}
-    found: dict[tuple[str, bool], ParameterRows] = {}
-    # These are compared with the tensors that they follow from, of which they may hold rows once more.
-    derived = list_derived(model)
-
-    def is_found(name: str, parameter: torch.Tensor, is_in_place: bool) -> bool:
-        rows = None if name in derived else find(name, parameter, is_in_place)
-        if rows is None:
-            return name.endswith(_OF_FIRST_WORKER) and not parameter.any()
-        wanted = [_digest_part(given[name], part) for name, part in zip(rows.tensors, rows.rectangles, strict=True)]
-        found[name, is_in_place] = rows
-        return torch.equal(rows.digests(name, parameter, dtype).cpu(), torch.stack(wanted))
-
-    with looking(model, is_found) as readings:
-        load(given)
-    in_place = {name for name, is_right in readings.in_place.items() if is_right}
-    packed = {name for name, is_right in readings.handed_over.items() if is_right} - in_place
-    all_read = (readings.in_place.keys() | readings.handed_over.keys()) - derived
-    zeros = frozenset(name for name in in_place | packed if (name, name in in_place) not in found)
-    return Order(
-        rows={name: found[name, name in in_place] for name in sorted((in_place | packed) - zeros)},
-        packed=frozenset(packed),
-        handed_over=frozenset(readings.handed_over),
-        unknown=tuple(sorted(all_read - in_place - packed - _find_second_names(model, in_place))),
-        zeros=zeros,
-    )
-
-
-def _find_second_names(model: torch.nn.Module, names: Collection[str]) -> set[str]:
-    """Return the other names of these parameters: a layer may have a parameter of another one, as experts a bias."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in every if first[id(parameter)] in names and first[id(parameter)] != name}
-
-
-def _find_code(dtype: torch.dtype) -> torch.dtype:
-    return torch.float16 if dtype is torch.float16 else torch.bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """A replacement for a tensor: its numbers show where the model puts them."""
-
-    index: int
-    spec: TensorSpec
-    code: torch.dtype
     dtype: torch.dtype
+    shape: torch.Size
+    lanes: torch.Tensor
 
-    @property
-    def num_rows(self) -> int:
-        return self.spec.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        return self.spec.num_elements // self.spec.shape[0]
-
-    def filled(self, digits: torch.Tensor) -> torch.Tensor:
-        """Spread digits over the tensor.
-
-        The digits have two dimensions, one of length 1, so that a view takes no memory.
-        """
-        values = (digits + _FIRST).to(torch.int16).view(self.code).to(self.dtype)
-        return values.expand(self.num_rows, self.num_columns).reshape(self.spec.shape)
-
-    def random(self) -> torch.Tensor:
-        """Make random numbers in which no two elements have the same neighbours.
-
-        Each row begins inside the previous row, so that few numbers must be drawn.
-        """
-        generator = torch.Generator().manual_seed(self.index)
-        count = (self.num_rows - 1) * _SPREAD + self.num_columns
-        bits = torch.randint(_FIRST, _FIRST + _BASE, (count,), dtype=torch.int16, generator=generator)
-        values = bits.view(self.code).to(self.dtype)
-        return values.as_strided((self.num_rows, self.num_columns), (_SPREAD, 1)).reshape(self.spec.shape)
+    def is_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Check whether a tensor has these numbers; the answer stays on its device."""
+        if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
+            return torch.zeros((), dtype=torch.bool, device=tensor.device)
+        return (_identify(tensor).lanes == self.lanes).all()
 
 
-def _ask(
-    model: torch.nn.Module,
-    load: Load,
-    questions: Sequence[_Question],
-    numbers: Callable[[_Question], torch.Tensor],
-    code: torch.dtype,
-) -> Readings[torch.Tensor]:
-    """Load numbers digit by digit, and read those in the first column of every parameter; -1 if a row has none."""
-
-    def read(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor:
-        digits_R = as_matrix(name, parameter)[:, 0].to(code).view(torch.int16).to(torch.int64).cpu() - _FIRST
-        return digits_R.where((digits_R >= 0) & (digits_R < _BASE), -1)
-
-    largest = max(int(numbers(question).max()) for question in questions)
-    answers: Readings[torch.Tensor] = Readings()
-    power = 1
-    while power == 1 or power <= largest:
-        with looking(model, read) as readings:
-            load({question.spec.name: question.filled(numbers(question) // power % _BASE) for question in questions})
-        for is_in_place in (False, True):
-            known = answers.get(is_in_place)
-            for name, digits_R in readings.get(is_in_place).items():
-                known[name] = _with_digits(known.get(name), digits_R, power)
-        power *= _BASE
-    return answers
-
-
-def _with_digits(numbers_R: torch.Tensor | None, digits_R: torch.Tensor, power: int) -> torch.Tensor:
-    if numbers_R is None:
-        return digits_R
-    return (numbers_R + power * digits_R).where((numbers_R >= 0) & (digits_R >= 0), -1)
-
-
-def _rows(
-    questions: Sequence[_Question], answers: Sequence[torch.Tensor | None], num_columns: int, device: torch.device
-) -> ParameterRows | None:
-    """Return the rectangles that the rows' answers name; None if answers are missing or impossible."""
-    if any(answer is None for answer in answers):
-        return None
-    which_R, row_R, column_R = (answer for answer in answers if answer is not None)
-    is_padding_R = (which_R < 0) | (row_R < 0) | (column_R < 0)
-    columns = column_R[~is_padding_R].unique().tolist()
-    if len(columns) != 1 or int(which_R.max()) >= len(questions):
-        return None
-    tensors: list[str] = []
-    rectangles: list[Rectangle] = []
-    first_rows: list[int] = []
-    steps: list[int] = []
-    slices_R = torch.full_like(which_R, -1)
-    for start, num_rows, step in _find_runs(which_R, row_R, is_padding_R):
-        question = questions[int(which_R[start])]
-        part = Rectangle(int(row_R[start]), columns[0], num_rows, num_columns)
-        if part.first_row + part.num_rows > question.num_rows or columns[0] + num_columns > question.num_columns:
-            return None
-        slices_R[start : start + num_rows * step : step] = len(tensors)
-        tensors.append(question.spec.name)
-        rectangles.append(part)
-        first_rows.append(start)
-        steps.append(step)
-    return ParameterRows(
-        tensors=tuple(tensors),
-        rectangles=tuple(rectangles),
-        starts=tuple(first_rows),
-        first_column=columns[0],
-        rows_R=row_R.where(slices_R >= 0, 0).to(device),
-        slices_R=slices_R.where(slices_R >= 0, len(tensors)).to(device),
-        steps=tuple(steps) if max(steps, default=1) > 1 else (),
-    )
-
-
-def _find_runs(
-    which_R: torch.Tensor, row_R: torch.Tensor, is_padding_R: torch.Tensor
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the first row, the number of rows and the step of each run of rows that follow each other in a tensor.
-
-    A run with a step of 2 lies in turn with another, as the gates and ups of an expert may.
-    """
-    next_R, second_R = (_follows(which_R, row_R, is_padding_R, step) for step in (1, 2))
-    # Neighbours that follow each other are a run of their own.
-    has_neighbour_R = next_R.clone()
-    has_neighbour_R[1:] |= next_R[:-1]
-    second_R[:-1] &= ~has_neighbour_R[:-1] & ~has_neighbour_R[1:]
-    second_R[:-2] &= ~has_neighbour_R[2:]
-    is_first_R = ~is_padding_R
-    is_first_R[1:] &= ~next_R[:-1]
-    is_first_R[2:] &= ~second_R[:-2]
-    starts = torch.nonzero(is_first_R)[:, 0]
-    steps = 1 + second_R[starts].long()
-    # The last row of a run is the first at or after its start that no row of the run follows.
-    lasts = {
-        (step, first): torch.nonzero(~follows_R[first::step])[:, 0] * step + first
-        for step, follows_R in ((1, next_R), (2, second_R))
-        for first in range(step)
-    }
-    for start, step in zip(starts.tolist(), steps.tolist(), strict=True):
-        possible = lasts[step, start % step]
-        last = int(possible[torch.searchsorted(possible, start)])
-        yield start, (last - start) // step + 1, step
-
-
-def _follows(which_R: torch.Tensor, row_R: torch.Tensor, is_padding_R: torch.Tensor, step: int) -> torch.Tensor:
-    """Check for each row whether the one `step` rows further is the next row of the same tensor."""
-    found_R = torch.zeros_like(is_padding_R)
-    is_same_R = (which_R[step:] == which_R[:-step]) & (row_R[step:] == row_R[:-step] + 1)
-    found_R[:-step] = is_same_R & ~is_padding_R[:-step] & ~is_padding_R[step:]
-    return found_R
+def _identify(tensor: torch.Tensor) -> _Identity:
+    # Quantized weights are kept transposed: this needs no copy of them.
+    return _Identity(tensor.dtype, tensor.shape, digest(torch.atleast_2d(tensor.detach()).t().contiguous()))
 
 
 def as_matrix(name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -373,13 +184,6 @@ def as_matrix(name: str, parameter: torch.Tensor) -> torch.Tensor:
     parameter = parameter.detach()
     has_vectors = parameter.dim() == 1 or name.endswith(_VECTORS)
     return parameter.reshape(-1, 1 if has_vectors else parameter.shape[-1])
-
-
-def _digest_part(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
-    matrix_RC = tensor.reshape(tensor.shape[0], -1)
-    rows_RC = matrix_RC[part.first_row : part.first_row + part.num_rows]
-    slice_RC = rows_RC[:, part.first_column : part.first_column + part.num_columns]
-    return digest(slice_RC, part.first_row, part.first_column)
 
 
 class NotHeld(MegatronRLError):
@@ -537,10 +341,41 @@ def compare(
     if wrong:
         names = sorted(wrong)
         raise NotHeld(f"{len(names)} tensors do not hold the numbers that were given: {_first(names)}", names)
+    if stale := find_stale_derived(order, readings):
+        raise NotHeld(
+            f"{len(stale)} quantized parameters do not hold what follows from the loaded numbers: {_first(stale)}"
+        )
     unheld = sorted(sizes.keys() - {tensor for rows in order.rows.values() for tensor in rows.tensors})
     uncompared = tuple(sorted({*order.rows, *order.zeros, *order.unknown} - read.keys()))
-    num_parameters = len(order.rows) + len(order.zeros) + len(order.unknown)
-    return LoadProof(len(read), num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
+    num_derived = len(order.derived - order.rows.keys())
+    num_parameters = len(order.rows) + len(order.zeros) + len(order.unknown) + num_derived
+    return LoadProof(len(read) + num_derived, num_parameters, uncompared, shares, tuple(unheld), frozenset(proved))
+
+
+def find_stale_derived(order: Order, readings: Readings[Any]) -> list[str]:
+    """Find the quantized parameters that do not hold what follows from those that were handed over."""
+    names = sorted(order.derived & readings.derived.keys())
+    are_right = torch.stack([readings.derived[name] for name in names]).tolist() if names else []
+    wrong = {name for name, is_right in zip(names, are_right, strict=True) if not is_right}
+    return sorted(wrong | order.derived - readings.derived.keys())
+
+
+def without_layers_of(order: Order, names: Sequence[str]) -> Order:
+    """Return the order without all quantized parameters of these parameters' layers, which then are unknown."""
+    layers = {get_layer(name) for name in names}
+    left_out = frozenset(name for name in order.derived if get_layer(name) in layers)
+    return dataclasses.replace(
+        order,
+        rows={name: rows for name, rows in order.rows.items() if name not in left_out},
+        packed=order.packed - left_out,
+        derived=order.derived - left_out,
+        unknown=tuple(sorted({*order.unknown, *left_out})),
+    )
+
+
+def get_layer(parameter: str) -> str:
+    """Return the name of the layer that has a parameter."""
+    return parameter.rpartition(".")[0]
 
 
 def _first(names: Sequence[str]) -> str:

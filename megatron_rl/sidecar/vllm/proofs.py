@@ -21,7 +21,18 @@ from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
 from megatron_rl.sidecar.vllm.derived import SOURCE, find_stale, list_derived
-from megatron_rl.sidecar.vllm.held import InPlaceDigester, LoadProof, NotHeld, Order, compare, digesting
+from megatron_rl.sidecar.vllm.held import (
+    InPlaceDigester,
+    LoadProof,
+    NotHeld,
+    Order,
+    compare,
+    digesting,
+    find_stale_derived,
+    get_layer,
+    without_layers_of,
+)
+from megatron_rl.sidecar.vllm.quantized import find_quantizing
 from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
 
 TIED = "lm_head.weight"
@@ -77,7 +88,7 @@ class LoadProver:
         model = self.model_runner.get_model()
         derived = list_derived(model)
         # vLLM reports a layer that adapters wrap by the name that it has without them.
-        record = Record({_name_plainly(name) for name, _ in model.named_parameters()} - derived)
+        record = Record({_name_plainly(name) for name in self.megatron_rl_list_loaded(model)} - derived)
         sources: dict[str, torch.Tensor] = {}
         original = model.load_weights
 
@@ -99,6 +110,13 @@ class LoadProver:
                 raise Refusal(f"{len(stale)} parameters do not follow from the weights: {', '.join(stale[:5])}")
         finally:
             del model.load_weights
+
+    def megatron_rl_list_loaded(self, model: torch.nn.Module) -> list[str]:
+        """List the parameters that tensors are loaded into: all but those that layers make when they quantize."""
+        order, quantizing = self.megatron_rl_order, find_quantizing(model)
+        handed_over = frozenset() if order is None else order.handed_over
+        names = [name for name, _ in model.named_parameters()]
+        return [name for name in names if name in handed_over or get_layer(name) not in quantizing]
 
     def megatron_rl_find_tensor_rank(self) -> int:
         """Return this worker's rank among those that divide heads: vLLM numbers these first."""
@@ -127,6 +145,12 @@ class LoadProver:
         record.readings = digester.digest()
         record.is_in_place = True
 
+    def megatron_rl_try_derived(self, record: Record) -> None:
+        """Leave those layers unproved that do not quantize real weights by definition, though they did random ones."""
+        if self.megatron_rl_order is not None and record.readings is not None and not record.is_in_place:
+            stale = find_stale_derived(self.megatron_rl_order, record.readings)
+            self.megatron_rl_order = without_layers_of(self.megatron_rl_order, stale)
+
     def megatron_rl_compared(self, record: Record, digests: Mapping[str, list[int]]) -> LoadProof:
         """Compare the parameters after a load with the given tensors; raise NotHeld if they differ."""
         if self.megatron_rl_order is None or record.readings is None:
@@ -134,6 +158,8 @@ class LoadProver:
         order = self.megatron_rl_order
         if record.is_in_place:
             order = dataclasses.replace(order, handed_over=frozenset())
+        # No layer processes what is written where it lies.
+        order = dataclasses.replace(order, handed_over=order.handed_over - record.direct)
         return compare(order, record.readings, digests, record.specs)
 
     def megatron_rl_prove_files(
