@@ -8,12 +8,15 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.hosts.disorder import open_tap
 
 OWN_ADDRESS = "10.77.0.1"
 """The address at which hosts reach the test's own process."""
@@ -35,7 +38,7 @@ cat
 class Host:
     """One namespace."""
 
-    def __init__(self, namespace: str, address: str, link: str, folder: Path | None = None) -> None:
+    def __init__(self, namespace: str, address: str, link: str, bridge: str, folder: Path | None = None) -> None:
         """Make a host over a namespace; with a folder, it has files of its own."""
         self.namespace = namespace
         self.address = address
@@ -43,6 +46,7 @@ class Host:
         """The folder that its processes see as `INSIDE`."""
         self._link = link
         """The end of its link at the bridge."""
+        self._bridge = bridge
         self._enter = ["ip", "netns", "exec", namespace]
         self._holder: subprocess.Popen[bytes] | None = None
         """The process that keeps the host's files apart while it runs."""
@@ -105,6 +109,34 @@ class Host:
             if rule:
                 _call("tc", *words, "add", "dev", device, "root", *rule.split())
 
+    @contextlib.contextmanager
+    def disordered(self) -> Iterator[Callable[[], tuple[int, int, int]]]:
+        """Have a program carry its frames, which repeats some and delays others past those that follow them.
+
+        Yield a function that ends the program; it returns the numbers of frames, of those repeated, and of those
+        delayed. Afterwards the host has no link.
+        """
+        outside = f"{self._link}t"
+        with open_tap(outside) as tap:
+            for words in (["master", self._bridge], ["up"]):
+                _call("ip", "link", "set", outside, *words)
+            _call("ip", "link", "set", self._link, "down")
+            words = [sys.executable, "-m", "tests.hosts.disorder", str(tap), f"{self.address}/{_PREFIX}"]
+            carrier = self.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[tap])
+            assert carrier.stdout is not None
+            assert carrier.stdout.readline() == b"\n"
+
+            def end() -> tuple[int, int, int]:
+                output, _ = carrier.communicate(timeout=60)
+                frames, repeated, delayed = map(int, output.split())
+                return frames, repeated, delayed
+
+            try:
+                yield end
+            finally:
+                carrier.kill()
+                carrier.wait()
+
     def count_bytes(self) -> tuple[int, int]:
         """Return the bytes that it has received and sent over its link, by the kernel's account."""
         counts = Path("/sys/class/net", self._link, "statistics")
@@ -147,7 +179,7 @@ def _make_host(name: str, address: str, bridge: str, folder: Path | None) -> Hos
     _call("ip", "-n", name, "address", "add", f"{address}/{_PREFIX}", "dev", "eth0")
     for device in ("lo", "eth0"):
         _call("ip", "-n", name, "link", "set", device, "up")
-    return Host(name, address, name, folder)
+    return Host(name, address, name, bridge, folder)
 
 
 def _find_obstacle() -> str | None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from megatron_rl.sidecar.engines import EngineLost
-from megatron_rl.sidecar.hosts.remote import PATIENCE
+from megatron_rl.sidecar.hosts.patience import PATIENCE
 from tests.hosts.worlds import TOKEN, Agent, agents, serving, until, until_gone
 from tests.sidecar.standin_engines import request
 

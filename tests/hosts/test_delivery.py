@@ -18,6 +18,7 @@ from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, list_supplies
+from tests.hosts.disorder import DELAYED, REPEATED
 from tests.hosts.namespaces import Host, network
 from tests.unit.test_device_files import SMALL, draw_shards
 
@@ -170,3 +171,22 @@ def test_a_receiver_that_is_killed_is_lost_by_name_and_leaves_no_lock(memory: Pa
         assert not killed.holds(ranks, 1)
         assert other.holds(ranks, 1)
         control.close()
+
+
+def test_frames_that_are_repeated_and_overtake_each_other_change_nothing(memory: Path, ranks: Ranks) -> None:
+    with started(1, memory) as [engine], engine.host.disordered() as end:
+        control = ranks.begin([engine.target], 1)
+        control.await_begun()
+        begun = time.monotonic()
+        send(ranks, control, [engine], streams=2)
+        assert control.await_round(SOON)
+        seconds = time.monotonic() - begun
+        assert (control.list_open(), control.list_lost()) == ([], {})
+        assert engine.holds(ranks, 1)
+        control.close()
+        frames, repeated, delayed = end()
+        # Each of the kernel's frames has at most 1448 bytes of weights.
+        assert frames > ranks.num_bytes / 1448
+        assert repeated > REPEATED / 2 * frames
+        assert delayed > DELAYED / 2 * frames
+        print(f"{ranks.num_bytes / 1e6:.0f} MB in {seconds:.1f} s; {frames} frames, {repeated} twice, {delayed} late")

@@ -11,6 +11,7 @@
 | an agent is killed, also in a publish | test_agents.py, test_faults_of_hosts.py |
 | a link is cut for 5 and for 60 seconds | test_faults_of_hosts.py, test_delivery.py |
 | bytes of weights arrive changed | tests/unit/test_delivery.py |
+| frames are repeated and overtake each other | test_delivery.py |
 """
 
 import contextlib

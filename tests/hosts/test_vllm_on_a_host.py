@@ -20,8 +20,10 @@ ITERATIONS = 2
 class RealAgent(Agent):
     """An agent that starts vLLM, and receives weights."""
 
+    module = "megatron_rl.sidecar.agent"
+
     def start(self) -> None:
-        words = [sys.executable, "-m", "megatron_rl.sidecar.agent", "--listen", self.address]
+        words = [sys.executable, "-m", self.module, "--listen", self.address]
         words += ["--token-file", str(self.folder / "token"), "--folder", str(self.folder)]
         with (self.folder / "output").open("ab") as output:
             self.process = self._popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

@@ -20,7 +20,7 @@ from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience
+from megatron_rl.sidecar.hosts.patience import PATIENCE, Patience
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig

@@ -5,15 +5,19 @@ import contextlib
 import os
 import socket
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from megatron_rl.cli import main as megatron_rl
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol.client import RolloutClient, read_token
 from megatron_rl.sidecar.hosts import ray_cluster
 from megatron_rl.sidecar.hosts.kinds import find_hosts
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
@@ -87,17 +91,55 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
     assert [path.name for path in logs.iterdir() if TOKEN in path.read_text()] == []
 
 
-def test_a_run_trains_on_groups_of_an_engine_that_ray_has_placed(cluster, tmp_path, capsys):
-    cluster.add_node(num_cpus=1)
-    world = loop.make_world(tmp_path, head_dim=32)
-    hosts = write(tmp_path, cluster.address, 1, find_free_port(), engines=1)
+def test_a_run_whose_only_node_with_engines_is_lost_continues_on_the_one_that_replaces_it(cluster, tmp_path, capsys):
+    first = cluster.add_node(num_cpus=1)
+    world, port = loop.make_world(tmp_path, head_dim=32), find_free_port()
     words = world.words(
-        "run", train_iters=2, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
-        rollout_hosts=hosts, rollout_max_num_seqs=8,
+        "run", train_iters=4, tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0,
+        rollout_hosts=write(tmp_path, cluster.address, 1, port, engines=1), rollout_max_num_seqs=8,
     )  # fmt: skip
-    loop.run(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1")
-    assert megatron_rl(["audit", str(tmp_path / "runs" / "run")]) == 0
-    assert "2 of 2 iterations complete, 0 breaches" in capsys.readouterr().out
+    folder = tmp_path / "runs" / "run"
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(loop.running(tmp_path / "outputs", 2, words, OMP_NUM_THREADS="1"))
+
+        def await_(condition: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
+            end = time.monotonic() + SECONDS
+            while not condition(status := ask(folder)):
+                assert all(process.poll() is None for process in ranks.processes), ranks.text()
+                assert time.monotonic() < end, f"{status}\n{ranks.text()}"
+                time.sleep(0.05)
+            return status
+
+        def is_sampling_after_the_first(status: Mapping[str, Any]) -> bool:
+            return status.get("version") in (1, 2) and any(one["in_flight"] for one in list_engines(status).values())
+
+        version = await_(is_sampling_after_the_first)["version"]
+        cluster.remove_node(first, False)
+        (lost,) = await_(lambda status: "lost" in [host["state"] for host in status["hosts"].values()])["hosts"]
+        # The agent that replaces it has another address, as on another machine.
+        stack.enter_context(socket.create_server((lost.rpartition(":")[0], port)))
+        cluster.add_node(num_cpus=1)
+        status = await_(lambda status: [one for one in list_engines(status).values() if one["state"] == "ready"])
+        # The iteration that lost its only engine continues.
+        assert status["version"] == version
+        assert {name: host["state"] for name, host in status["hosts"].items() if name != lost}.popitem()[1] == "up"
+        assert ranks.wait(SECONDS) == [0, 0], ranks.text()
+    assert megatron_rl(["audit", str(folder)]) == 0
+    assert "4 of 4 iterations complete, 0 breaches" in capsys.readouterr().out
+
+
+def ask(folder: Path) -> Mapping[str, Any]:
+    """Return the state of the run's service, or nothing if it does not answer."""
+    with contextlib.suppress(OSError, MegatronRLError):
+        address, token = (folder / "address").read_text().strip(), read_token(folder / "token")
+        with RolloutClient(address, token, 5.0) as client:
+            return client.status()
+    return {}
+
+
+def list_engines(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    engines: Mapping[str, Any] = status.get("engines", {}).get("engines", {})
+    return engines
 
 
 def find_free_port() -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.shared.weights.arrival import Arrival, is_being_written
+from megatron_rl.shared.weights.delivery import incoming
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, shut
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Portion, Refused, Strip, Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
@@ -316,6 +317,50 @@ def test_hosts_below_one_that_dies_get_the_rest_in_another_round(memory: Path) -
         control.close()
         for receiver in receivers[1:]:
             read_as_engine(ranks, receiver.folder / "version-1")
+
+
+def test_a_host_that_its_parent_does_not_reach_gets_the_weights_from_the_trainer_and_is_waited_for(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "_CHILD_PATIENCE_SECONDS", 0.3)
+    ranks, is_open = Ranks(memory / "trainer", SMALL, draw_shards(SMALL), 5000), threading.Event()
+
+    def cut_streams(data: bytearray, before: int) -> bytearray | None:
+        return data if is_open.is_set() or b"stream" not in data[:200] else None
+
+    with receiving(memory, 9) as receivers:
+        targets = list_targets(receivers)
+        targets[2] = Target("host-2", "127.0.0.1", Relay(receivers[2].port, cut_streams).port)
+        control = ranks.begin(targets, 1, streams=1)
+        control.await_begun()
+        started = ranks.send(targets[:2], 1, streams=1)
+        ranks.write(list_supplies(started))
+        assert control.await_round(SOON)
+        assert (control.list_open(), control.list_lost()) == (["host-2", "host-4", "host-6", "host-8"], {})
+        roots = control.begin_round()
+        # Nothing has come yet, and no host is cut off from the trainer.
+        assert not control.await_round(0.5)
+        is_open.set()
+        started = ranks.send([target for target in targets if target.name in roots], 1, streams=1)
+        for supply in list_supplies(started):
+            supply.add(supply.numbers)
+        assert control.await_round(SOON)
+        assert (control.list_open(), control.list_lost()) == ([], {})
+        control.close()
+        for receiver in receivers:
+            read_as_engine(ranks, receiver.folder / "version-1")
+
+
+def test_what_a_host_did_not_reach_in_one_round_is_waited_for_in_the_next(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        targets = [Target(f"host-{number}", "127.0.0.1", silent.getsockname()[1]) for number in range(10)]
+        control = ranks.begin(targets, 1)
+        control._hosts["host-0"].unreached.add("host-2")
+        below = ["host-2", "host-4", "host-6", "host-8"]
+        assert list(control._is_awaited()) == [target.name not in below for target in targets]
+        control.begin_round()
+        assert all(control._is_awaited())
+        control.close()
 
 
 def test_a_tree_reaches_each_host_once_and_no_host_forwards_to_more_than_one() -> None:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.main import parse
-from megatron_rl.sidecar.agent.messages import PROTOCOL, Beat, EngineStart, LeaseRequest
+from megatron_rl.sidecar.agent.messages import LEASE_HEADER, PROTOCOL, Beat, EngineStart, LeaseRequest
 from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
 
 
@@ -188,6 +191,25 @@ def test_an_engine_is_started_with_the_hosts_own_environment_and_once_under_a_na
             await world.engines.start("engine-1", without)
 
     asyncio.run(check())
+
+
+def test_an_engine_with_a_setting_that_the_agent_does_not_know_is_refused(world):
+    known = msgspec.json.decode(msgspec.json.encode(world.start))
+    later = {**known, "config": {**known["config"], "computes_otherwise": True}}
+
+    async def check() -> list[Any]:
+        application = build_agent_application(world.engines, "token")
+        lease = (await world.engines.take_lease(hello())).lease
+        headers = {"authorization": "Bearer token", LEASE_HEADER: lease}
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://agent", headers=headers) as client:
+            return [await client.put("/v1/engines/engine-0", json=start) for start in (later, known)]
+
+    refused, started = asyncio.run(check())
+    assert refused.status_code == 400
+    assert "computes_otherwise of EngineStart.config is unknown: install the same megatron_rl" in refused.text
+    assert started.status_code == 200
+    assert len(world.launcher.specs) == 1
 
 
 def test_a_beat_tells_faults_new_lines_and_the_folder_of_a_version(world, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.commands import hosts
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.observe.rank_places import RankPlace, RankPlaces, ReadPlaces, read_places
 from tests.sidecar.fake_engines import FakeFactory, weights
 from tests.sidecar.supervised import supervised
 
@@ -82,6 +83,55 @@ def test_the_sidecar_is_asked_with_the_folders_address_and_token(tmp_path, monke
     assert hosts.main([str(tmp_path)]) == 0
     assert asked[0][:2] == ("http://127.0.0.1:1", "secret")
     assert "(own host)" in capsys.readouterr().out
+    places = RankPlaces(tmp_path)
+    places.note(0, "here", 1, "train")
+    places.write()
+    assert hosts.main([str(tmp_path)]) == 0
+    assert "here           0      train 0 s" in capsys.readouterr().out
+
+
+def test_ranks_stand_beside_their_host_with_what_they_do():
+    of_ranks = [RankPlace("a", "train", 3.2), RankPlace("a", "train", 4.4), RankPlace("a", "wait", 2.0)]
+    of_ranks += [RankPlace("b", "update", 0.0)] * 2 + [RankPlace("a", "train", 1.0)]
+    assert list(hosts.describe_ranks(ReadPlaces(dict(enumerate(of_ranks)), 1.0))) == [
+        "",
+        "host of ranks  ranks   part of the iteration",
+        "a              0-2, 5  train 4 s (0-1, 5), wait 2 s (2)",
+        "b              3-4     update 0 s",
+    ]
+    (*_, last) = hosts.describe_ranks(ReadPlaces({0: of_ranks[0]}, 61.0))
+    assert last == "rank 0 has not said what ranks do for 61 s: it is stopped, or the run has ended"
+    assert list(hosts.describe_ranks(None)) == []
+
+
+def test_places_are_read_as_they_were_noted_with_the_seconds_since_the_last_step(tmp_path):
+    clock = Clock()
+    places = RankPlaces(tmp_path, clock)
+    assert read_places(tmp_path) is None
+    for rank, step in ((1, 7), (0, 7)):
+        places.note(rank, f"host-{rank}", step, "train")
+    clock.seconds = 5.0
+    places.note(0, "host-0", 7, "train")
+    places.note(1, "host-1", 8, "train")
+    clock.seconds = 6.0
+    places.write()
+    found = read_places(tmp_path)
+    assert found is not None
+    assert found.ranks == {0: RankPlace("host-0", "train", 6.0), 1: RankPlace("host-1", "train", 1.0)}
+    # A folder that is gone ends no run.
+    RankPlaces(tmp_path / "none").write()
+    (tmp_path / "ranks.json").write_text("[")
+    with pytest.raises(InputError, match="ranks.json cannot be read"):
+        read_places(tmp_path)
+    places.remove()
+    assert read_places(tmp_path) is None
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
 def test_two_folders_are_one_too_many():

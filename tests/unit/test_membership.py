@@ -2,10 +2,15 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.errors import UsageError
+from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.sidecar.hosts import factory
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.membership import Membership
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
@@ -13,6 +18,7 @@ from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests.unit.test_remote_host import QUICK, TOKEN, until
 
 A, B, C = (HostPlace(f"127.0.0.1:{port}", engines=2) for port in (1, 2, 3))
+WEIGHTS = Weights(run="run", version=4, fingerprint="f", transport="shm", dtype="float32", location="/trainer")
 
 
 class Engines:
@@ -43,19 +49,24 @@ class Engines:
 
 @contextlib.asynccontextmanager
 async def followed(*places: HostPlace):
-    """Yield hosts, their engines, and a function that has hosts join and leave."""
+    """Yield hosts, their engines, and what has hosts join and leave."""
     hosts = Hosts(StaticHosts(places, TOKEN), "run", QUICK)
     own = SimpleNamespace(release=lambda name: None)
     factory = HostsFactory(own, 0, hosts.all, ServerConfig(model="model", max_model_len=8))
     engines = Engines(factory)
-    engines.add(sum(place.engines for place in places))
+    engines.add(hosts.num_engines)
     hosts.open()
     membership = Membership(hosts, factory, engines)
     try:
-        yield hosts, engines, lambda *named: membership.follow(StaticHosts(named, TOKEN))
+        yield hosts, engines, membership
     finally:
         await membership.close()
         await hosts.close()
+
+
+def naming(membership: Membership) -> Callable[..., None]:
+    """Return a function that has exactly the hosts that it is given."""
+    return lambda *named: membership.follow(StaticHosts(named, TOKEN))
 
 
 def names(hosts: Hosts) -> list[str]:
@@ -64,7 +75,8 @@ def names(hosts: Hosts) -> list[str]:
 
 def test_a_host_that_leaves_keeps_its_engines_until_the_next_publish_and_takes_no_others():
     async def check() -> None:
-        async with followed(A, B) as (hosts, engines, follow):
+        async with followed(A, B) as (hosts, engines, membership):
+            follow = naming(membership)
             follow(B, C)
             assert names(hosts) == [A.address, B.address, C.address]
             assert (engines.names, engines.leaving) == ([f"engine-{n}" for n in range(6)], ["engine-0", "engine-1"])
@@ -73,12 +85,21 @@ def test_a_host_that_leaves_keeps_its_engines_until_the_next_publish_and_takes_n
             engines.publish()
             # None of its places is free for an engine of another host.
             assert engines.factory._take_place("engine-9") is None
+            epoch, (left, *_) = hosts.list_for_delivery([]).epoch, hosts.all
             follow(B, C)
-            await until(lambda: names(hosts) == [B.address, C.address])
+            assert names(hosts) == [B.address, C.address]
+            # Ranks learn from this that the hosts are others.
+            assert hosts.list_for_delivery([]).epoch == epoch + 1
+            # With many hosts each has fewer beats, but still several in the length of a lease.
+            assert hosts._crowd.num_hosts == 2
+            hosts._crowd.num_hosts = 128
+            assert [hosts._crowd.find_pause(0.5), hosts._crowd.find_pause(9.0)] == [2.56, 9.0]
             assert engines.names == [f"engine-{n}" for n in range(2, 6)]
             assert [engines.factory.list_engines(host) for host in hosts.all] == [
                 ["engine-2", "engine-3"], ["engine-4", "engine-5"],
             ]  # fmt: skip
+            await membership.close()
+            assert left._http.is_closed
 
     asyncio.run(check())
 
@@ -86,7 +107,8 @@ def test_a_host_that_leaves_keeps_its_engines_until_the_next_publish_and_takes_n
 @pytest.mark.parametrize("again", [A, HostPlace(A.address, engines=1)])
 def test_a_host_that_changes_or_comes_again_joins_once_it_has_left(again):
     async def check() -> None:
-        async with followed(A, B) as (hosts, engines, follow):
+        async with followed(A, B) as (hosts, engines, membership):
+            follow = naming(membership)
             if again is A:
                 follow(B)
             follow(again, B)
@@ -102,7 +124,8 @@ def test_a_host_that_changes_or_comes_again_joins_once_it_has_left(again):
 
 def test_a_host_that_leaves_is_given_no_further_version():
     async def check() -> None:
-        async with followed(A, B) as (hosts, engines, follow):
+        async with followed(A, B) as (hosts, engines, membership):
+            follow = naming(membership)
             for number, host in enumerate(hosts.all):
                 host.port = 100 + number
             # The trainer may have begun to send a version there.
@@ -114,5 +137,59 @@ def test_a_host_that_leaves_is_given_no_further_version():
             assert [host.port for host in hosts.list_for_delivery([]).hosts] == [101]
             follow(B)
             assert names(hosts) == [B.address]
+
+    asyncio.run(check())
+
+
+def test_a_place_that_is_free_on_a_host_that_leaves_is_given_to_no_engine():
+    async def check() -> None:
+        async with followed(A, B) as (_, engines, membership):
+            engines.names.remove("engine-1")
+            engines.factory.release("engine-1")
+            naming(membership)(B)
+            assert engines.factory._take_place("engine-9") is None
+
+    asyncio.run(check())
+
+
+def test_hosts_that_run_engines_together_stay_and_a_mistake_is_said_once(caplog):
+    together = tuple(HostPlace(f"127.0.0.1:{port}", together="first") for port in (1, 2))
+    read = []
+
+    def read_hosts() -> StaticHosts:
+        read.append(1)
+        if len(read) > 4:
+            raise UsageError("the file cannot be read")
+        return StaticHosts((*together[: len(read) % 2 + 1], C), TOKEN)
+
+    async def check() -> None:
+        async with followed(*together) as (hosts, _, membership):
+            for named in (together[:1], (*together, HostPlace(A.address, together="second"))):
+                with pytest.raises(UsageError, match="cannot change during a run: start it again"):
+                    membership.follow(StaticHosts(named, TOKEN))
+            assert names(hosts) == [place.address for place in together]
+            membership.follow_source(read_hosts, seconds=0.001)
+            await until(lambda: len(read) > 9)
+            assert names(hosts) == [*(place.address for place in together), C.address]
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(check())
+    assert caplog.text.count("the file cannot be read") == 1
+    assert "cannot change during a run" in caplog.text
+
+
+def test_a_version_is_brought_to_a_host_that_takes_weights_and_in_the_name_of_the_trainer(monkeypatch):
+    brought = []
+    monkeypatch.setattr(factory, "redeliver", lambda *arguments: brought.append(arguments) or True)
+
+    async def check() -> None:
+        async with followed(A) as (hosts, _, _):
+            (host,) = hosts.all
+            hosts.find_trainer_lease = lambda: 7
+            assert not await host.bring(host, WEIGHTS)
+            host.port = 100
+            assert await host.bring(host, WEIGHTS)
+            key = hosts.list_for_delivery([]).token.encode()
+            assert brought == [(WEIGHTS, Target(A.address, "127.0.0.1", 100), key, 7)]
 
     asyncio.run(check())

@@ -171,3 +171,30 @@ def test_an_engine_whose_next_version_has_begun_to_arrive_waits_for_it_and_is_no
             assert len(factory.made["engine-0"]) == num_made
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_without_a_copy_a_host_that_returns_waits_for_the_next_version_and_the_last_one_ends_the_iteration(num_engines):
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, num_engines, CONFIG) as supervisor:
+            await supervisor.publish(weights(1))
+            # As with ranks on several hosts: none of them has all of the files.
+            factory.host.given = {2}
+            factory.host.back.clear()
+            factory.fail("engine-0", "generate", "lost")
+            sampling = asyncio.create_task(supervisor.generate(request(0)))
+            await until(lambda: factory.engine("engine-0").state is EngineState.DEAD)
+            factory.host.back.set()
+            if num_engines == 1:
+                said = "no engine is left for this version: engine engine-0 waits for the next publish"
+                with pytest.raises(EngineLost, match=f"{said}.*Resume from the last checkpoint"):
+                    await sampling
+            else:
+                await sampling
+                await until(lambda: "waits for the next publish" in supervisor.status()["engines"]["engine-0"]["error"])
+            await supervisor.publish(weights(2))
+            assert factory.engine("engine-0").state is EngineState.READY
+            await supervisor.generate(request(1))
+
+    asyncio.run(check())

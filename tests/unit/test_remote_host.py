@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,12 +18,16 @@ from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
+from megatron_rl.sidecar.hosts import patience
 from megatron_rl.sidecar.hosts.factory import Hosts
-from megatron_rl.sidecar.hosts.remote import HostLost, Patience, RemoteHost
+from megatron_rl.sidecar.hosts.patience import Patience
+from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHost
 from megatron_rl.sidecar.hosts.remote_engine import RemoteHandle
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import open_listener
+from megatron_rl.sidecar.vllm.connection import Connection
+from megatron_rl.sidecar.vllm.engine import VllmEngine
 from tests.unit.test_host_engines import World
 
 TOKEN = "0123456789abcdef"
@@ -110,6 +115,71 @@ def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processe
     asyncio.run(check())
 
 
+def test_agents_are_asked_for_few_starts_at_once_and_nothing_reaches_an_engine_before_its_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(patience, "_CONNECTS_AT_ONCE", 2)
+    under_way, answered, most, reached = [], [], [], []
+
+    def reach(_: httpx.Request) -> httpx.Response:
+        reached.append(1)
+        return httpx.Response(200)
+
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, _, host):
+            ask, forwarded = host._ask, host.connect("engine-4")
+            may_end = asyncio.Event()
+
+            async def ask_slowly(method: str, route: str, *others: Any, **named: Any) -> Any:
+                if method != "PUT":
+                    return await ask(method, route, *others, **named)
+                under_way.append(route)
+                most.append(len(under_way))
+                answer = await ask(method, route, *others, **named)
+                answered.append(route)
+                await may_end.wait()
+                under_way.remove(route)
+                return answer
+
+            monkeypatch.setattr(host, "_ask", ask_slowly)
+            monkeypatch.setattr(forwarded, "_transport", httpx.MockTransport(reach))
+            handles = [host.start(f"engine-{number}", agent.world.start.config, 1) for number in range(5)]
+            await until(lambda: len(answered) == 2)
+            # Those that wait for their turn when the host is lost are started under its next lease.
+            lease = host.lease
+            host._lose("its link is cut")
+            await agent.world.engines.leave()
+            asking = asyncio.create_task(
+                httpx.AsyncClient(transport=forwarded, base_url="http://engine", timeout=None).get("/health")
+            )
+            await until(lambda: host.lease not in ("", lease))
+            assert not reached
+            may_end.set()
+            await asyncio.gather(*(handle.starting for handle in handles))
+            assert all(handle.is_started for handle in handles)
+            assert all("was lost" in (handle.find_fault() or "") for handle in handles[:2])
+            assert not any(handle.find_fault() for handle in handles[2:])
+            assert (await asking).status_code == 200
+
+    asyncio.run(check())
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(("num_engines", "pause"), [(1, 0.1), (20, 0.1), (1024, 5.12)])
+def test_engines_that_start_together_are_asked_less_often_the_more_they_are(monkeypatch, num_engines, pause):
+    pauses, answers = [], iter((False, False, True))
+
+    async def is_healthy() -> bool:
+        return next(answers)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Connection, "num_watched", num_engines)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asking = SimpleNamespace(_connection=SimpleNamespace(is_healthy=is_healthy, fault=None))
+    asyncio.run(VllmEngine._until_healthy(asking))
+    assert pauses == pytest.approx([pause, pause])
+
+
 def test_an_engine_that_cannot_be_started_has_the_agents_reason(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, _, host):
@@ -147,8 +217,13 @@ def test_a_host_whose_agent_has_ended_is_lost_at_once_and_found_again(tmp_path):
             await until(lambda: "is lost: its agent has ended" in (handle.find_fault() or ""))
             assert hosts.status()[host.name]["state"] == "lost"
             assert hosts.list_for_delivery([]).hosts == []
+            later = host.start("engine-1", agent.world.start.config, 1)
+            await asyncio.sleep(0.1)
+            assert not later.starting.done()
             await agent.start()
             await host.until_back()
+            await later.starting
+            assert later.is_started
             assert hosts.status()[host.name]["state"] == "up"
             # What it had started for the earlier lease is ended.
             assert agent.world.launcher.handles[0].is_killed

@@ -15,16 +15,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.protocol.wire import decode_json
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.forwarding import ask_all, forward, refuse, say_unknown
 from megatron_rl.sidecar.agent.messages import (
     LEASE_HEADER,
+    PASSING_ROUTE,
     REQUESTS_ROUTE,
     AgentRefusal,
     Beat,
     EngineRequest,
     EngineStart,
     LeaseRequest,
+    PassOn,
 )
 from megatron_rl.sidecar.guard import OPEN, Guard
 
@@ -69,16 +72,23 @@ def _lease_routes(engines: HostEngines) -> list[Route]:
         _check_lease(engines, request)
         return _answer(engines.beat(beat))
 
+    async def pass_on(request: Request) -> Response:
+        passing = await _read(request, PassOn)
+        _check_lease(engines, request)
+        return _answer(await engines.pass_on(passing))
+
     return [
         Route("/v1/lease", take, methods=["POST"]),
         Route("/v1/lease", leave, methods=["DELETE"]),
         Route("/v1/beat", beat, methods=["POST"]),
+        Route(PASSING_ROUTE, pass_on, methods=["POST"]),
     ]
 
 
 def _engine_routes(engines: HostEngines) -> list[Route]:
     async def start(request: Request) -> Response:
-        start = await _read(request, EngineStart)
+        # An engine's setting that this agent does not know must not be left out.
+        start = decode_json(await _read_body(request), EngineStart)
         _check_lease(engines, request)
         return _answer(await engines.start(_find_name(request), start))
 

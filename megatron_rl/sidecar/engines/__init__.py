@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.shared.protocol.wire import EngineKind, Response, Sampling, Way, Weights
+from megatron_rl.shared.protocol.wire import Drafts, EngineKind, Response, Sampling, Way, Weights
 
 if TYPE_CHECKING:
     from megatron_rl.sidecar.engines.hosts import EngineHost
@@ -67,7 +67,7 @@ class GroupRequest:
     """A group to sample: K responses to one prompt under one version."""
 
     request_id: str
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Sequence[int]
     group_size: int
     seed: int
     sampling: Sampling
@@ -95,6 +95,8 @@ class WeightReport:
     num_parameters: int = dataclasses.field(default=0, compare=False)
     uncompared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The parameters that could not be compared, and the tensors that no compared parameter holds."""
+    quantization: str = dataclasses.field(default="", compare=False)
+    """Names of what it quantizes; empty if it computes with the numbers that it is given."""
     through: Way = dataclasses.field(default="files", compare=False)
     """The way in which the weights reached it."""
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -131,6 +133,10 @@ class Engine(Protocol):
         """Stop taking steps; no request is in flight when this returns."""
         ...
 
+    async def reach(self, weights: Weights) -> None:
+        """Check that each worker can connect to the sender of streamed weights; raise EngineRefused if one cannot."""
+        ...
+
     async def load(self, weights: Weights) -> WeightReport:
         """Check digests and completeness, load, and compare the parameters with the published weights.
 
@@ -155,6 +161,10 @@ class Engine(Protocol):
 
     def open(self) -> None:
         """Become READY and take groups."""
+        ...
+
+    async def count_drafts(self) -> Drafts | None:
+        """Count the drafts of tokens since the last version ended; None if it drafts none, or does not answer."""
         ...
 
     async def find_fault(self) -> str | None:

@@ -15,7 +15,7 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 STEP = "step"
 """The extension of a request that names the step of an engine to which it belongs."""
-STEPS = ("pause", "load", "commit", "verify", "probe")
+STEPS = ("pause", "reach", "load", "commit", "verify", "probe")
 """The steps of a publish, which all engines take at nearly the same time."""
 
 
@@ -49,7 +49,7 @@ class EngineHost(Protocol):
         ...
 
     async def is_given(self, weights: Weights) -> bool:
-        """Check whether a publish of these weights reaches the host."""
+        """Check whether a publish of these weights reaches the host; a stream does if the host answers."""
         ...
 
     async def has_copy(self, weights: Weights) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import (
+    Drafts,
     EngineKind,
     Response,
     Sampling,
@@ -33,7 +34,7 @@ from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
-Step = Literal["pause", "load", "commit", "verify", "probe"]
+Step = Literal["pause", "reach", "load", "commit", "verify", "probe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +104,18 @@ class ScriptedEngine:
         finally:
             self._num_in_flight -= 1
 
+    async def count_drafts(self) -> Drafts | None:
+        return None
+
     async def pause(self) -> None:
         await self._step("pause")
         self._running.clear()
         while self._num_in_flight:
             await asyncio.sleep(0.001)
         self.state = EngineState.PUBLISHING
+
+    async def reach(self, weights: Weights) -> None:
+        await self._step("reach")
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
@@ -146,7 +153,7 @@ class ScriptedEngine:
 
     def _respond(self, request: GroupRequest, sample: int) -> Response:
         seed = request.seed + sample
-        stream = _stream(f"{seed}\0{self._sampled_with}\0{request.prompt_tokens}")
+        stream = _stream(f"{seed}\0{self._sampled_with}\0{tuple(request.prompt_tokens)}")
         least, most = self.script.lengths
         limit = min(most, request.sampling.max_tokens)
         length = int(stream.integers(min(least, limit), limit + 1))

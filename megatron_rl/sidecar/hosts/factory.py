@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import random
 import secrets
 import ssl
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -12,8 +13,10 @@ from typing import Any
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.sidecar.agent.messages import PassOn
+from megatron_rl.sidecar.hosts.patience import PATIENCE, Crowd, Patience
 from megatron_rl.sidecar.hosts.redelivery import redeliver
-from megatron_rl.sidecar.hosts.remote import PATIENCE, Patience, RemoteHost
+from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.hosts.together import HandleOfParts, HostsTogether
 from megatron_rl.sidecar.vllm.engine import VllmEngine
@@ -36,6 +39,7 @@ class Hosts:
         self._epoch = 0
         self._run = run
         self._patience = patience
+        self._crowd = Crowd()
         self.all = [self._make(place, named) for place in named.hosts]
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.find_trainer_lease: Callable[[], int] = lambda: 0
@@ -100,7 +104,7 @@ class Hosts:
 
     def _make(self, place: HostPlace, named: StaticHosts) -> RemoteHost:
         tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
-        return RemoteHost(place, self._run, named.token, self._secret, self._patience, tls)
+        return RemoteHost(place, self._run, named.token, self._secret, self._patience, tls, self._crowd)
 
     def _open(self, host: RemoteHost) -> None:
         host.on_changed, host.bring = self._change, self._bring
@@ -108,6 +112,7 @@ class Hosts:
 
     def _change(self) -> None:
         self._epoch += 1
+        self._crowd.num_hosts = len(self.all)
 
     async def _bring(self, host: RemoteHost, weights: Weights) -> bool:
         if host.port is None:
@@ -118,7 +123,15 @@ class Hosts:
             self.find_trainer_lease(),
         )
         _log.info("version %d is sent to host %s, which has joined since its publish", weights.version, host.name)
-        return await asyncio.to_thread(redeliver, weights, target, key, lease)
+        if await asyncio.to_thread(redeliver, weights, target, key, lease):
+            return True
+        # Ranks on several hosts have a part each, and hosts of engines have all. Those that join ask different ones.
+        # The host itself may have got the version meanwhile: it would begin it again, while its engines read it.
+        passing = PassOn(weights=weights, target=target, lease=lease)
+        for other in random.sample(self.all, len(self.all)):
+            if other is not host and other.port is not None and await other.pass_on(passing):
+                return True
+        return False
 
 
 @dataclasses.dataclass

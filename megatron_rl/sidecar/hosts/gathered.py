@@ -6,6 +6,7 @@ sent with it.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,16 @@ class GatheredRequests:
     """The requests to one host."""
 
     def __init__(
-        self, host: "RemoteHost", transport: httpx.AsyncBaseTransport, authorization: str, connect_seconds: float
+        self,
+        host: "RemoteHost",
+        transport: httpx.AsyncBaseTransport,
+        authorization: str,
+        connect_seconds: float,
+        connects: asyncio.Semaphore,
     ) -> None:
-        """Make them; the caller owns the transport."""
+        """Make them; the caller owns the transport. `connects` bounds the connections that are opened at once."""
         self._host = host
+        self._connects = connects
         self._http = httpx.AsyncClient(
             base_url=host.url,
             transport=transport,
@@ -61,7 +68,11 @@ class GatheredRequests:
     async def _stream(self, requests: bytes) -> AsyncIterator[bytes]:
         """Send the requests; yield the answers in parts."""
         headers = {LEASE_HEADER: self._host.lease}
-        async with self._http.stream("POST", REQUESTS_ROUTE, content=requests, headers=headers) as answer:
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._connects:
+                # The agent begins its answer at once, and ends it with the slowest engine.
+                sending = self._http.stream("POST", REQUESTS_ROUTE, content=requests, headers=headers)
+                answer = await stack.enter_async_context(sending)
             if not answer.is_success:
                 await answer.aread()
                 raise httpx.ReadError(f"host {self._host.name} answers {answer.status_code}: {answer.text[:200]}")

@@ -1,8 +1,9 @@
-"""Brings the current version to a host that joins or returns between two publishes, from the service's own host.
+"""Brings the current version to a host that joins or returns between two publishes, from a host that has all of it.
 
 The trainer is busy then. If all of the version lies in the folder that rank 0 has published to, and this is the
-service's host, the service sends it as a rank would (docs/delivery.md). A version that the trainer begins on the host
-takes its place. Engines prove what they load in the usual way.
+service's host, the service sends it as a rank would (docs/delivery.md). Otherwise it has the agent of a host of engines
+do so, from the folder in which the version has arrived. A version that the trainer begins on the host takes its place.
+Engines prove what they load in the usual way.
 """
 
 import logging
@@ -21,6 +22,7 @@ from megatron_rl.shared.weights.laid_out import DIGESTS_FILE
 
 _log = logging.getLogger(__name__)
 
+_SENDER = "a host that has the version"
 _NUM_STREAMS = 2
 _PATIENCE_SECONDS = 20.0
 _LONGEST_SECONDS = 600.0
@@ -34,8 +36,8 @@ class Redelivery:
         self._weights = weights
         self._target = target
         folder = Path(weights.location)
-        hello = Hello("control", weights.run, lease, weights.version, weights.fingerprint, "the sidecar")
-        of_stream = Hello("stream", weights.run, lease, weights.version, weights.fingerprint, "the sidecar")
+        hello = Hello("control", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
+        of_stream = Hello("stream", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
         mapped, supply = MappedFiles(folder, contents.files), Supply(contents)
         digests = (folder / DIGESTS_FILE).read_bytes()
         self._control = Control([target], key, hello, digests, contents, _NUM_STREAMS, _PATIENCE_SECONDS)

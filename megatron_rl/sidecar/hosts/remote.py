@@ -12,7 +12,6 @@ Invariants:
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import ssl
 import time
@@ -27,12 +26,15 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.messages import (
     LEASE_HEADER,
+    PASSING_ROUTE,
     UNAUTHORIZED,
     AgentRefusal,
     Arrived,
     Beat,
     EngineStart,
     LeaseRequest,
+    PassedOn,
+    PassOn,
     Pulse,
     Started,
     Welcome,
@@ -40,6 +42,7 @@ from megatron_rl.sidecar.agent.messages import (
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST, WeightsPlace
 from megatron_rl.sidecar.hosts.gathered import GatheredRequests
+from megatron_rl.sidecar.hosts.patience import Crowd, Patience
 from megatron_rl.sidecar.hosts.remote_engine import Forwarded, RemoteHandle
 from megatron_rl.sidecar.hosts.static import HostPlace
 from megatron_rl.sidecar.listening import parse_place
@@ -47,31 +50,7 @@ from megatron_rl.sidecar.vllm.server import ServerConfig
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
-
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-@dataclasses.dataclass(frozen=True)
-class Patience:
-    """Durations in seconds between a service and an agent."""
-
-    beat: float = 0.5
-    """Seconds between two beats."""
-    answer: float = 5.0
-    """The most seconds for an answer. A link that is cut for less time than this costs nothing but the wait."""
-    lost: float = 15.0
-    """Seconds without an answer after which a host is lost: longer than a link is cut while a switch restarts."""
-    lease: float = 30.0
-    """The length of the lease: longer than `lost`, so that the service names a loss before engines are ended."""
-    ending: float = 60.0
-    """The most seconds for the end of engines, which may have much memory to free."""
-    first_pause: float = 1.0
-    """Seconds before a lost host is asked again; doubled with each time."""
-    longest_pause: float = 30.0
-
-
-PATIENCE = Patience()
 
 
 class HostLost(MegatronRLError):
@@ -104,8 +83,9 @@ class RemoteHost:
         run: str,
         token: str,
         secret: str,
-        patience: Patience = PATIENCE,
-        tls: ssl.SSLContext | None = None,
+        patience: Patience,
+        tls: ssl.SSLContext | None,
+        crowd: Crowd,
     ) -> None:
         """Make a host; `token` is the agents', and `secret` that of the weights' delivery.
 
@@ -126,6 +106,7 @@ class RemoteHost:
         """The callback for a host that has joined or was lost."""
         self.bring: Callable[[RemoteHost, Weights], Awaitable[bool]] = bring_nothing
         """Begins to send a version to the host between two publishes; returns whether it arrives now."""
+        self._crowd = crowd
         self.left_out = (-1, "")
         """The last version that the trainer did not deliver to it, and the reason."""
         self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
@@ -153,7 +134,7 @@ class RemoteHost:
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
-        self.gathered = GatheredRequests(self, self._transport, self._authorization, patience.answer)
+        self.gathered = GatheredRequests(self, self._transport, self._authorization, patience.answer, crowd.connects)
 
     @property
     def num_engines(self) -> int:
@@ -279,16 +260,34 @@ class RemoteHost:
     async def until_back(self) -> None:
         await self._back.wait()
 
+    async def until_started(self, name: str) -> None:
+        """Wait until an agent was asked to start this engine, if it is to be: until then no connection reaches it."""
+        if (handle := self._handles.get(name)) is not None and not handle.starting.done():
+            await asyncio.wait((handle.starting,))
+
     def connect(self, address: str) -> httpx.AsyncBaseTransport:
         return Forwarded(self, address, self._transport, self._authorization)
 
     async def is_given(self, weights: Weights) -> bool:
+        if weights.transport != "shm":
+            return await self.answers()
         return self._shares_folder or await self._arrives(weights)
 
     async def has_copy(self, weights: Weights) -> bool:
+        if weights.transport != "shm":
+            return False
         if self._shares_folder:
             return await OWN_HOST.has_copy(weights)
         return await self._arrives(weights) or (await self.bring(self, weights) and await self._arrives(weights))
+
+    async def pass_on(self, passing: PassOn) -> bool:
+        """Have the host send a version that it holds to another one; return whether it arrives there now."""
+        try:
+            answer = await self._ask("POST", PASSING_ROUTE, PassedOn, passing, self._patience.lease)
+        except (HostLost, HostRefused, httpx.HTTPError) as error:
+            _log.warning("host %s passes on no weights: %s", self.name, str(error) or repr(error))
+            return False
+        return answer.has_begun
 
     async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
         if self._shares_folder:
@@ -306,6 +305,8 @@ class RemoteHost:
         return NotGiven(f"{error}: host {self.name} was not given all of version {weights.version}{why}")
 
     def is_being_written(self, weights: Weights) -> bool:
+        if weights.transport != "shm":
+            return False
         if self._shares_folder:
             return OWN_HOST.is_being_written(weights)
         arrived = self._arrived if self._version == weights.version else None
@@ -335,7 +336,7 @@ class RemoteHost:
     async def _keep_lease(self) -> None:
         """Beat until the host is lost."""
         while self._lease:
-            await asyncio.sleep(self._patience.beat)
+            await asyncio.sleep(self._crowd.find_pause(self._patience.beat))
             try:
                 await self.beat()
             except httpx.HTTPError:
@@ -355,8 +356,15 @@ class RemoteHost:
         _log.warning("host %s is lost: %s; it is asked again until it answers", self.name, reason)
 
     async def _start(self, handle: "RemoteHandle", start: EngineStart) -> None:
-        await self._back.wait()
-        handle.lease = self._lease
+        while not handle.lease:
+            await self._back.wait()
+            async with self._crowd.connects:
+                # The host may have been lost meanwhile.
+                handle.lease = self._lease
+                if handle.lease:
+                    await self._ask_to_start(handle, start)
+
+    async def _ask_to_start(self, handle: "RemoteHandle", start: EngineStart) -> None:
         try:
             started = await self._ask("PUT", f"/v1/engines/{handle.name}", Started, start, self._patience.ending)
         except (HostLost, HostRefused, httpx.HTTPError) as error:

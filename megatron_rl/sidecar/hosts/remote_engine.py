@@ -81,6 +81,7 @@ class Forwarded(httpx.AsyncBaseTransport):
         self._authorization = authorization
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await self._host.until_started(self._name)
         if request.extensions.get(STEP) in STEPS and self._host.num_engines > 1:
             return await self._ask_gathered(request)
         path = f"/v1/engines/{self._name}".encode() + request.url.raw_path

@@ -219,7 +219,8 @@ class Control:
     def _is_awaited(self) -> Iterable[bool]:
         cut_off: set[str] = set()
         for name, host in self._hosts.items():
-            gone = [name] if host.loss is not None else list(host.unreached)
+            # A host that was to forward in an earlier round cuts off no other one in this one.
+            gone = {name} if host.loss is not None else host.unreached.intersection(self._children[name])
             for one in gone:
                 cut_off |= {one, *list_below(one, self._children)}
         return (host.is_open and name not in cut_off for name, host in self._hosts.items())

@@ -147,9 +147,10 @@ class Incoming:
             self._changed.wait_for(lambda: not self._claims)
 
     def _stop_forwarding(self, reason: str) -> None:
-        for sender in self._children.values():
+        # A sender that is stopped here has not failed, and its child is not cut off.
+        senders, self._children = list(self._children.values()), {}
+        for sender in senders:
             sender.stop(reason)
-        self._children = {}
 
     def _break_off(self, reason: str) -> None:
         with self._changed:
