@@ -1,7 +1,8 @@
 """Weights that stream from the trainer's devices to the engines': the trainer's sender, and the calls to engines.
 
-The trainer is rank 0 of one group. The workers of the engines follow, engine after engine. The sidecar tells the
-engines to join and to receive, so the trainer needs no vLLM client that calls them.
+With `nccl` and `hccl` the trainer is rank 0 of one group (`stage_streams.py` has `nccl_m2n`). The workers of the
+engines follow, engine after engine. The sidecar tells the engines to join and to receive, so the trainer needs no vLLM
+client that calls them.
 
 vllm-ascend registers its HCCL backend under the same name and takes the same calls. Its sender has the interface of an
 older vLLM. None of this has run on NCCL or HCCL.
@@ -33,7 +34,7 @@ class StreamPlace:
 
     first_rank: int
     world_size: int
-    """The size of the group: the trainer's sender and all workers."""
+    """The size of the group: the trainer's senders and all workers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,19 @@ class EngineCall:
     content: dict[str, object] | None = None
 
 
-def assign_places(num_workers: Sequence[int]) -> list[StreamPlace]:
+def assign_places(num_workers: Sequence[int], num_senders: int = 1) -> list[StreamPlace]:
     """Assign places to engines with these numbers of workers."""
-    world_size = 1 + sum(num_workers)
-    firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
+    world_size = num_senders + sum(num_workers)
+    firsts = [num_senders + sum(num_workers[:index]) for index in range(len(num_workers))]
     return [StreamPlace(first, world_size) for first in firsts]
+
+
+def split_address(location: str, transport: str) -> tuple[str, int]:
+    """Split the host:port at which a sender opens a group."""
+    host, _, port = location.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(f"the location of {transport} weights must be host:port, not {location!r}")
+    return host.strip("[]"), int(port)
 
 
 def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall]:
@@ -56,14 +65,12 @@ def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall
 
     Each publish makes a new group, because a restarted engine does not belong to an old one.
     """
-    host, _, port = weights.location.rpartition(":")
-    if not host or not port.isdecimal():
-        raise InputError(f"the location of {weights.transport} weights must be host:port, not {weights.location!r}")
+    host, port = split_address(weights.location, weights.transport)
     if not weights.manifest:
         raise InputError(f"{weights.transport} weights must have a manifest: names, dtypes and shapes in their order")
     init: dict[str, object] = {
-        "master_address": host.strip("[]"),
-        "master_port": int(port),
+        "master_address": host,
+        "master_port": port,
         "rank_offset": place.first_rank,
         "world_size": place.world_size,
     }
@@ -130,7 +137,7 @@ def open_sender(transport: str, host: str, port: int, world_size: int, tensors: 
     make_info, make_sender = find_library(transport)
     # Rank 0 is the sender.
     info = make_info(master_address=host, master_port=port, world_size=world_size, packed=True, rank=0)
-    return make_sender.trainer_init(info, client=_ToldBySidecar(), source=_make_source(tensors))
+    return make_sender.trainer_init(info, client=ToldBySidecar(), source=_make_source(tensors))
 
 
 class HcclSender:
@@ -151,7 +158,7 @@ class HcclSender:
         self._group = None
 
 
-class _ToldBySidecar:
+class ToldBySidecar:
     """A replacement for vLLM's client of the engines that does nothing: the sidecar makes these calls."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,8 +37,6 @@ NUM_PROMPTS, NUM_TOKENS = 12, 16
 class Engines:
     """Two engines, and the sidecar's calls to them at a publish."""
 
-    endpoint = "http://127.0.0.1:1"
-
     def __init__(self, engines: list[VllmEngine], loop: asyncio.AbstractEventLoop):
         self._engines = engines
         self._loop = loop
@@ -51,8 +49,14 @@ class Engines:
     def num_workers(self) -> int:
         return sum(engine.num_workers for engine in self._engines)
 
+    def find_engine_hosts(self) -> list[str]:
+        return ["127.0.0.1"]
+
+    def count_engines(self) -> tuple[int, int]:
+        return len(self._engines), self.num_workers()
+
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        places = streams.assign_places([engine.num_workers for engine in self._engines])
+        places = streams.assign_places([engine.num_workers for engine in self._engines], weights.num_senders)
         for engine, place in zip(self._engines, places, strict=True):
             engine.stream_place = place
         self._published = self.run(Steps().publish(self._engines, weights, self._published, self._answer))
@@ -82,19 +86,26 @@ class Engines:
 
 
 @contextlib.contextmanager
-def engines_of(model: Path) -> Iterator[Engines]:
+def engines_of(
+    model: Path,
+    transport: Literal["nccl", "nccl_m2n"] = "nccl",
+    extension: str = "tests.sidecar.gloo_transfer.Extension",
+    num_engines: int = 2,
+    tensor_size: int = 1,
+) -> Iterator[Engines]:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     sockets = run_folder()
     config = dataclasses.replace(
         vllm_models.CONFIG,
         model=str(model),
-        transport="nccl",
-        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.gloo_transfer.Extension"),
+        transport=transport,
+        tensor_parallel_size=tensor_size,
+        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", extension),
         environment={"PYTHONPATH": str(ROOT)},
     )
     factory = VllmFactory(config, sockets, LocalLauncher())
-    engines = Engines([factory.create(f"engine-{number}") for number in range(2)], loop)
+    engines = Engines([factory.create(f"engine-{number}") for number in range(num_engines)], loop)
     try:
         engines.run(_all(engine.start() for engine in engines._engines))
         yield engines

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import socket
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ class Group:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int):
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=_TIMEOUT)
-        self._group = dist.ProcessGroupGloo(store, rank, world_size, _TIMEOUT)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _TIMEOUT
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_find_source(address))]
+        self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         options = dist.BroadcastOptions()
@@ -28,6 +32,13 @@ class Group:
 
     def destroy(self) -> None:
         del self._group
+
+
+def _find_source(address: str) -> str:
+    """Return the address from which this host connects to that one: an engine's own variables name the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
 
 
 class _Stream:

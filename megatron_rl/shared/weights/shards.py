@@ -4,7 +4,7 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,10 +77,10 @@ class Shard:
     def digest_pieces(self, dtype: torch.dtype) -> torch.Tensor:
         """Digest each piece in the dtype of its export: (pieces, lanes).
 
-        Pieces of whole rows are digested in one pass, since a parameter may have hundreds of small pieces.
+        Several pieces of whole rows are digested in one pass, since a parameter may have hundreds of small ones.
         """
         values, pieces = self.values(), self.map.pieces
-        if any(piece.dim != 0 for piece in pieces):
+        if len(pieces) == 1 or any(piece.dim != 0 for piece in pieces):
             parts = [
                 torch.stack([digest(one.to(dtype), row, column) for row, column, one in blocks(piece, values)]).sum(0)
                 for piece in pieces
@@ -242,11 +242,13 @@ class WeightStream:
         device: torch.device,
         dtype: str | None = None,
         bucket_bytes: int = 1 << 28,
+        names: Collection[str] | None = None,
     ):
+        """Lay out the tensors with these names, or all of the stage."""
         self._peers = peers
         self._group = group
         self._device = device
-        owned = [_owned_pieces(mapping, peer, padded_vocab_size) for peer in peers]
+        owned = [_owned_pieces(mapping, peer, padded_vocab_size, names) for peer in peers]
         held = {piece.name for pieces in owned for _, piece in pieces}
         specs = [spec for spec in mapping.manifest(dtype) if spec.name in held]
         # A bucket travels as one tensor, of one dtype. Tensors of another dtype than the first come last.
@@ -303,11 +305,14 @@ class WeightStream:
         return buckets
 
 
-def _owned_pieces(mapping: Mapping, peer: StageRank, padded_vocab_size: int) -> list[tuple[str, Piece]]:
+def _owned_pieces(
+    mapping: Mapping, peer: StageRank, padded_vocab_size: int, names: Collection[str] | None
+) -> list[tuple[str, Piece]]:
     maps: list[tuple[str, ShardMap]] = [
         (name, mapping.shard(name, peer.coordinates, padded_vocab_size)) for name in peer.parameter_names
     ]
-    return [(name, piece) for name, shard_map in maps if shard_map.owned for piece in shard_map.pieces]
+    pieces = [(name, piece) for name, shard_map in maps if shard_map.owned for piece in shard_map.pieces]
+    return pieces if names is None else [(name, piece) for name, piece in pieces if piece.name in names]
 
 
 def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

@@ -7,12 +7,10 @@ old one.
 
 import concurrent.futures
 import datetime
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.shards import Bucket
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.publish.own_address import find_free_port, find_own_address
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.shared_memory import in_background
 from megatron_rl.trainer.mcore.session import Session
@@ -37,9 +36,9 @@ _REASON_SECONDS = 5.0
 class StreamReceiver(Protocol):
     """The rollout client, which tells the engines to receive."""
 
-    endpoint: str
-
     def num_workers(self) -> int: ...
+
+    def find_engine_hosts(self) -> list[str]: ...
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
 
@@ -188,17 +187,19 @@ class StreamPublisher:
     def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[PublishAnswer]]:
         receiver = self._receiver
         assert receiver is not None
-        host, port = _find_address(receiver.endpoint)
         world_size = 1 + receiver.num_workers()
         if world_size == 1:
             raise WorkersChanged(f"version {version} was not published: no engine is up")
+        # Asked after the workers were counted: the hosts of all that were counted are among these.
+        host = find_own_address(receiver.find_engine_hosts())
+        port = find_free_port(host)
         message = Weights(
             run=self._run,
             version=version,
             fingerprint=fingerprint,
             transport=self._transport,
             dtype=self._dtype or self._weights.architecture.dtype,
-            location=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            location=f"{host}:{port}",
             probe=b"" if self._probe is None else self._probe.tokens(version),
             manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
             world_size=world_size,
@@ -216,7 +217,12 @@ class StreamPublisher:
                 f"version {version} was not published: {world_size - 1} workers of engines did not connect to "
                 f"{message.location} within {self._deadline:g} s; check that the engines' hosts reach this host"
             )
-        return opened.result(), told
+        try:
+            return opened.result(), told
+        except (OSError, RuntimeError) as error:
+            raise RolloutError(
+                f"version {version} was not published: rank 0 could not open a group at {message.location}: {error}"
+            ) from None
 
     def _send(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> None:
         """Send all tensors and wait for the end; if the engines fail, raise the sidecar's error."""
@@ -255,16 +261,3 @@ class StreamPublisher:
 
 def _not_taken(version: int, seconds: float) -> RolloutError:
     return RolloutError(f"the engines did not receive version {version} within {seconds:g} s")
-
-
-def _find_address(endpoint: str) -> tuple[str, int]:
-    """Return the address at which the sidecar's engines reach this host, and a free port."""
-    host = urlsplit(endpoint).hostname or "127.0.0.1"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: the system only tells which source address it would use.
-        probe.connect((host, 9))
-        own = probe.getsockname()[0]
-    with socket.socket(family) as listener:
-        listener.bind((own, 0))
-        return own, listener.getsockname()[1]
