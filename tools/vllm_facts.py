@@ -17,6 +17,7 @@ from pathlib import Path
 
 # Classes with the members that are used; functions, and classes that are only called, have none.
 SYMBOLS: dict[str, tuple[str, ...]] = {
+    "vllm.distributed.parallel_state.get_tp_group": (),
     "vllm.distributed.weight_transfer.base.ParamMeta": (),
     "vllm.distributed.weight_transfer.base.WeightSource": ("metadata", "__iter__", "iter_full"),
     "vllm.distributed.weight_transfer.base.VLLMWeightSyncClient": (
@@ -32,6 +33,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.common.cli_args.make_arg_parser": (),
     "vllm.entrypoints.launchers.cli_args.make_arg_parser": (),
     "vllm.entrypoints.openai.cli_args.make_arg_parser": (),
+    "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": (),
+    "vllm.parser.ParserManager": ("get_parser",),
+    "vllm.reasoning.ReasoningParserManager": ("list_registered",),
+    "vllm.tokenizers.registry.get_tokenizer": (),
+    "vllm.tool_parsers.ToolParserManager": ("list_registered",),
     "vllm.logprobs.FlatLogprobs": ("token_ids", "logprobs"),
     "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": ("create_lora_weights", "set_lora"),
     "vllm.lora.layers.column_parallel_linear.ColumnParallelLinearWithLoRA": (),
@@ -51,17 +57,24 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
         "process_weights_after_loading",
     ),
+    "vllm.model_executor.custom_op.CustomOp": ("_forward_method",),
+    "vllm.model_executor.layers.linear.UnquantizedLinearMethod": ("process_weights_after_loading",),
+    "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase": ("_compute_inv_freq",),
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": (
+        "process_weights_after_loading",
+    ),
     "vllm.outputs.CompletionOutput": (
         "index", "token_ids", "logprobs", "finish_reason", "routed_experts", "weight_versions",
     ),
     "vllm.outputs.RequestOutput": ("lora_request", "outputs", "prompt_logprobs"),
     "vllm.outputs.WeightVersionSpan": ("version", "start", "end"),
-    "vllm.platforms.interface.Platform": ("is_cpu", "device_type"),
+    "vllm.platforms.interface.Platform": ("is_cpu", "device_type", "fp8_dtype"),
     "vllm.renderers.base.BaseRenderer": ("render_cmpl_async",),
     "vllm.sampling_params.RequestOutputKind": ("FINAL_ONLY",),
     "vllm.sampling_params.SamplingParams": (),
     "vllm.utils.argparse_utils.FlexibleArgumentParser": (),
     "vllm.utils.FlexibleArgumentParser": (),
+    "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens": (),
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": (),
     "vllm.v1.core.sched.interface.PauseState": ("PAUSED_ALL",),
     "vllm.v1.core.sched.interface.SchedulerInterface": ("has_unfinished_requests",),
@@ -83,6 +96,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.outputs.LogprobsTensors": (),
     "vllm.v1.request.RequestStatus": ("FINISHED_ABORTED",),
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": (),
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": ("do_kv_cache_update", "forward"),
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": ("forward_cpu",),
+    "vllm.v1.sample.sampler.Sampler": ("compute_logprobs",),
+    "vllm.v1.worker.cpu_worker.CPUWorker": ("load_model",),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("get_model", "reload_weights"),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
         "_bookkeeping_sync", "_sample", "get_model", "reload_weights",
@@ -91,6 +108,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_worker.Worker": ("reload_weights",),
     "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": ("_set_active_loras",),
     "vllm.config.aux_output.AuxOutputConfig": ("enable_return_routed_experts",),
+    "vllm.config.cache.CacheConfig": ("cache_dtype",),
     "vllm.config.vllm.VllmConfig": ("aux_output_config",),
     "vllm.config.model.ModelConfig": (
         "dtype", "get_vocab_size", "hf_text_config", "logprobs_mode", "max_model_len", "model", "quantization",
@@ -105,7 +123,7 @@ FLAGS = (
     "--middleware", "--disable-uvicorn-access-log", "--enforce-eager", "--distributed-executor-backend",
     "--weight-transfer-config", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--scheduler-cls",
     "--enable-return-routed-experts", "--enable-lora", "--max-loras", "--max-lora-rank",
-    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--language-model-only",
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--language-model-only", "--worker-cls",
 )  # fmt: skip
 FLAG_FILES = (
     "vllm/engine/arg_utils.py", "vllm/entrypoints/common/cli_args.py", "vllm/entrypoints/launchers/cli_args.py",
@@ -113,6 +131,7 @@ FLAG_FILES = (
 VARIABLES = (
     "VLLM_SERVER_DEV_MODE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH",
     "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ENABLE_STARTUP_PLAN",
+    "VLLM_BATCH_INVARIANT",
 )  # fmt: skip
 COUNTERS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 FINISH_REASONS = ("stop", "length", "abort")

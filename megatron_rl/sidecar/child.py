@@ -11,18 +11,19 @@ from pathlib import Path
 
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
+from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, read_token
 from megatron_rl.shared.protocol.wire import Prompt
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.listening import is_loopback, parse_place
+from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.settings import LAST_WORDS, MESSAGE_FLAG, SidecarSettings, write_message
 from megatron_rl.sidecar.starting import News
 
 _LOG = "sidecar.log"
-_MESSAGE = "sidecar.json"
+MESSAGE_FILE = "sidecar.json"
 _ADDRESS = "address"
 _TOKEN = "token"
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -111,11 +112,11 @@ class OwnSidecar:
         # An earlier sidecar may have left them if it was killed.
         for name in (_ADDRESS, starting.FILE_NAME, starting.TRIALS_FILE):
             (folder / name).unlink(missing_ok=True)
-        write_message(folder / _MESSAGE, settings)
+        write_message(folder / MESSAGE_FILE, settings)
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
-                command=(sys.executable, "-m", "megatron_rl.sidecar", MESSAGE_FLAG, str(folder / _MESSAGE)),
+                command=(sys.executable, "-m", "megatron_rl.sidecar", MESSAGE_FLAG, str(folder / MESSAGE_FILE)),
                 environment=_environment(),
                 address=str(folder / _ADDRESS),
                 log=folder / _LOG,

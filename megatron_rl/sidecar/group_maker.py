@@ -22,8 +22,8 @@ from megatron_rl.shared.protocol.provenance import (
     derive_first_seed,
     may_be_cut,
 )
-from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.environment_times import EnvironmentClock
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,14 @@ class Samplers(Protocol):
 
     @property
     def max_in_flight(self) -> int: ...
+
+
+class GroupHolder(Protocol):
+    """Makes responses of several turns, with environments or agents."""
+
+    clock: EnvironmentClock
+
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]: ...
 
 
 class Scorer(Protocol):
@@ -94,7 +102,7 @@ class GroupMaker:
         scorer: Scorer,
         counters: Counters,
         recorder: Recorder | None = None,
-        conversations: Conversations | None = None,
+        conversations: GroupHolder | None = None,
     ) -> None:
         """Make it; with `conversations`, each response is one of them."""
         self._engines = engines

@@ -35,6 +35,7 @@ from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, open_selection
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
+from megatron_rl.shared.protocol.turns import divide_reward
 from megatron_rl.shared.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
 
 
@@ -392,12 +393,15 @@ class Iteration:
         """Return the parts that each slot of a unit holds."""
         group_size = self.submission.plan.group_size
         size = min(self.submission.plan.micro_batch_size, group_size)
-        return [[_part(group, first, size) for group in groups] for first in range(0, group_size, size)]
+        has_turns = self.submission.sampling.max_turns > 0
+        return [[_part(group, first, size, has_turns) for group in groups] for first in range(0, group_size, size)]
 
 
-def _part(group: Group, first: int, size: int) -> GroupPart:
+def _part(group: Group, first: int, size: int, has_turns: bool) -> GroupPart:
     # Once in a part, whichever of the group's responses are in it.
     head, *others = group.responses
+    # Those of agents may have different ones.
+    names = dict.fromkeys(name for response in group.responses for name in response.components)
     responses = [msgspec.structs.replace(head, prompt_experts=msgspec.UNSET), *others]
     return GroupPart(
         prompt_index=group.prompt.index,
@@ -406,9 +410,7 @@ def _part(group: Group, first: int, size: int) -> GroupPart:
         first_response=first,
         responses=responses[first : first + size],
         rewards=[response.reward for response in group.responses],
-        components={
-            name: [response.components.get(name) for response in group.responses]
-            for name in group.responses[0].components
-        },
+        turn_rewards=[divide_reward(response) for response in group.responses] if has_turns else [],
+        components={name: [response.components.get(name) for response in group.responses] for name in names},
         prompt_experts=head.prompt_experts,
     )

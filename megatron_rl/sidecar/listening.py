@@ -24,14 +24,6 @@ def parse_place(text: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
-def is_loopback(host: str) -> bool:
-    """Check whether a host of this name can be reached from this host alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def open_listener(host: str, port: int, flag: str = "--rollout-listen") -> socket.socket:
     """Open a socket for a service, whose connections inherit TCP_NODELAY; `flag` gave the address.
 

@@ -19,37 +19,44 @@ from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import ON_ERROR_FLAG, Description
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError, room_checked
+from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
+from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
+from megatron_rl.gateway.visits import Agents
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rewards.spec import parse_on_error, parse_specs
-from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.rewards.spec import build_pool_settings, parse_on_error, parse_specs
+from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import parent, starting
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
-from megatron_rl.sidecar.group_maker import Decode, NoScorer, PoolScorer, build_decoder
+from megatron_rl.sidecar.environment_times import EnvironmentClock
+from megatron_rl.sidecar.gateway_opening import GatewayOpening
+from megatron_rl.sidecar.group_maker import Decode, GroupHolder, NoScorer, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts
 from megatron_rl.sidecar.hosts.membership import Membership
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.listening import find_url, is_loopback, open_listener
+from megatron_rl.sidecar.listening import find_url, open_listener
+from megatron_rl.sidecar.members import EngineFactory
+from megatron_rl.sidecar.reading import build_parsers, check_offered, choose_reader
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
 from megatron_rl.sidecar.start_notes import StartNotes
-from megatron_rl.sidecar.supervisor import EngineFactory, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.texts import NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
 from megatron_rl.sidecar.vllm.server import configure_server, find_packages, run_folder
+from megatron_rl.tool_calls.reading import PlainReader
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
-REWARDS_LOG = "rewards.log"
 ENGINE_LOGS = "logs"
 
 T = TypeVar("T")
@@ -82,10 +89,16 @@ async def run(settings: SidecarSettings) -> None:
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
         pool, environments = _build_pool(settings), _build_environments(settings)
-        for one in (pool, environments):
+        has_agents = settings.environment.has_turns and environments is None
+        opening = _open_gateway(settings) if has_agents else None
+        agents = None if opening is None else opening.agents
+        for one in (pool, environments, agents):
             if one is not None:
                 stack.push_async_callback(one.close)
-        making = _name_making(settings, pool, environments)
+        parsers = build_parsers(settings.rollout, settings.hf_model, folder / ENGINE_LOGS)
+        if parsers is not None:
+            stack.push_async_callback(parsers.close)
+        making = _name_making(settings, pool, environments or agents)
         recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, making)
         stack.callback(recorder.close)
         trace = SidecarTrace(
@@ -111,13 +124,15 @@ async def run(settings: SidecarSettings) -> None:
             # Mistakes in rewards and flags are reported before those of engines, which may follow from them.
             actions = {
                 starting.REWARDS: _start_rewards(pool, settings),
-                starting.ENVIRONMENTS: _start_environments(environments),
+                starting.ENVIRONMENTS: _start_environments(environments or agents, settings),
                 starting.FLAGS: _check_flags(settings.rollout),
                 starting.ENGINES: supervisor.start(
                     settings.rollout.num_engines + (0 if hosts is None else hosts.num_engines)
                 ),
                 starting.TOKENIZER: asyncio.to_thread(_build_texts, settings),
             }
+            if parsers is not None:
+                actions[starting.PARSERS] = parsers.start()
             made = await _unless(ended, notes.parts.run(actions))
         if made is None or ended.is_set():
             return
@@ -127,16 +142,32 @@ async def run(settings: SidecarSettings) -> None:
             membership.follow_source(found.read)
         decode, texts = made[starting.TOKENIZER]
         scorer = NoScorer() if pool is None else PoolScorer(pool, decode)
-        conversations = None
+        on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
+        conversations: GroupHolder | None = None
+        gateway = None
+        if opening is not None:
+            chats = await asyncio.to_thread(_build_chats, settings)
+            reads_tools = parsers is not None and parsers.has_tools
+            gateway = opening.build(chats, parsers or PlainReader(), reads_tools)
+            await stack.enter_async_context(opening.serve(gateway))
+            conversations = AgentRollouts(supervisor, opening.agents, gateway, on_error, has_rewards=pool is not None)
         if environments is not None:
             offered: Description = made[starting.ENVIRONMENTS]
-            if pool is None and not offered.has_reward:
-                raise UsageError(f"{offered.name} has no method get_reward: add it, or write --reward")
-            on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
-            conversations = Conversations(supervisor, environments, texts, on_error, offered.has_reward)
+            texts.offer(offered.tools)
+            conversations = Conversations(
+                supervisor,
+                environments,
+                texts,
+                on_error,
+                offered.has_reward,
+                offered.has_step,
+                offered.tools,
+                choose_reader(texts, offered, parsers),
+                EnvironmentClock(trace.recorder),
+            )
         lease_seconds = settings.rollout.lease_seconds
         service = RolloutService(
-            supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts, conversations
+            supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts, conversations, gateway
         )
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
@@ -160,41 +191,40 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
 def _build_environments(settings: SidecarSettings) -> EnvironmentPool | None:
     if settings.environment.source is None:
         return None
-    return EnvironmentPool(settings.environment, _confine(settings))
+    return EnvironmentPool(settings.environment, build_pool_settings(settings.reward, settings.folder))
 
 
-def _confine(settings: SidecarSettings) -> PoolSettings:
-    """Build the settings of the processes that run the user's code."""
-    reward = settings.reward
-    return PoolSettings(
-        num_workers=reward.workers,
-        on_error=parse_on_error(reward.on_error),
-        confine=reward.confine,
-        private=(settings.folder.resolve(),),
-        readable=tuple(path.resolve() for path in reward.readable or ()),
-        environment=tuple(reward.environment or ()),
-        memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * 2**30),
-        log=settings.folder / REWARDS_LOG,
-    )
+def _open_gateway(settings: SidecarSettings) -> GatewayOpening:
+    return GatewayOpening.open(settings.environment, build_pool_settings(settings.reward, settings.folder))
 
 
 def _build_pool(settings: SidecarSettings) -> RewardPool | None:
     reward = settings.reward
-    if not reward.functions and settings.environment.source is not None:
+    if not reward.functions and settings.environment.has_turns:
         return None
-    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), _confine(settings))
+    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), build_pool_settings(reward, settings.folder))
     pool.read_sources()
     return pool
 
 
-def _name_making(settings: SidecarSettings, pool: RewardPool | None, environments: EnvironmentPool | None) -> str:
+def _name_making(
+    settings: SidecarSettings, pool: RewardPool | None, environments: EnvironmentPool | Agents | None
+) -> str:
     """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
     identities = [one.identity for one in (pool, environments) if one is not None]
-    return " ".join(identities) + (" with experts" if settings.rollout.replay_routing else "")
+    rollout = settings.rollout
+    parsers = [name for name in (rollout.tool_parser, rollout.reasoning_parser) if name is not None]
+    return " ".join((*identities, *parsers)) + (" with experts" if rollout.replay_routing else "")
 
 
-async def _start_environments(environments: EnvironmentPool | None) -> Description | None:
-    return None if environments is None else await environments.start()
+async def _start_environments(
+    environments: EnvironmentPool | Agents | None, settings: SidecarSettings
+) -> Description | None:
+    """Start the environments; raise a UsageError if the run cannot use what they offer, while engines start."""
+    offered = None if environments is None else await environments.start()
+    if offered is not None:
+        check_offered(offered, settings)
+    return offered
 
 
 async def _start_rewards(pool: RewardPool | None, settings: SidecarSettings) -> None:
@@ -284,7 +314,7 @@ def _count_in_flight(rollout: RolloutConfig) -> int:
 def _pace(supervisor: Supervisor, settings: SidecarSettings) -> Pacer:
     rollout = settings.rollout
     # The choice knows groups that are sampled at once, and not conversations, which wait for their environments.
-    is_chosen = rollout.max_in_flight == "auto" and settings.environment.source is None
+    is_chosen = rollout.max_in_flight == "auto" and not settings.environment.has_turns
     pacer = Pacer(_count_in_flight(rollout), rollout.max_num_seqs, is_chosen=is_chosen)
     supervisor.pool.pacing = pacer
     pacer.on_room = supervisor.pool.engines_changed
@@ -300,6 +330,13 @@ def _build_texts(settings: SidecarSettings) -> tuple[Decode, Texts]:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences], NumberTexts()
     return build_decoder(str(settings.hf_model)), TokenizerTexts(str(settings.hf_model))
+
+
+def _build_chats(settings: SidecarSettings) -> Chats:
+    """Build the chats of agents."""
+    if settings.rollout.engine == "scripted" or settings.hf_model is None:
+        return NumberChats()
+    return TemplateChats.load(str(settings.hf_model))
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, T]) -> T | None:

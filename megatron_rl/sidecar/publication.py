@@ -1,6 +1,9 @@
 """One attempt to bring a version to a set of engines. Each engine takes the steps by itself; all wait at every bar.
 
-    pause | load | commit, verify, probe | open
+    pause | reach | load | commit, verify, probe | open
+
+Only engines that get a stream take the step `reach`: their workers connect to the trainer before any of them joins its
+group. A group cannot lose a member, so the others are cut off soon after the first one fails in it.
 
 No engine is tagged with the version before all have loaded it. None takes groups before all have come to the last bar:
 if one fails, none is READY. Invariants:
@@ -47,6 +50,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
+_REASON_SECONDS = 5.0
+"""The seconds that engines of a stream have for their own error once another one has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ class StepDeadlines:
     probe: float = 120
     trainer: float = 600
     """Seconds to wait for the trainer's log-probs of the probe, once engines have given theirs."""
+    reach: float = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +144,10 @@ class StepFailed(MegatronRLError):
         return [name for name, error in self.errors.items() if isinstance(error, EngineLost)]
 
 
+class NotBegun(StepFailed):
+    """Some engines failed before any of them had begun to load."""
+
+
 class TrainerSilent(MegatronRLError):
     """The trainer did not send its log-probs of the probe."""
 
@@ -166,8 +176,11 @@ class Steps:
         """Take all steps; `before` is the version that engines were last brought to, if it is known."""
         self._seconds, self._measured = {}, {}
         tokens = decode_tokens(weights.probe).tolist()
-        await self._all(engines, lambda engine: self._take("pause", engine, engine.pause))
-        reports = await self._all(engines, lambda engine: self._load(engine, weights))
+        await self._all(engines, lambda engine: self._take("pause", engine, engine.pause), NotBegun)
+        if weights.transport == "shm":
+            reports = await self._all(engines, lambda engine: self._load(engine, weights))
+        else:
+            reports = await self._receive(engines, weights)
         probes = await self._all(engines, lambda engine: self._commit(engine, weights, reports[engine.name], tokens))
         waiting = time.monotonic()
         of_trainer = None if answer is None else await self._answer(answer, weights, engines)
@@ -188,6 +201,39 @@ class Steps:
         for step, seconds in self._measured.items():
             self._pace.note(step, seconds)
         return Published(weights, tuple(proofs), tuple(next(iter(probes.values()))), of_trainer, kinds, self._seconds)
+
+    async def _receive(self, engines: Sequence[Engine], weights: Weights) -> dict[str, WeightReport]:
+        """Load what the trainer streams to all engines at once."""
+        await self._all(engines, lambda engine: self._take("reach", engine, lambda: engine.reach(weights)), NotBegun)
+        first_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def load(engine: Engine) -> WeightReport:
+            loading = asyncio.create_task(self._load(engine, weights))
+            try:
+                await asyncio.wait((loading, first_failed), return_when=asyncio.FIRST_COMPLETED)
+                if not loading.done():
+                    # It may have a reason of its own, which says more.
+                    await asyncio.wait((loading,), timeout=_REASON_SECONDS)
+                if not loading.done():
+                    raise EngineLost(
+                        f"engine {engine.name}: its load was cut off, because engine {first_failed.result()} had left "
+                        f"the stream\n{engine.last_words()}"
+                    )
+                return loading.result()
+            except Exception as error:
+                # These two are found after an engine has received everything, and keep no other one waiting.
+                if not isinstance(error, NotCompared | WrongWeights) and not first_failed.done():
+                    first_failed.set_result(engine.name)
+                raise
+            finally:
+                loading.cancel()
+
+        try:
+            return await self._all(engines, load)
+        except StepFailed as failure:
+            # The cause comes before its consequences.
+            cause = first_failed.result() if first_failed.done() else ""
+            raise StepFailed(dict(sorted(failure.errors.items(), key=lambda item: item[0] != cause))) from None
 
     async def _load(self, engine: Engine, weights: Weights) -> WeightReport:
         def waits_for_trainer() -> bool:
@@ -264,7 +310,12 @@ class Steps:
     def _note(self, engine: str, step: str, begun: float) -> None:
         self._recorder.add(self._recorder.kind(engine, step), begun, self._recorder.now())
 
-    async def _all(self, engines: Sequence[Engine], action: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
+    async def _all(
+        self,
+        engines: Sequence[Engine],
+        action: Callable[[Engine], Awaitable[T]],
+        failure: type[StepFailed] = StepFailed,
+    ) -> dict[str, T]:
         """Wait for all engines, even if some fail: no step of an engine is interrupted."""
         results = await asyncio.gather(*map(action, engines), return_exceptions=True)
         done: dict[str, T] = {}
@@ -277,7 +328,7 @@ class Steps:
             else:
                 done[engine.name] = result
         if errors:
-            raise StepFailed(errors)
+            raise failure(errors)
         return done
 
     @contextlib.contextmanager
@@ -379,8 +430,8 @@ def _must_be_compared(engine: Engine, report: WeightReport, weights: Weights) ->
             f"engine {engine.name}, which computes in {engine.kind.dtype}: {report.num_compared} of "
             f"{report.num_parameters} parameters can be compared bit for bit with what is published in "
             f"{weights.dtype}, and not {', '.join(report.uncompared[:3])}. Write one precision for both "
-            "(--rollout-dtype, --publish-dtype) and no quantization, or accept the weaker proof with --publish-proof "
-            "probe"
+            "(--rollout-dtype, --publish-dtype) and no quantization without a proof, or accept the weaker one with "
+            "--publish-proof probe"
         )
 
 

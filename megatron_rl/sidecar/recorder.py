@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog, EngineReport, ProbeRecord
+from megatron_rl.shared.records.audit_events import EngineReport, ProbeRecord
+from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.shared.records.journal import Journal, JournalFolder
 from megatron_rl.sidecar.publication import Proof
 
@@ -142,4 +145,5 @@ def _build_report(proof: Proof) -> EngineReport:
         compared=proof.report.num_compared,
         parameters=proof.report.num_parameters,
         probe=record,
+        quantization=proof.report.quantization or msgspec.UNSET,
     )

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.observe.trace import SERVICE
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import Assignment
 from megatron_rl.shared.protocol.slots import Claim, Place
 from megatron_rl.shared.records.append_file import AppendFailed
-from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.evaluation import EvaluationRun
-from megatron_rl.sidecar.group_maker import Counters, GroupMaker, Samplers, Scorer
+from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
@@ -47,6 +47,8 @@ class Engines(Samplers, Protocol):
     async def adopt(self, address: str) -> str: ...
 
     def remove(self, name: str) -> None: ...
+
+    async def count_drafts(self) -> wire.Drafts | None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -108,7 +110,8 @@ class RolloutService:
         trace: SidecarTrace | None = None,
         pacer: Pacer | None = None,
         hosts: "Hosts | None" = None,
-        conversations: Conversations | None = None,
+        conversations: GroupHolder | None = None,
+        gateway: Gateway | None = None,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
@@ -126,7 +129,10 @@ class RolloutService:
         self.counters = Counters()
         self._trace = trace or SidecarTrace()
         self._pacer = pacer
-        self._has_environments = conversations is not None
+        self._gateway = gateway
+        self._conversations = conversations
+        # Those of the last iteration.
+        self._environment_times: wire.EnvironmentTimes | None = None
         self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder, conversations)
         self._submitted_at = 0.0
         self.iteration: Iteration | None = None
@@ -300,6 +306,7 @@ class RolloutService:
         mismatch: wire.Mismatch | None = None,
         plug_ins: Mapping[str, str] | None = None,
         train_seconds: float | None = None,
+        drafts: wire.Drafts | None = None,
     ) -> wire.Ended:
         """End an iteration that the trainer has trained on, for as many seconds as `wire.Trained` says.
 
@@ -318,6 +325,8 @@ class RolloutService:
             raise
         if not was_over:
             self._note("iteration", self._submitted_at, version)
+            if self._conversations is not None:
+                self._environment_times = self._conversations.clock.end_iteration()
             self._trace.end()
         num_in_flight = None
         if self._pacer is not None:
@@ -327,7 +336,15 @@ class RolloutService:
         census = iteration.census()
         self._seen = (census.num_without_signal, census.num_considered)
         head, line = self._records.head()
-        return wire.Ended(version=version, head=head, line=line, census=census, num_in_flight=num_in_flight)
+        return wire.Ended(
+            version=version,
+            head=head,
+            line=line,
+            census=census,
+            num_in_flight=num_in_flight,
+            environments=self._environment_times,
+            drafts=drafts,
+        )
 
     async def refuse(self, version: int, mismatch: wire.Mismatch) -> None:
         """Fail an iteration that the trainer will not train on: its tokens do not belong to the trainer's policy."""
@@ -362,7 +379,7 @@ class RolloutService:
             "engines": self.engines.status(),
             "hosts": {} if self.hosts is None else self.hosts.status(),
             "max_in_flight": self._pacer.room if self._pacer is not None else None,
-            "counters": dataclasses.asdict(self.counters),
+            "counters": dataclasses.asdict(self.counters) | ({} if self._gateway is None else self._gateway.status()),
         }
 
     def _note(self, name: str, begun: float, version: int) -> None:
@@ -379,9 +396,13 @@ class RolloutService:
                 f"version {assignment.version} ({assignment.fingerprint[:12]}) is {what}, and the engines hold {text}: "
                 f"publish it first"
             )
-        if self._has_environments != (assignment.sampling.max_turns > 0):
-            which = "the trainer" if self._has_environments else "the sidecar"
-            raise Conflict(f"{which} was started without --rollout-env, and the other with it: give both the same")
+        has_environments = self._conversations is not None
+        if has_environments != (assignment.sampling.max_turns > 0):
+            which = "the trainer" if has_environments else "the sidecar"
+            raise Conflict(
+                f"{which} was started without --rollout-env, --rollout-agent and --rollout-verifiers, and the other "
+                "with one of them: give both the same"
+            )
 
     def _must_not_run(self, before: str) -> None:
         if self.iteration is not None and not self.iteration.is_over:

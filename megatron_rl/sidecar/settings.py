@@ -25,20 +25,26 @@ from megatron_rl.config.settings import (
     RunConfig,
     TrainingConfig,
 )
+from megatron_rl.environments.types import AGENT_FLAG
 from megatron_rl.environments.types import FLAG as ENVIRONMENT_FLAG
 from megatron_rl.environments.types import find_flag_problems as find_environment_problems
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.listening import parse_place
+from megatron_rl.sidecar.stage_streams import MOST_PARTS
 from megatron_rl.sidecar.vllm import flags as vllm_flags
+from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, LORA_RANKS, MEMORY_FLAGS, EngineMemory
+from megatron_rl.sidecar.vllm.reader import REASONING_FLAG, TOOL_FLAG
 from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
+from megatron_rl.sidecar.vllm.speculation import find_draft_problems
 from megatron_rl.types import Architecture
 
 _SUBJECTS: dict[str, type] = {
@@ -58,8 +64,10 @@ _SHARED = {
     "observe": {"--trace"},
 }
 
-# The transport that streams weights to engines on a device.
-_STREAMS = {"cpu": None, "cuda": "nccl", "npu": "hccl"}
+# The flag of the gateway's address.
+GATEWAY_FLAG = "--rollout-gateway-listen"
+# The transports that stream weights to engines on a device.
+_STREAMS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ("nccl", "nccl_m2n"), "npu": ("hccl",)}
 
 # Precedes the error of a sidecar that ends. The trainer that started it looks for this in the log.
 LAST_WORDS = "megatron_rl.sidecar: "
@@ -267,21 +275,30 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
             f"--rollout-max-model-len {room} must be at least {longest}, the most tokens of a prompt and its response: "
             f"raise it, or leave it out"
         )
-    if parse_place(settings.rollout.listen) is None:
-        yield (
-            f"--rollout-listen {settings.rollout.listen} must be HOST:PORT: write 127.0.0.1:0, or another address, "
-            "one of IPv6 in brackets"
-        )
-    yield from reward_spec.problems(settings.reward, is_needed=settings.environment.source is None)
+    for flag, address in (
+        ("--rollout-listen", settings.rollout.listen),
+        (GATEWAY_FLAG, settings.environment.gateway_listen),
+    ):
+        if parse_place(address) is None:
+            yield (
+                f"{flag} {address} must be HOST:PORT: write 127.0.0.1:0, or another address, one of IPv6 in brackets"
+            )
+    yield from reward_spec.problems(settings.reward, is_needed=not settings.environment.has_turns)
     yield from _problems_of_environments(settings)
 
 
 def _problems_of_environments(settings: SidecarSettings) -> Iterator[str]:
     yield from find_environment_problems(settings.environment)
-    if settings.environment.source is not None and settings.rollout.replay_routing:
+    rollout = settings.rollout
+    for flag, name in ((TOOL_FLAG, rollout.tool_parser), (REASONING_FLAG, rollout.reasoning_parser)):
+        if name is not None and rollout.engine != "vllm":
+            yield f"{flag} {name} is for --rollout-engine vllm, not {rollout.engine}: drop one"
+        if name is not None and not settings.environment.has_turns:
+            yield f"{flag} {name} reads turns of conversations: add {ENVIRONMENT_FLAG} or {AGENT_FLAG}, or drop it"
+    if settings.environment.has_turns and settings.rollout.replay_routing:
         yield (
-            f"--rollout-replay-routing replays whole responses, and with {ENVIRONMENT_FLAG} they have several turns: "
-            "drop one"
+            f"--rollout-replay-routing replays whole responses, and with {ENVIRONMENT_FLAG} or {AGENT_FLAG} they have "
+            "several turns: drop one"
         )
 
 
@@ -330,11 +347,18 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
             f"devices ({hardware.VARIABLES[device]}), share the ranks' ({FLAG_OF_SHARING}), or start a sidecar "
             "elsewhere (--rollout-endpoint)"
         )
-    if rollout.transport not in ("shm", _STREAMS[device] if rollout.engine == "vllm" else None):
+    if rollout.transport not in ("shm", *(_STREAMS[device] if rollout.engine == "vllm" else ())):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
         yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
+    if rollout.transport == TRANSPORT and rollout.tensor_parallel_size > MOST_PARTS:
+        yield (
+            f"--rollout-tensor-parallel-size {rollout.tensor_parallel_size} must be at most {MOST_PARTS} with "
+            f"--rollout-transport {TRANSPORT}: write fewer, or --rollout-transport nccl"
+        )
     if rollout.vllm_args and rollout.engine != "vllm":
         yield f"{vllm_flags.FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
+    yield from find_draft_problems(rollout, settings.hf_model)
+    yield from find_invariance_problems(rollout, device)
     if rollout.engine == "vllm":
         yield from _problems_of_vllm(settings, architecture)
     else:
@@ -354,11 +378,8 @@ def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
     yield from kinds.find_problems(hosts, rollout.tensor_parallel_size)
     if rollout.engine != "vllm":
         yield f"{FLAG_OF_HOSTS} {hosts} is for --rollout-engine vllm, not {rollout.engine}: drop one"
-    if rollout.transport != "shm":
-        yield (
-            f"{FLAG_OF_HOSTS} {hosts}: --rollout-transport {rollout.transport} streams to engines of the sidecar's own "
-            "host alone: write shm"
-        )
+    if rollout.transport == TRANSPORT:
+        yield f"{FLAG_OF_HOSTS} {hosts}: {TRANSPORT} sends to engines of the sidecar's own host alone: write nccl"
     if rollout.is_colocated:
         yield f"{FLAG_OF_HOSTS} {hosts}: engines on other hosts cannot share the ranks' devices: drop {FLAG_OF_SHARING}"
 
@@ -414,6 +435,11 @@ def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | No
             yield "--rollout-replay-routing: vLLM on a CPU does not return experts; drop it, or use accelerators"
     if rollout.lora_rank > (most := LORA_RANKS[-1]):
         yield f"--rollout-lora-rank {rollout.lora_rank} is above {most}, the largest rank of vLLM's: lower --lora-rank"
+    if rollout.lora_rank and settings.device == "cpu" and architecture is not None and architecture.experts is not None:
+        yield (
+            f"--rollout-lora-rank {rollout.lora_rank}: vLLM's kernel for experts on CPUs takes no adapters, so an "
+            "engine with slots for them does not start: write --publish-lora merged"
+        )
     if settings.hf_model is None:
         yield "--hf-model is missing: engines start from a Hugging Face folder"
     if rollout.max_model_len is None and settings.seq_length is None:

@@ -17,6 +17,7 @@ TRIALS_FILE = "trials"
 REWARDS = "rewards"
 ENVIRONMENTS = "environments"
 FLAGS = "flags of vLLM"
+PARSERS = "parsers of vLLM"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"
 _POLL_SECONDS = 0.05

@@ -13,21 +13,22 @@ Invariants:
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import Recorder
-from megatron_rl.shared.protocol.wire import ProbeAnswer, Response, Weights
+from megatron_rl.shared.protocol.wire import Drafts, ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest, NotGiven
 from megatron_rl.sidecar.engines.pool import EnginePool
+from megatron_rl.sidecar.members import UP, EngineFactory, Member, Members, SupervisedEngine, cancel
 from megatron_rl.sidecar.publication import (
     AwaitAnswer,
+    NotBegun,
     Proof,
     Published,
     StepDeadlines,
@@ -42,7 +43,6 @@ _ATTEMPTS = 3
 _POLL_SECONDS = 0.05
 _LEAST_SECONDS_BETWEEN_LOOKS = 0.02
 """A look costs about a millisecond: a thousand engines are looked at each 20 seconds."""
-_UP = (EngineState.WAITING, EngineState.READY, EngineState.PUBLISHING, EngineState.DIRTY)
 
 
 class PublishFailed(MegatronRLError):
@@ -59,34 +59,7 @@ class WeightsNotProven(PublishFailed):
 
 
 class WrongWorkerCount(PublishFailed):
-    """The trainer opened a stream for another number of workers than the engines have, and must count again."""
-
-
-class SupervisedEngine(Engine, Protocol):
-    """An engine that can be started and ended."""
-
-    stream_place: streams.StreamPlace | None
-
-    @property
-    def num_workers(self) -> int: ...
-
-    async def start(self) -> None:
-        """Return when the engine answers, in the state WAITING; raise EngineLost if it ends first."""
-        ...
-
-    async def close(self) -> None:
-        """End the engine, in any state."""
-        ...
-
-
-class EngineFactory(Protocol):
-    """Makes engines."""
-
-    def create(self, name: str) -> SupervisedEngine: ...
-
-    def adopt(self, name: str, address: str) -> SupervisedEngine: ...
-
-    def release(self, name: str) -> None: ...
+    """The trainer opened a stream for another number of workers than can receive it, and must count again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,27 +83,6 @@ class SupervisorConfig:
     deadlines: StepDeadlines = StepDeadlines()
 
 
-@dataclasses.dataclass
-class Member:
-    """The place of an engine, which another engine takes after a restart."""
-
-    name: str
-    engine: SupervisedEngine
-    address: str | None = None
-    """The socket of an adopted engine, which was started elsewhere."""
-    num_failures: int = 0
-    num_restarts: int = 0
-    started: float = 0.0
-    error: str = ""
-    down_since: float | None = None
-    """The time at which it was lost and stopped taking groups."""
-    is_leaving: bool = False
-    is_given_up: bool = False
-    task: asyncio.Task[None] | None = None
-    """The task that starts or restarts it."""
-    check: asyncio.Task[None] | None = None
-
-
 class Supervisor:
     """All engines of a sidecar, as the rollout service knows them."""
 
@@ -140,11 +92,9 @@ class Supervisor:
         config: SupervisorConfig = SupervisorConfig(),
         recorder: Recorder | None = None,
     ) -> None:
-        self._factory = factory
         self._config = config
         self._recorder = recorder or Recorder(most=0)
-        self._members: dict[str, Member] = {}
-        self._num_made = 0
+        self._members = Members(factory)
         self._published: Published | None = None
         """The version that engines were last brought to. It is current until another publish begins."""
         self._is_current = False
@@ -155,11 +105,12 @@ class Supervisor:
         """The callback for engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-        self.pool = EnginePool(self._engines, config.max_responses, self._lost, self._none_left, self._recorder)
+        list_engines = self._members.list_engines
+        self.pool = EnginePool(list_engines, config.max_responses, self._lost, self._none_left, self._recorder)
 
     async def start(self, num_engines: int) -> None:
         """Start engines, all at the same time; at the first error, end them all."""
-        members = [self._make() for _ in range(num_engines)]
+        members = [self._members.make() for _ in range(num_engines)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for member in members:
@@ -188,11 +139,11 @@ class Supervisor:
         async with self._lock:
             # An engine that returns meanwhile, or after a failure, must not load the previous version.
             self._is_current = False
-            await self._let_leave()
+            await self._members.forget_leaving()
             try:
                 self._published = published = await self._publish(weights, answer)
             except BaseException:
-                self._withdraw()
+                self._members.withdraw()
                 raise
             self._is_current = True
             self._note_up()
@@ -203,27 +154,25 @@ class Supervisor:
 
     def add(self, count: int = 1) -> list[str]:
         """Start more engines; each joins when it holds the current version, or with the next publish."""
-        members = [self._make() for _ in range(count)]
+        members = [self._members.make() for _ in range(count)]
         for member in members:
             self._run_for(member, self._bring_up(member))
         return [member.name for member in members]
 
     async def adopt(self, address: str) -> str:
         """Adopt an engine that was started elsewhere on this host, given the path of its socket."""
-        member = self._make(address)
+        member = self._members.make(address)
         try:
             await member.engine.start()
         except BaseException:
-            await self._forget(member)
+            await self._members.forget(member)
             raise
         self._run_for(member, self._bring_up(member, is_started=True))
         return member.name
 
     def remove(self, name: str) -> None:
         """Remove an engine with the next publish, when nothing is in flight."""
-        if name not in self._members:
-            raise InputError(f"unknown engine {name!r}: write one of {', '.join(self._members) or 'none'}")
-        self._members[name].is_leaving = True
+        self._members.leave(name)
 
     def names(self) -> list[str]:
         """List the names of all engines, up or not."""
@@ -231,38 +180,27 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         """Return the state of every engine, its step with the seconds so far, and its last error."""
-        now = time.monotonic()
-        up = [member for member in self._members.values() if member.engine.state in _UP]
-        engines = {}
-        for name, member in self._members.items():
-            step, since = self._steps.current.get(name, (None, now))
-            engines[name] = {
-                "state": "given up" if member.is_given_up else str(member.engine.state),
-                "step": step,
-                "step_seconds": round(now - since, 3),
-                "in_flight": self.pool.in_flight(name),
-                "restarts": member.num_restarts,
-                "leaving": member.is_leaving,
-                "adopted": member.address,
-                "error": member.error,
-            }
+        staying = [member for member in self._members.list_up() if not member.is_leaving]
         return {
             "version": self._published.weights.version if self._published else None,
             "publishing": self._lock.locked(),
-            "num_workers": sum(member.engine.num_workers for member in up),
+            "num_up": len(staying),
+            "num_workers": sum(member.engine.num_workers for member in staying),
             "groups_waiting": self.pool.num_waiting,
             "groups_retried": self.pool.num_retried,
-            "engines": engines,
+            "engines": self._members.status(self._steps.current, self.pool.in_flight),
         }
+
+    async def count_drafts(self) -> Drafts | None:
+        """Count the drafts of all engines since the last version ended; None if none of them drafts."""
+        counts = await asyncio.gather(*(member.engine.count_drafts() for member in self._members.list_up()))
+        found = [count for count in counts if count is not None]
+        return sum(found, Drafts()) if found else None
 
     async def close(self) -> None:
         """End every engine that was started here."""
-        await _cancel([self._watcher])
-        members, self._members = list(self._members.values()), {}
-        await _cancel([task for member in members for task in (member.task, member.check)])
-        await asyncio.gather(*(member.engine.close() for member in members), return_exceptions=True)
-        for member in members:
-            self._factory.release(member.name)
+        await cancel([self._watcher])
+        await self._members.forget_all()
         self.pool.engines_changed()
 
     async def _publish(self, weights: Weights, answer: AwaitAnswer | None) -> Published:
@@ -281,7 +219,7 @@ class Supervisor:
             except TrainerSilent as silence:
                 raise PublishFailed(f"version {weights.version} was not published: {silence}") from None
             except StepFailed as failure:
-                self._withdraw()
+                self._members.withdraw()
                 if failure.wrong:
                     text = (
                         f"version {weights.version} was not published: {failure}; nothing was trained with it. Resume "
@@ -293,9 +231,12 @@ class Supervisor:
                     raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
                 if attempt == _ATTEMPTS or weights.transport != "shm":
-                    # Only the trainer can send a stream again.
                     for name, error in failure.errors.items():
                         self._revive(self._members[name], str(error))
+                    is_begun = weights.transport == "shm" or not isinstance(failure, NotBegun)
+                    if not is_begun and failure.lost == list(failure.errors):
+                        raise WrongWorkerCount(f"version {weights.version} lost workers: {failure}") from None
+                    # Only the trainer can send a stream again.
                     raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
                 failed = list(failure.errors) if attempt > 1 else failure.lost
                 await self._restart(await self._find_restartable(failed, failure), failure)
@@ -303,12 +244,18 @@ class Supervisor:
 
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
         """Assign each engine its place in the stream that the trainer has opened."""
-        places = streams.assign_places([engine.num_workers for engine in engines])
-        if places[0].world_size != weights.world_size:
+        counts, num_senders = [engine.num_workers for engine in engines], weights.num_senders
+        if not engines or num_senders + sum(counts) != weights.world_size:
             raise WrongWorkerCount(
-                f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines have "
-                f"{places[0].world_size - 1}"
+                f"version {weights.version} is streamed to {weights.world_size - num_senders} workers, and the engines "
+                f"that answer have {sum(counts)}"
             )
+        if weights.stages and len(set(counts)) > 1:
+            raise PublishFailed(
+                f"version {weights.version} was not published: {weights.transport} needs engines with one number of "
+                f"workers, and these have {', '.join(map(str, counts))}: write --rollout-transport nccl"
+            )
+        places = streams.assign_places(counts, num_senders)
         for engine, place in zip(engines, places, strict=True):
             engine.stream_place = place
 
@@ -332,7 +279,7 @@ class Supervisor:
     async def _present(self, weights: Weights) -> list[Member]:
         """Return the engines that are up and are given the version; while engines are starting, wait for one."""
         while True:
-            up = [member for member in self._members.values() if member.engine.state in _UP]
+            up = self._members.list_up()
             given = await asyncio.gather(*(member.engine.host.is_given(weights) for member in up))
             for member, is_given in zip(up, given, strict=True):
                 if not is_given and member.engine.state is not EngineState.WAITING:
@@ -341,9 +288,12 @@ class Supervisor:
             if members := [member for member, is_given in zip(up, given, strict=True) if is_given]:
                 return members
             if not any(map(_is_coming, self._members.values())):
+                if up and weights.transport != "shm":
+                    # Their hosts answer again, or are found to be lost.
+                    return []
                 if up:
                     raise PublishFailed(f"version {weights.version} reached no host that has engines: publish it again")
-                raise PublishFailed(f"no engine is left: {self._errors() or 'none was started'}")
+                raise PublishFailed(f"no engine is left: {self._members.describe_errors() or 'none was started'}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _restart(self, members: list[Member], failure: StepFailed) -> None:
@@ -352,8 +302,8 @@ class Supervisor:
         async def one(member: Member) -> None:
             try:
                 # A group in flight may have reported the loss before the publish did.
-                await _cancel([member.task])
-                await self._replace(member, str(failure.errors[member.name]))
+                await cancel([member.task])
+                await self._members.replace(member, str(failure.errors[member.name]))
                 await member.engine.start()
                 member.started = time.monotonic()
             except BaseException as error:
@@ -367,21 +317,11 @@ class Supervisor:
                     f"engine {member.name} failed ({failure.errors[member.name]}) and could not be restarted: {error}"
                 )
 
-    def _withdraw(self) -> None:
-        """Keep all engines from taking groups until a publish has succeeded."""
-        for member in self._members.values():
-            if member.engine.state is EngineState.READY:
-                member.engine.state = EngineState.DIRTY
-
-    async def _let_leave(self) -> None:
-        for member in [member for member in self._members.values() if member.is_leaving]:
-            await self._forget(member)
-
     async def _watch(self) -> None:
         """Look at one engine after the other, evenly spread."""
         while True:
             for member in list(self._members.values()):
-                if member.engine.state in _UP and (member.check is None or member.check.done()):
+                if member.engine.state in UP and (member.check is None or member.check.done()):
                     # A slow answer must not delay the checks of the others.
                     member.check = asyncio.create_task(self._check(member, member.engine))
                 if self._count_seconds_without() > self._config.lost_seconds:
@@ -396,7 +336,7 @@ class Supervisor:
     async def _check(self, member: Member, engine: SupervisedEngine) -> None:
         fault = await engine.find_fault()
         # In a publish every step has its own deadline.
-        if fault and member.engine is engine and engine.state in _UP and not self._lock.locked():
+        if fault and member.engine is engine and engine.state in UP and not self._lock.locked():
             self._revive(member, f"engine {member.name}: {fault}\n{engine.last_words()}")
 
     def _lost(self, engine: Engine, error: EngineLost) -> None:
@@ -439,7 +379,7 @@ class Supervisor:
     async def _try_bring_up(self, member: Member, is_started: bool = False, is_again: bool = False) -> bool:
         try:
             if is_again:
-                await self._replace(member, member.error)
+                await self._members.replace(member, member.error)
             if not is_started:
                 await member.engine.start()
             member.started = time.monotonic()
@@ -459,7 +399,13 @@ class Supervisor:
             if member.engine.state is EngineState.READY or published is None or not self._is_current:
                 return
             if not await member.engine.host.has_copy(published.weights):
-                member.error = f"engine {member.name} waits for the next publish: its host was not given this version"
+                is_streamed = published.weights.transport != "shm"
+                reason = "a stream leaves no copy" if is_streamed else "its host was not given it, and no host has all"
+                member.error = (
+                    f"engine {member.name} waits for the next publish: version {published.weights.version} cannot be "
+                    f"sent to it, because {reason}"
+                )
+                _log.info("%s", member.error)
                 return
             answer = None if published.answer is None else _given(published.answer)
             try:
@@ -480,36 +426,13 @@ class Supervisor:
                 self._recorder.add(self._recorder.kind(name, "down"), member.down_since, self._recorder.now())
                 member.down_since = None
 
-    async def _replace(self, member: Member, reason: str) -> None:
-        member.error = reason
-        member.num_restarts += 1
-        await member.engine.close()
-        member.engine = self._create(member.name, member.address)
-
-    async def _forget(self, member: Member) -> None:
-        del self._members[member.name]
-        await _cancel([member.task, member.check])
-        await member.engine.close()
-        self._factory.release(member.name)
-
-    def _make(self, address: str | None = None) -> Member:
-        name = f"engine-{self._num_made}"
-        member = self._members[name] = Member(name, self._create(name, address), address)
-        self._num_made += 1
-        return member
-
-    def _create(self, name: str, address: str | None) -> SupervisedEngine:
-        return self._factory.create(name) if address is None else self._factory.adopt(name, address)
-
-    def _engines(self) -> list[SupervisedEngine]:
-        return [member.engine for member in self._members.values()]
-
     def _none_left(self) -> str | None:
         """Say why no engine will be READY before the next publish; None while one is or may become READY."""
         seconds = self._count_seconds_without()
         if seconds > self._config.lost_seconds:
+            errors = self._members.describe_errors()
             return (
-                f"no engine has taken groups for {seconds:.0f} s: {self._errors()}. Mend what is said there and resume "
+                f"no engine has taken groups for {seconds:.0f} s: {errors}. Mend what is said there and resume "
                 "from the last checkpoint, or allow more time (--rollout-lost-minutes)"
             )
         if self._lock.locked():
@@ -517,7 +440,8 @@ class Supervisor:
         for member in self._members.values():
             if member.engine.state is EngineState.READY or (member.task is not None and not member.task.done()):
                 return None
-        return f"no engine is left for this version: {self._errors() or 'none was started'}"
+        reason = self._members.describe_errors() or "none was started"
+        return f"no engine is left for this version: {reason}. Resume from the last checkpoint"
 
     def _count_seconds_without(self) -> float:
         """Count the seconds for which no engine has taken groups; those of a publish do not count."""
@@ -528,11 +452,6 @@ class Supervisor:
         if self._none_since is None:
             self._none_since = time.monotonic()
         return time.monotonic() - self._none_since
-
-    def _errors(self) -> str:
-        return "; ".join(
-            member.error or f"engine {member.name} is {member.engine.state}" for member in self._members.values()
-        )
 
     def _run_for(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; when it is done, requests that wait for an engine are tried again."""
@@ -548,7 +467,7 @@ def _is_coming(member: Member) -> bool:
 
 def _must_be_up(member: Member) -> None:
     """Raise EngineLost unless the engine is up, because its task handles a loss."""
-    if member.engine.state not in _UP:
+    if member.engine.state not in UP:
         raise EngineLost(member.error)
 
 
@@ -557,12 +476,3 @@ def _given(answer: ProbeAnswer) -> AwaitAnswer:
         return answer
 
     return give
-
-
-async def _cancel(tasks: list[asyncio.Task[None] | None]) -> None:
-    running = [task for task in tasks if task is not None]
-    for task in running:
-        task.cancel()
-    for task in running:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

@@ -20,6 +20,7 @@ class Engines:
     """Scripted engines with the interface of the pool and the supervisor: the next one in turn takes a group."""
 
     max_in_flight = 4
+    drafts: wire.Drafts | None = None
 
     def __init__(self, *engines: ScriptedEngine):
         self.engines = engines
@@ -54,6 +55,9 @@ class Engines:
 
     def remove(self, name: str) -> None:
         raise InputError(f"no engine has the name {name!r}")
+
+    async def count_drafts(self) -> wire.Drafts | None:
+        return self.drafts
 
     def status(self) -> dict[str, Any]:
         return {"engines": {e.name: {"state": str(e.state), "in_flight": 0, "restarts": 0} for e in self.engines}}

@@ -218,10 +218,11 @@ TRANSFERS = {
 }  # fmt: skip
 FACTS = {
     "vllm": "stand-in", "rank": 0, "world_size": 1, "max_model_len": 512, "max_num_seqs": 64, "vocab_size": 512,
-    "dtype": "float32", "is_quantized": False, "has_experts": False, "device": "cpu",
+    "dtype": "float32", "quantization": "", "has_experts": False, "device": "cpu",
     "logprobs_mode": "processed_logprobs", "records_weights": True, "eos_token_ids": [], "moe_patch": "",
-    "wrong_rotations": [], "scoring_patch": "", "unknown": [], "obstacles": [], "reloaded": True, "compared": 1,
-    "parameters": 1, "uncompared": [], "unheld": [], "shares": {}, "through": "files", "reasons": [],
+    "wrong_rotations": [], "scoring_patch": "", "products_patch": "", "unknown": [], "obstacles": [],
+    "reloaded": True, "compared": 1, "parameters": 1, "uncompared": [], "unheld": [], "shares": {}, "through": "files",
+    "reasons": [],
 }  # fmt: skip
 
 

@@ -114,7 +114,10 @@ def test_ranks_in_many_threads_get_the_same_bytes_for_the_same_slot(tmp_path: Pa
             answers = [future.result() for future in ranks]
         assert all(answer == answers[0] for answer in answers)
         assert sorted(p.prompt_index for slot in answers[0].values() for p in slot.parts) == list(range(8))
-        client.complete(0)
+        drafts = wire.Drafts(count=2, drafted=8, accepted=3)
+        assert server.service is not None
+        server.service.engines.drafts = drafts  # type: ignore[attr-defined]
+        assert client.complete(0).drafts == drafts
         assert client.status()["iteration"]["groups"]["claimed"] == 8
 
 
@@ -248,37 +251,38 @@ def test_a_client_waits_for_a_sidecar_that_is_only_late(tmp_path: Path) -> None:
     server.join()
 
 
-BOTH = "install the same megatron_rl on both"
+BOTH = f"and this side speaks {wire.WIRE_VERSION}: install the same megatron_rl on both"
+LATER = wire.WIRE_VERSION + 1
 
 
 def test_a_trainer_of_another_wire_version_takes_no_lease_and_is_told_both_versions(tmp_path: Path) -> None:
     with serving(tmp_path) as server, started(server) as client, server.raw() as raw:
-        for query in ("", "&wire=1", "&wire=2", "&wire=4"):
+        for query in ("", "&wire=1", "&wire=2", "&wire=3"):
             answer = raw.post(f"/v1/lease?run=run{query}", headers={"Authorization": f"Bearer {TOKEN}"})
             assert answer.status_code == 400
-            said = f"the wire version of the trainer is {query[-1:] or 1}, and this side speaks 3: {BOTH}"
+            said = f"the wire version of the trainer is {query[-1:] or 1}, {BOTH}"
             assert answer.json()["error"] == said
         # The lease still belongs to the first trainer.
         client.submit(submission())
 
 
-@pytest.mark.parametrize(("answer", "theirs"), [({"lease": 7}, 1), ({"lease": 7, "wire": 4}, 4)])
+@pytest.mark.parametrize(("answer", "theirs"), [({"lease": 7}, 1), ({"lease": 7, "wire": LATER}, LATER)])
 def test_a_trainer_refuses_a_sidecar_of_another_wire_version(answer: dict[str, int], theirs: int) -> None:
     sidecar = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
-    said = f"the wire version of the sidecar at http://sidecar is {theirs}, and this side speaks 3: {BOTH}"
+    said = f"the wire version of the sidecar at http://sidecar is {theirs}, {BOTH}"
     with RolloutClient("http://sidecar", TOKEN, transport=sidecar) as client, pytest.raises(InputError, match=said):
         client.take_lease("run")
 
 
 def test_a_message_of_another_wire_version_is_named_by_it_whatever_its_fields() -> None:
     current = msgspec.msgpack.decode(wire.encode(weights()))
-    said = f"the wire version of the message is 4, and this side speaks 3: {BOTH}"
+    said = f"the wire version of the message is {LATER}, {BOTH}"
     for fields in ({}, {"colour": 1}, {"version": "next"}):
-        message = msgspec.msgpack.encode(current | {"wire": 4} | fields)
+        message = msgspec.msgpack.encode(current | {"wire": LATER} | fields)
         with pytest.raises(InputError, match=said):
             wire.decode(message, wire.Weights)
     unknown = msgspec.msgpack.encode(current | {"colour": 1})
-    with pytest.raises(InputError, match="not a Weights of wire version 3: .*colour"):
+    with pytest.raises(InputError, match=f"not a Weights of wire version {wire.WIRE_VERSION}: .*colour"):
         wire.decode(unknown, wire.Weights)
 
 

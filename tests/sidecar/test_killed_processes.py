@@ -55,7 +55,7 @@ def test_a_worker_that_spins_is_named_by_the_silences_before_and_one_that_sample
         # A silence lasts until the next look at least, so looks are frequent.
         async with standing_in(tmp_path, {"sampling": 600.0, "cut": 0.0}, watch_seconds=0.1) as world:
             # The configured two minutes hold until a silence has been measured.
-            world.supervisor._factory._pace = pace = Pace(least_seconds=1.0)
+            world.supervisor._members._factory._pace = pace = Pace(least_seconds=1.0)
             await world.supervisor.start(1)
             await world.publish()
             sampling = asyncio.create_task(world.supervisor.generate(request()))

@@ -2,11 +2,13 @@
 
 import asyncio
 import math
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
+from megatron_rl.shared.protocol.wire import Drafts
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
@@ -48,6 +50,20 @@ def test_a_publish_takes_every_engine_through_every_step():
             (response, _) = await supervisor.generate(request(0))
             assert (response.spans[0].version, response.fingerprint) == ("1", "weights-1")
             assert supervisor.status()["version"] == 1
+
+    asyncio.run(check())
+
+
+def test_drafts_of_all_engines_are_added_up_but_for_engines_that_draft_nothing():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 3) as supervisor:
+            assert await supervisor.count_drafts() is None
+            for number in range(2):
+                counts = Drafts(count=1 + number, drafted=4, accepted=number)
+                factory.engine(f"engine-{number}").count_drafts = AsyncMock(return_value=counts)
+            assert await supervisor.count_drafts() == Drafts(count=3, drafted=8, accepted=1)
 
     asyncio.run(check())
 
@@ -471,8 +487,14 @@ def test_a_stream_for_other_engines_than_there_are_is_refused_before_any_is_paus
         async with supervised(factory, 2) as supervisor:
             assert supervisor.status()["num_workers"] == 4
             stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=3)
-            with pytest.raises(WrongWorkerCount, match="streamed to 2 workers, and the engines have 4"):
+            with pytest.raises(WrongWorkerCount, match="streamed to 2 workers, and the engines that answer have 4"):
                 await supervisor.publish(stream)
             assert "pause" not in factory.engine("engine-0").steps
+            await supervisor.publish(weights(0))
+            assert states(factory) == {EngineState.READY}
+            # The version that they hold is over.
+            with pytest.raises(WrongWorkerCount):
+                await supervisor.publish(stream)
+            assert states(factory) == {EngineState.DIRTY}
 
     asyncio.run(check())

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from megatron_rl.sidecar.engines import EngineLost, EngineState
+from megatron_rl.sidecar.members import UP
 from megatron_rl.sidecar.publication import StepDeadlines
-from megatron_rl.sidecar.supervisor import _UP, PublishFailed, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
 from tests.sidecar.fake_engines import STEPS, FakeEngine, FakeFactory, request, weights
 from tests.sidecar.supervised import CONFIG, states, supervised, until
 
@@ -188,7 +189,7 @@ def test_after_any_fault_an_engine_that_is_down_is_being_restarted_or_given_up(t
         return [
             member.name
             for member in members
-            if member.engine.state not in _UP and not member.is_given_up and (not member.task or member.task.done())
+            if member.engine.state not in UP and not member.is_given_up and (not member.task or member.task.done())
         ]
 
     async def check():

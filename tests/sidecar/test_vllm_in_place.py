@@ -15,11 +15,10 @@ from megatron_rl.sidecar.vllm.held import (
     LoadProof,
     NotHeld,
     Order,
-    _digest_part,
     as_matrix,
-    learn_order,
 )
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
+from megatron_rl.sidecar.vllm.learned_order import _digest_part, learn_order
 from megatron_rl.sidecar.vllm.proofs import LoadProver
 from megatron_rl.sidecar.vllm.received import Record
 from tests.sidecar.test_vllm_held import (

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,17 @@ def round_to_bfloat16(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
 
 
+def copy(model: Path, name: str) -> Path:
+    """Copy a model beside it."""
+    return Path(shutil.copytree(model, model.with_name(name)))
+
+
 def rename(model: Path, family: str) -> Path:
     """Copy a model beside it, as a model of a family that transformers does not know."""
-    copy = model.with_name(family)
-    shutil.copytree(model, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": family}))
-    return copy
+    renamed = copy(model, family)
+    config = json.loads((renamed / "config.json").read_text())
+    (renamed / "config.json").write_text(json.dumps({**config, "model_type": family}))
+    return renamed
 
 
 def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
@@ -110,16 +114,16 @@ def described(folder: Path, version: int) -> Weights:
     )
 
 
-async def publish(engine: Engine, weights: Weights) -> list[float]:
+async def publish(engine: Engine, weights: Weights, probe: Sequence[int] = PROBE) -> list[float]:
     """Publish to one engine as the supervisor does; return the probe's log-probs."""
     await engine.pause()
     report = await engine.load(weights)
     assert (report.version, report.fingerprint) == (weights.version, weights.fingerprint)
     await engine.commit(report)
     assert await engine.verify() == report
-    probe = await engine.probe(PROBE)
+    report_of_probe = await engine.probe(probe)
     engine.open()
-    return probe.log_probs
+    return report_of_probe.log_probs
 
 
 def request(number: int = 0, group_size: int = 1, length: int = 9, **sampling: Any) -> GroupRequest:

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 
 _POLL_SECONDS = 30.0
@@ -28,7 +30,7 @@ class IterationLost(RolloutError):
 
 
 class WorkersChanged(RolloutError):
-    """The trainer opened a stream for another number of workers than the engines have, and must count again."""
+    """The trainer opened a stream for another number of workers than can receive it, and must count again."""
 
 
 class EvaluationLost(RolloutError):
@@ -179,7 +181,24 @@ class RolloutClient:
 
     def num_workers(self) -> int:
         """Count the workers of all engines that a publish would reach now."""
-        return self.status()["engines"]["num_workers"]
+        return self.count_engines()[1]
+
+    def count_engines(self) -> tuple[int, int]:
+        """Count the engines that a publish would reach now, and the workers of all of them."""
+        engines = self.status()["engines"]
+        return engines["num_up"], engines["num_workers"]
+
+    def find_engine_hosts(self) -> list[str]:
+        """Return the names or addresses of the hosts that have engines, as this host reaches them."""
+        status, own = self.status(), urlsplit(self.endpoint).hostname or ""
+        elsewhere = {engine for host in status["hosts"].values() for engine in host["engines"]}
+        found = [own] if status["engines"]["engines"].keys() - elsewhere else []
+        for agent, host in status["hosts"].items():
+            if host["state"] == "up" and host["engines"]:
+                name = agent.rpartition(":")[0].strip("[]")
+                # To the sidecar, the loopback address means its own host.
+                found.append(own if is_loopback(name) else name)
+        return found
 
     def shutdown(self) -> None:
         """End the sidecar."""

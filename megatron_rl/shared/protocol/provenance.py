@@ -70,7 +70,8 @@ def _find_reward_problems(assignment: Assignment, group: Group) -> Iterator[str]
     for number, response in enumerate(group.responses):
         if not np.isfinite(response.reward):
             yield f"response {number} of engine {response.engine}: its reward is {response.reward}"
-        for name in deciding:
+        # A rollout that its agent did not end has the reward for that, and not those that the agent names.
+        for name in () if response.finish_reason in ("failed", "limit") else deciding:
             if name not in response.components:
                 yield (
                     f"{name} is to decide whether it has a signal, and the sidecar's rewards are "
@@ -95,20 +96,21 @@ def _find_problems(assignment: Assignment, group: Group) -> Iterator[str]:
         yield f"it has {len(group.responses)} responses, wanted {assignment.group_size}"
     seed = derive_first_seed(assignment, index)
     for number, response in enumerate(group.responses):
-        for problem in _find_response_problems(assignment, response):
+        for problem in _find_response_problems(assignment, response, len(group.prompt.tokens) // 4):
             yield f"response {number} of engine {response.engine}: {problem}"
         if response.seed != seed + number:
             yield f"response {number} has seed {response.seed}, wanted {seed + number}"
 
 
-def _find_response_problems(assignment: Assignment, response: Response) -> Iterator[str]:
+def _find_response_problems(assignment: Assignment, response: Response, prompt_length: int) -> Iterator[str]:
     num_tokens, remainder = divmod(len(response.tokens), 4)
     if remainder or len(response.log_probs) != len(response.tokens):
         yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs must be 4 a token"
         return
     if response.fingerprint != assignment.fingerprint:
         yield f"its fingerprint is {response.fingerprint!r}, wanted {assignment.fingerprint!r}"
-    yield from find_span_problems(response, tag_version(assignment.version), assignment.sampling.max_turns)
+    tag, max_turns = tag_version(assignment.version), assignment.sampling.max_turns
+    yield from find_span_problems(response, tag, max_turns, prompt_length)
     if response.finish_reason not in FINISH_REASONS:
         yield f"its finish reason is {response.finish_reason!r}"
     if response.finish_reason == "cut" and not may_be_cut(assignment):
@@ -121,3 +123,8 @@ def _find_response_problems(assignment: Assignment, response: Response) -> Itera
         yield f"it has {num_tokens} tokens, and {assignment.sampling.max_tokens} were allowed"
     if not np.isfinite(decode_log_probs(response.log_probs)).all():
         yield "a log-prob is not finite"
+
+
+def name_source(row: str) -> str:
+    """Return the source of a row from its identity, FILE:LINE."""
+    return row.rpartition(":")[0]

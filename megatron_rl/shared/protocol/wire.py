@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 
-WIRE_VERSION = 3
+WIRE_VERSION = 6
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
@@ -156,6 +156,19 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The engine that sampled them, if it is not the response's."""
 
 
+class Branch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a response that does not follow the token before it.
+
+    Tokens are counted as in spans, and those of the prompt from its end: -1 is its last one. A branch ends where the
+    next one begins, and no span reaches over its ends.
+    """
+
+    start: int
+    """Its first token."""
+    after: int
+    """Its first token follows token `after - 1`, and all that this one follows; no token if the prompt begins there."""
+
+
 class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A sampled completion with its provenance."""
 
@@ -169,9 +182,13 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int
     engine: str
     spans: list[VersionSpan]
+    branches: list[Branch] = []
+    """The parts that do not follow the token before them, in order; without any it follows the prompt as one chain."""
     fingerprint: str
     """The fingerprint of the weights that sampled it, as the engine digested them."""
     reward: float = 0.0
+    turn_rewards: list[float] = []
+    """The environment's reward for each turn of the policy, in order, which `reward` contains; empty without them."""
     components: dict[str, float | None] = {}
     experts: bytes | msgspec.UnsetType = msgspec.UNSET
     """The experts of each token but the last, which the engine was not fed, as `encode_experts` encodes them."""
@@ -205,6 +222,8 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_response: int
     responses: list[Response]
     rewards: list[float]
+    turn_rewards: list[list[float]] = []
+    """The rewards of each response's turns, which add up to its reward; empty without an environment."""
     components: dict[str, list[float | None]] = {}
     prompt_experts: bytes | msgspec.UnsetType = msgspec.UNSET
     """The experts of the prompt's tokens."""
@@ -222,6 +241,19 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     parts: list[GroupPart]
 
 
+Transport = Literal["shm", "nccl", "nccl_m2n", "hccl"]
+"""The transport of weights to engines, as docs/rollout.md describes it."""
+
+
+class StageStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tensors that the senders of a pipeline stage send, each its own parts."""
+
+    location: str
+    """The host:port at which the first sender of the stage opens the stage's group."""
+    dims: list[int | None]
+    """For each tensor, the dimension along which it is divided over the senders; None if each of them has all of it."""
+
+
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A version of the policy as a transport delivers it to engines."""
 
@@ -229,14 +261,20 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     run: str
     version: int
     fingerprint: str
-    transport: Literal["shm", "nccl", "hccl"]
+    transport: Transport
     dtype: str
     location: str = ""
     """The folder of the safetensors files with shm, the master's host:port with nccl and hccl."""
+    stages: list[StageStream] = []
+    """The pipeline's stages with nccl_m2n, in order; the manifest has the tensors of one after those of the other."""
     manifest: list[tuple[str, str, list[int]]] = []
     """The names, dtypes and shapes in the order in which a stream sends them; files carry their own."""
     world_size: int = 0
-    """The size of the group that the trainer opens with nccl or hccl: itself and all workers of engines."""
+    """The size of each group that the trainer opens for a stream: the senders and all workers of engines."""
+    num_senders: int = 1
+    """The ranks of the trainer in each group, which come first."""
+    digests: list[list[int]] = []
+    """The digest of each tensor of the manifest with nccl_m2n, with which no worker gets all of every tensor."""
     base: str = ""
     """The fingerprint of the base, if only adapters come: `fingerprint` covers both. Empty for whole weights."""
     probe: bytes = b""
@@ -295,6 +333,8 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     largest: float
     bound: float | None
     """The largest mean that is accepted; None if tokens were drawn at random."""
+    num_differing: int = 0
+    """The tokens whose log-probs are not equal to the last bit."""
     without_replay: float | msgspec.UnsetType = msgspec.UNSET
     """The mean over some of the tokens with the experts that the trainer's routers choose; unset if not measured."""
 
@@ -319,6 +359,35 @@ class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The mean clipped reward of each considered group; None for one that was put off."""
 
 
+class EnvironmentTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The seconds in which environments answered the turns of an iteration's conversations."""
+
+    mean: float
+    p95: float
+    """The seconds that 95 % of the answers did not exceed."""
+
+
+class Drafts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of drafts of tokens that engines checked (--rollout-speculative)."""
+
+    count: int = 0
+    """The number of drafts: a response gets the accepted tokens of a draft, and one more."""
+    drafted: int = 0
+    """The number of their tokens."""
+    accepted: int = 0
+    """The number of tokens that were accepted."""
+
+    def __add__(self, other: "Drafts") -> "Drafts":
+        return Drafts(
+            count=self.count + other.count,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+        )
+
+    def __sub__(self, other: "Drafts") -> "Drafts":
+        return self + Drafts(count=-other.count, drafted=-other.drafted, accepted=-other.accepted)
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The answer when an iteration is complete."""
 
@@ -330,6 +399,10 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     census: Census
     num_in_flight: int | None = None
     """The most responses that each engine was given at once, if the sidecar knows it."""
+    environments: EnvironmentTimes | None = None
+    """The times of environments; None without any."""
+    drafts: Drafts | None = None
+    """The drafts of all engines since the version was published; None if no engine drafts."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

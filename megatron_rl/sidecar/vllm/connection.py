@@ -39,7 +39,7 @@ _LAST_ANSWER_SECONDS = 1.0
 class Connection:
     """Requests to a server. Belongs to the event loop of its first request."""
 
-    _num_watched: ClassVar[int] = 0
+    num_watched: ClassVar[int] = 0
     """The connections of this process whose servers are watched."""
 
     def __init__(
@@ -147,18 +147,18 @@ class Connection:
 
     async def _watch(self) -> None:
         """Look for a fault that leaves requests without an answer, until one is found."""
-        Connection._num_watched += 1
+        Connection.num_watched += 1
         try:
             await self._look()
         finally:
-            Connection._num_watched -= 1
+            Connection.num_watched -= 1
 
     async def _look(self) -> None:
         num_refused, knocked = 0, time.monotonic()
         while self.fault is None:
             await asyncio.sleep(_LOOK_SECONDS)
             fault = self.find_fault()
-            silent_seconds = max(_SILENT_SECONDS, _LEAST_SECONDS_BETWEEN_KNOCKS * Connection._num_watched)
+            silent_seconds = max(_SILENT_SECONDS, _LEAST_SECONDS_BETWEEN_KNOCKS * Connection.num_watched)
             is_silent = time.monotonic() - max(self._answered, knocked) > silent_seconds
             if fault is None and self._was_healthy and self._num_open and is_silent:
                 num_refused = num_refused + 1 if await self._is_refused() else 0

@@ -6,14 +6,17 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol import probe
+from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.protocol.wire import (
+    Drafts,
     EngineKind,
     Response,
     Sampling,
@@ -22,7 +25,7 @@ from megatron_rl.shared.protocol.wire import (
     decode_log_probs,
     encode_tokens,
 )
-from megatron_rl.sidecar import streams
+from megatron_rl.sidecar import stage_streams, streams
 from megatron_rl.sidecar.engines import (
     EngineBusy,
     EngineLost,
@@ -39,6 +42,7 @@ from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
+from megatron_rl.sidecar.vllm.draft_counts import DraftMeter
 from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
@@ -66,6 +70,8 @@ NoteStart = Callable[[str, Mapping[str, float]], object]
 
 _LOG_PROBS_MODE = "processed_logprobs"
 _POLL_SECONDS = 0.1
+_LEAST_SECONDS_BETWEEN_POLLS = 0.005
+"""The same for all engines together that are asked whether they are ready."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +138,7 @@ class VllmEngine:
         self._replays_routing = replays_routing
         self._connection = Connection(name, host.connect(address), handle, deadlines.health)
         self._workers = Workers(name, self._connection)
+        self._drafts = DraftMeter(name, self._connection)
 
     async def start(self) -> None:
         """Wait until the server answers and its workers are ready; else raise EngineLost with its last lines."""
@@ -205,6 +212,17 @@ class VllmEngine:
     async def pause(self) -> None:
         self.state = EngineState.PUBLISHING
         await self._connection.send("pause", PAUSE)
+        if self.facts.get("has_drafts"):
+            await self._drafts.end_version(self._version)
+
+    async def count_drafts(self) -> Drafts | None:
+        return await self._drafts.count() if self.facts.get("has_drafts") else None
+
+    async def reach(self, weights: Weights) -> None:
+        # Groups of later stages open one after the other.
+        location = weights.stages[0].location if weights.stages else weights.location
+        host, port = streams.split_address(location, weights.transport)
+        await self._workers("reach", "megatron_rl_reach", host, str(port))
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
@@ -231,6 +249,7 @@ class VllmEngine:
             num_compared=min(answer["compared"] for answer in answers),
             num_parameters=max(answer["parameters"] for answer in answers) + len(unheld),
             uncompared=tuple(sorted(uncompared | unheld)),
+            quantization=self.facts.get("quantization", ""),
             through=way,
             reasons=tuple(dict.fromkeys(reason for answer in answers for reason in answer.get("reasons", ()))),
         )
@@ -282,6 +301,20 @@ class VllmEngine:
         (response,) = read_responses(answer, request, self.name, self._version, self._tag)
         return ProbeReport(log_probs, response)
 
+    async def watch(self) -> None:
+        """Begin to record what the model's parts compute; its workers must be those of `watching.EXTENSION`."""
+        await self._workers("watch", "megatron_rl_watch")
+
+    async def write_recording(self, folder: Path) -> None:
+        """Write what was recorded since, a file for each worker."""
+        await self._workers("watch", "megatron_rl_write_recording", str(folder))
+
+    async def answer(self, request: GroupRequest) -> list[Response]:
+        """Sample with the weights that it was started with, which no version has."""
+        await self._connection.post("watch", "/resume")
+        call = build_call(request, self.limits, "", self._adapters)
+        return read_responses(await self._sample(call), request, self.name, self._version, self._tag)
+
     def open(self) -> None:
         self.state = EngineState.READY
 
@@ -301,7 +334,8 @@ class VllmEngine:
     @property
     def kind(self) -> EngineKind:
         facts = self.facts
-        return EngineKind(**{name: facts[name] for name in ("dtype", "device", "is_quantized", "has_experts")})
+        named = {name: facts[name] for name in ("dtype", "device", "has_experts")}
+        return EngineKind(**named, is_quantized=bool(facts["quantization"]))
 
     @property
     def _adapters(self) -> AdaptersName | None:
@@ -337,8 +371,14 @@ class VllmEngine:
         self.facts = facts = answers[0]
         if self._handle:
             self._handle.need([int(answer["pid"]) for answer in answers])
-        if (report := facts["scoring_patch"]).startswith(NOT_APPLIED):
-            _log.info("engine %s: vLLM computes the log-probs of sampled tokens: %s", self.name, report)
+        if (draft := facts.get("draft_model")) is not None:
+            _log.info(
+                "engine %s: %d of %d parameters of the model that drafts are the policy's; a publish changes no others",
+                self.name, len(draft["shared"]), draft["num_parameters"],
+            )  # fmt: skip
+        for part, patch in (("the log-probs of sampled tokens", "scoring_patch"), ("adapters", "products_patch")):
+            if (report := facts[patch]).startswith(NOT_APPLIED):
+                _log.info("engine %s: vLLM computes %s: %s", self.name, part, report)
         if wrong := facts["wrong_rotations"]:
             raise PlatformError(
                 f"engine {self.name}: {wrong[0]} rotates queries and keys by wrong positions: start it with "
@@ -371,7 +411,7 @@ class VllmEngine:
         while not await self._connection.is_healthy():
             if fault := self._connection.fault:
                 raise EngineLost(f"engine {self.name}: {fault} before it was ready\n{self.last_words()}")
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(max(_POLL_SECONDS, _LEAST_SECONDS_BETWEEN_POLLS * Connection.num_watched))
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:
         arguments = [encode_places(await self.host.find_weights(weights)), weights.fingerprint]
@@ -391,20 +431,43 @@ class VllmEngine:
             raise EngineRefused(
                 f"engine {self.name} has no place in a stream: start it with --rollout-transport {weights.transport}"
             )
-        place = f"the group at {weights.location}"
-        with self._waiting_for(f"its workers waited in {place} for the trainer and for the workers of other engines"):
-            for call in streams.list_join_calls(weights, self.stream_place):
-                await self._connection.post("load", call.route, call.content)
+        if weights.transport == TRANSPORT:
+            return await self._load_stages(weights, self.stream_place)
+        await self._join(streams.list_join_calls(weights, self.stream_place), weights.location)
         await self._workers("load", "megatron_rl_begin_stream")
-        for call in streams.list_receive_calls(weights):
+        await self._receive(streams.list_receive_calls(weights), weights.location)
+        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
+
+    async def _load_stages(self, weights: Weights, place: streams.StreamPlace) -> list[dict[str, Any]]:
+        """Load the weights that the senders of one pipeline stage after the other send."""
+        announced = stage_streams.describe_tensors(weights)
+        number = stage_streams.find_number(weights, place, self.num_workers)
+        await self._workers("load", "megatron_rl_take_place", str(number))
+        for stage in weights.stages:
+            await self._join(stage_streams.list_join_calls(weights, stage, self.num_workers), stage.location)
+            if stage is weights.stages[0]:
+                await self._workers("load", "megatron_rl_begin_stream")
+            await self._receive(stage_streams.list_receive_calls(weights, stage), stage.location)
+        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint, announced)
+
+    async def _join(self, calls: Iterable[streams.EngineCall], location: str) -> None:
+        """Join the group that the trainer opens at this location."""
+        what = f"its workers waited in the group at {location} for the trainer and for the workers of other engines"
+        with self._waiting_for(what):
+            for call in calls:
+                await self._connection.post("load", call.route, call.content)
+
+    async def _receive(self, calls: Iterable[streams.EngineCall], location: str) -> None:
+        """Receive what the trainer sends in the group at this location, and leave the group."""
+        for call in calls:
             if call.route == streams.RECEIVE:
                 with self._waiting_for(
-                    f"it was receiving from {place}: this engine, another one or the trainer may be the slow one"
+                    f"it was receiving from the group at {location}: this engine, another one or the trainer may be "
+                    "the slow one"
                 ):
                     await self._connection.post("load", call.route, call.content)
             else:
                 await self._connection.post("load", call.route, call.content)
-        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:

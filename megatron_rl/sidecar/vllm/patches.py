@@ -10,10 +10,16 @@
   back the random number that it drew, by resetting the offset of the request's generator. A CPU's generator has no
   offset ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` saves the generator's state and restores
   it after the step, so that the discarded draw does not advance it, as vLLM intends.
+- Drafted tokens are sampled at a temperature that is read from memory never written. vLLM 0.32 gives each drafted token
+  the temperature of its request, but on a CPU writes them to a copy. With `patch_temperatures_of_drafts` they are given
+  by plain operations of torch.
 """
 
+import importlib
 import inspect
 from typing import Any
+
+import torch
 
 from megatron_rl.errors import PlatformError
 
@@ -147,3 +153,50 @@ def _without_generators(bookkeep: Any) -> Any:
             batch.generators = generators
 
     return _bookkeeping_sync
+
+
+# As in vLLM 0.32.
+_EXPAND = ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
+
+
+def patch_temperatures_of_drafts(speculation: Any) -> str:
+    """Have vLLM give each drafted token the temperature of its request; return a report of the patch."""
+    if speculation is None:
+        return "not needed: no drafts"
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "not needed: not a CPU"
+    return patch_expansion(importlib.import_module("vllm.v1.sample.rejection_sampler"))
+
+
+def patch_expansion(sampler: Any) -> str:
+    """Replace the function that gives each token its request's value, if it gives another; return a report."""
+    expand = sampler.expand_batch_to_tokens
+    found = tuple(inspect.signature(expand).parameters)
+    if found != _EXPAND:
+        raise PlatformError(
+            f"vLLM's expand_batch_to_tokens takes {found}, but the patch for drafts on CPUs expects {_EXPAND}: use "
+            "vLLM 0.32, or drop --rollout-speculative"
+        )
+    # Memory that is read without having been written may hold the values of one trial, but not those of both.
+    if all(_is_right(expand, torch.tensor(values)) for values in ([0.5, 1.0, 0.0], [0.25, 0.0, 2.0])):
+        return "not needed: vLLM expands values"
+    sampler.expand_batch_to_tokens = expand_values
+    return "applied"
+
+
+def expand_values(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each request's value for its tokens, whose ends are given; one value is replaced by another."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced.repeat_interleave(counts.long(), output_size=num_tokens)
+
+
+def _is_right(expand: Any, values: torch.Tensor) -> bool:
+    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
+    found = expand(values, ends, 6, replace_from=0, replace_to=1)
+    expected = [values[index] if values[index] != 0 else torch.tensor(1.0) for index in (0, 0, 1, 2, 2, 2)]
+    return bool(found.equal(torch.stack(expected)))

@@ -24,6 +24,7 @@ import megatron_rl
 from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
+from megatron_rl.shared.protocol.wire import Transport
 from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
@@ -33,6 +34,8 @@ from megatron_rl.sidecar.vllm.memory import EngineMemory
 from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
+from megatron_rl.sidecar.vllm.speculation import VLLM_FLAG as SPECULATION_FLAG
+from megatron_rl.sidecar.vllm.speculation import describe_for_vllm
 from megatron_rl.types import Architecture, RopeKind
 
 _log = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 # On a CPU with AMX, vLLM would choose a backend for bfloat16 alone, which drops weights that a publish must replace.
 _ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
+INVARIANT_WORKER = "megatron_rl.sidecar.vllm.invariant.InvariantWorker"
 # A unix socket's path may have 107 bytes, and vLLM's own sockets in the same folder have names of 36 characters.
 _MAX_FOLDER_BYTES = 70
 # The variables that engines inherit from the sidecar's environment; the rest is set below or by the user.
@@ -92,11 +96,15 @@ class ServerConfig:
     """The part that this host runs of an engine over several hosts; None for an engine of one host."""
     python: str = sys.executable
     """The interpreter of the environment that vLLM is installed in."""
-    transport: Literal["shm", "nccl", "hccl"] = "shm"
+    transport: Transport = "shm"
     scoring: Literal["ours", "vllm"] = "ours"
     """The owner of the kernel that computes the log-probs of sampled tokens on GPUs."""
     replays_routing: bool = False
     """True: an engine returns the experts of each token."""
+    speculation: str | None = None
+    """The value of vLLM's flag for drafts; None for no drafts."""
+    is_batch_invariant: bool = False
+    """True: a token's log-prob does not depend on what is computed beside it."""
     lora_rank: int = 0
     """The largest rank of adapters that it takes; 0 for none."""
     attends_plainly: bool = False
@@ -140,6 +148,8 @@ def configure_server(
         python=str(rollout.python or sys.executable),
         scoring=rollout.scoring,
         replays_routing=rollout.replay_routing,
+        speculation=describe_for_vllm(rollout),
+        is_batch_invariant=rollout.is_batch_invariant,
         lora_rank=rollout.lora_rank,
         attends_plainly=device == "cpu" and architecture.latents is not None,
         is_text_only=find_family(architecture.family).images is not None,
@@ -187,6 +197,10 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         command.append(TEXT_FLAG)
     if config.replays_routing:
         command.append(EXPERTS_FLAG)
+    if config.speculation is not None:
+        command += [SPECULATION_FLAG, config.speculation]
+    if config.is_batch_invariant and config.device == "cpu":
+        command += ["--worker-cls", INVARIANT_WORKER]
     if config.lora_rank:
         rank = str(vllm_memory.find_slot_rank(config.lora_rank))
         command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", rank]
@@ -205,8 +219,9 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.memory is not None:
         command += vllm_memory.list_flags(config.memory)
     if config.transport != "shm":
-        # vllm-ascend registers its HCCL engine under the same name.
-        command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+        # vllm-ascend registers its HCCL engine under the name of vLLM's for NCCL.
+        backend = "nccl" if config.transport == "hccl" else config.transport
+        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     return (*command, *config.flags)
 
 
@@ -243,6 +258,8 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         # FlashInfer's sampler gives no log-probs of what was sampled from, so no request uses it, and the start would
         # compile it.
         environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        if config.is_batch_invariant:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
     if config.device == "npu":
         # Weights kept in the NPU's own layout cannot be written in place.
         environment["VLLM_ASCEND_ENABLE_NZ"] = "0"

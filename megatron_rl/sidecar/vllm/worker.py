@@ -13,6 +13,7 @@ reads no file but that of the digests.
 """
 
 import contextlib
+import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +25,12 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
+from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
+from megatron_rl.sidecar.stage_streams import must_have_extensions
 from megatron_rl.sidecar.vllm.adapters import AdapterLoader
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
 from megatron_rl.sidecar.vllm.held import NotHeld
@@ -38,6 +41,8 @@ from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unh
 from megatron_rl.sidecar.vllm.parts import pick_place
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 from megatron_rl.sidecar.vllm.proofs import TIED, describe_proof, read_started_from
+from megatron_rl.sidecar.vllm.quantized import describe_quantization
+from megatron_rl.sidecar.vllm.reaching import must_be_reached
 from megatron_rl.sidecar.vllm.received import (
     NotWritten,
     Record,
@@ -46,7 +51,10 @@ from megatron_rl.sidecar.vllm.received import (
     list_specs,
     must_be_announced,
     must_be_private,
+    must_be_proved,
     must_be_those_of,
+    must_have_arrived,
+    read_announced,
 )
 
 RpcAnswer = dict[str, Any]
@@ -87,6 +95,7 @@ class WorkerExtension(AdapterLoader):
     megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
 
     reload_weights: Callable[..., None]
+    weight_transfer_engine: Any
 
     @answered
     def megatron_rl_prepare(self, scoring: str = "ours") -> RpcAnswer:
@@ -98,16 +107,22 @@ class WorkerExtension(AdapterLoader):
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
 
+        from megatron_rl.sidecar.vllm.adapter_products import patch_products_of_adapters
+        from megatron_rl.sidecar.vllm.draft_counts import describe_draft_model
         from megatron_rl.sidecar.vllm.patches import (
             has_experts,
             patch_experts_updated_in_place,
             patch_seeded_partial_prefill,
+            patch_temperatures_of_drafts,
             returns_experts,
         )
         from megatron_rl.sidecar.vllm.rotation import find_wrong_rotations
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
         from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
 
+        transfer = getattr(self.vllm_config, "weight_transfer_config", None)
+        if transfer is not None and transfer.backend == TRANSPORT:
+            must_have_extensions("the engines' environment")
         config, model = self.vllm_config.model_config, self.model_runner.get_model()
         has_new_runner, device = getattr(self, "use_v2_model_runner", False), next(model.parameters()).device
         return {
@@ -119,7 +134,7 @@ class WorkerExtension(AdapterLoader):
             "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
             "vocab_size": config.get_vocab_size(),
             "dtype": str(config.dtype).removeprefix("torch."),
-            "is_quantized": bool(config.quantization),
+            "quantization": describe_quantization(self.vllm_config),
             "has_experts": has_experts(model),
             "returns_experts": returns_experts(self.vllm_config),
             "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
@@ -127,6 +142,10 @@ class WorkerExtension(AdapterLoader):
             "records_weights": "weight_versions" in CompletionOutput.__annotations__,
             "eos_token_ids": sorted(_eos_token_ids(config)),
             "seed_patch": patch_seeded_partial_prefill(),
+            "has_drafts": self.vllm_config.speculative_config is not None,
+            "products_patch": patch_products_of_adapters(self.vllm_config.lora_config),
+            "draft_model": describe_draft_model(self.model_runner),
+            "draft_patch": patch_temperatures_of_drafts(self.vllm_config.speculative_config),
             "moe_patch": patch_experts_updated_in_place(model),
             "stacked_patch": patch_stacked_experts(model, self.megatron_rl_find_tensor_rank()),
             "wrong_rotations": find_wrong_rotations(model) if current_platform.is_cpu() else [],
@@ -254,17 +273,35 @@ class WorkerExtension(AdapterLoader):
     def megatron_rl_reload_checkpoint(self, by: str = "") -> RpcAnswer:
         """Replace the weights by those of the checkpoint that this engine started from, if they can be loaded.
 
-        They are copied in place if they can be, unless `by` is "vllm". Nothing is compared.
+        They are copied in place if they can be, unless `by` is "vllm". Only the rules of quantization are tried again.
         """
         tensors = read_started_from(Path(self.vllm_config.model_config.model))
         if tensors:
-            self.megatron_rl_replace_weights(tensors.items(), not (by or self.megatron_rl_obstacles))
+            record = self.megatron_rl_replace_weights(tensors.items(), not (by or self.megatron_rl_obstacles))
+            self.megatron_rl_try_derived(record)
         return {"reloaded": bool(tensors), "obstacles": list(self.megatron_rl_obstacles)}
 
     @answered
     def megatron_rl_leave_loads_to_vllm(self, reason: str) -> RpcAnswer:
         """Copy no weights in place from now on."""
         self.megatron_rl_obstacles = (reason,)
+        return {}
+
+    @answered
+    def megatron_rl_reach(self, host: str, port: str) -> RpcAnswer:
+        """Check that this worker can connect to the sender of a stream, which may be about to listen."""
+        must_be_reached(host, int(port))
+        return {}
+
+    @answered
+    def megatron_rl_take_place(self, number: str) -> RpcAnswer:
+        """Take the ranks of the engine with this number in groups with the workers of several engines.
+
+        vLLM counts the ranks of `nccl_m2n` over the replicas of one engine, and each of ours is an engine of its own.
+        """
+        place = copy.copy(self.vllm_config.parallel_config)
+        place.data_parallel_index = int(number)
+        self.weight_transfer_engine.parallel_config = place
         return {}
 
     @answered
@@ -280,20 +317,29 @@ class WorkerExtension(AdapterLoader):
         return {}
 
     @answered
-    def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
-        """Check that all of the announced weights arrived."""
+    def megatron_rl_end_stream(self, expected: str, announced: str = "") -> RpcAnswer:
+        """Check that all of the announced weights arrived.
+
+        `announced` describes the tensors with their digests, if some are received where they lie in the parameters: the
+        model does not get these from vLLM, and a worker may get parts of them alone.
+        """
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
+        given = read_announced(announced) if announced else {}
+        direct = record.note_direct(given)
         with torch.no_grad():
             pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_end_recording()
-        digests = record.read_digests()
+        arrived = record.read_digests()
+        digests = arrived | {spec.name: lanes for spec, lanes in given.values()}
         must_be_announced(record.specs, digests, expected)
+        must_have_arrived(arrived, digests)
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
         proof = self.megatron_rl_compared(record, digests)
+        must_be_proved(direct, proof.uncompared)
         self.megatron_rl_fingerprint = expected
         return {"fingerprint": expected, **describe_proof(proof, digests)}
 
