@@ -58,6 +58,11 @@ class RolloutConfig:
         "--rollout-lost-minutes",
         bound="a finite duration above 0",
     )
+    is_batch_invariant: bool = own_flag(
+        False,
+        "Have engines and trainer compute each token's log-prob to the same bits, whatever is computed beside it.",
+        "--batch-invariant",
+    )
     num_threads: int | None = own_flag(
         None,
         "Threads of each process of an engine on a CPU; a share of the host's cores if not given.",
@@ -94,10 +99,34 @@ class RolloutConfig:
         "Further flags of vLLM's server, for every engine, as one text: `--rollout-vllm-args='--kv-cache-dtype fp8'`.",
         "--rollout-vllm-args",
     )
+    tool_parser: str | None = own_flag(
+        None,
+        "vLLM's parser of the calls of tools that the policy writes, by vLLM's name; without it all it writes is text.",
+        "--rollout-tool-parser",
+    )
+    reasoning_parser: str | None = own_flag(
+        None,
+        "vLLM's parser of the thoughts that the policy writes before its answer, by vLLM's name.",
+        "--rollout-reasoning-parser",
+    )
     scoring: Literal["ours", "vllm"] = own_flag(
         "ours",
         "On GPUs, the kernel that computes the log-probs of sampled tokens: one that reads the logits once, or vLLM's.",
         "--rollout-scoring",
+    )
+    speculative: str | None = own_flag(
+        None,
+        "Have engines draft tokens and check several in one step. `ngram`: drafts follow an earlier place in the "
+        "response or its prompt with the same last tokens. `suffix`: in other responses too. `draft:DIR`: a smaller "
+        "model drafts. `eagle3:DIR`: a head on the policy's hidden states does. `mtp`: the checkpoint's own prediction "
+        "layers do.",
+        "--rollout-speculative",
+    )
+    speculative_tokens: int | None = own_flag(
+        None,
+        "With `--rollout-speculative`, the tokens of a draft; if not given 4, with `mtp` 1, with `suffix` at most 24.",
+        "--rollout-speculative-tokens",
+        bound="at least 1",
     )
     replay_routing: bool = own_flag(
         False,
@@ -111,9 +140,10 @@ class RolloutConfig:
         "--rollout-lora-rank",
         bound="at least 0",
     )
-    transport: Literal["shm", "nccl", "hccl"] = own_flag(
+    transport: Literal["shm", "nccl", "nccl_m2n", "hccl"] = own_flag(
         "shm",
-        "The transport of weights to the engines: files that they share with the trainer, or from device to device.",
+        "The transport of weights to the engines: files that they share with the trainer, or from device to device; "
+        "with nccl_m2n each rank sends its own parts. nccl reaches engines on other hosts too.",
         "--rollout-transport",
     )
     folder: Path | None = own_flag(
@@ -172,7 +202,9 @@ class RewardConfig:
 class DataConfig:
     """The prompts or demonstrations that are trained on."""
 
-    prompts: list[Path] | None = own_flag(None, "Files of prompts, JSONL or Parquet.", "--prompts")
+    prompts: list[Path] | None = own_flag(
+        None, "Files of prompts, JSONL or Parquet; with FILE=WEIGHT each has its share of the prompts.", "--prompts"
+    )
     eval_prompts: list[Path] | None = own_flag(None, "Files of prompts that are only evaluated.", "--eval-prompts")
     held_out: int = own_flag(
         0, "The number of prompts of `--prompts` that are held out for evaluation, drawn by seed.", "--prompts-held-out"

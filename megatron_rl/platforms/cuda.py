@@ -38,7 +38,7 @@ class CudaPlatform(Platform):
     name = "cuda"
     device_type = "cuda"
     collective_backend = "nccl"
-    weight_transports = ("shm", "nccl")
+    weight_transports = ("shm", "nccl", "nccl_m2n")
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:

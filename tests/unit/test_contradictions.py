@@ -85,8 +85,12 @@ from tests.command_lines import DENSE, LINEAR, SPARSE, error, parse
         ("--grpo-advantage batch --grpo-entropy-coef 0.1", "would divide this term too: drop one of them"),
         ("--grpo-filter-by sum", "--grpo-filter-by sum needs --grpo-filter-groups-with-same-reward"),
         (
+            "--rollout-env game.py:Game --grpo-filter-groups-with-same-reward --grpo-filter-by exact",
+            "--grpo-filter-by exact must be sum or a reward of the run: write one of sum, environment",
+        ),
+        (
             "--reward exact length:9,3 --grpo-filter-groups-with-same-reward --grpo-filter-by exat",
-            "--grpo-filter-by exat must be sum or a function of --reward: write one of sum, exact, length",
+            "--grpo-filter-by exat must be sum or a reward of the run: write one of sum, exact, length",
         ),
         (
             "--algorithm dapo --grpo-advantage global",
@@ -98,6 +102,8 @@ from tests.command_lines import DENSE, LINEAR, SPARSE, error, parse
         ),
         ("--grpo-spare-prompts 8", "--grpo-spare-prompts 8 needs --grpo-filter-groups-with-same-reward"),
         ("--algorithm gdpo --rollout-endpoint http://a:1", "write it beside --rollout-endpoint too"),
+        ("--grpo-turn-credit", "--grpo-turn-credit needs --rollout-env"),
+        ("--grpo-turn-credit --algorithm gdpo", "--grpo-advantage gdpo does more"),
         ("--algorithm gdpo --grpo-reward-max 1", "--grpo-reward-max 1 bounds the sum of the rewards"),
         ("--algorithm gdpo --grpo-kl-beta 0.1", "--grpo-kl-in loss and --grpo-advantage gdpo cannot be given together"),
         ("--algorithm grop", "--algorithm grop: not one of the choices (the nearest is grpo)"),
@@ -172,6 +178,10 @@ from tests.command_lines import DENSE, LINEAR, SPARSE, error, parse
         ),
         ("--rollout-start-minutes 0", "--rollout-start-minutes 0 must be a finite duration above 0"),
         ("--rollout-deadline-minutes -1", "--rollout-deadline-minutes -1 must be a finite duration above 0"),
+        (
+            "--rollout-verifiers tcp://127.0.0.1:5000 --rollout-deadline-minutes 10",
+            "--rollout-agent-timeout 600 must be below 600 seconds, which is --rollout-deadline-minutes 10: else",
+        ),
         ("--rollout-patience-seconds 0", "--rollout-patience-seconds 0 must be a finite duration above 0"),
         ("--rollout-lease-seconds inf", "--rollout-lease-seconds inf must be a finite duration above 0"),
         ("--publish-deadline-minutes -1", "--publish-deadline-minutes -1 must be a finite duration above 0"),

@@ -140,6 +140,8 @@ def test_a_part_that_is_written_goes_before_the_algorithms() -> None:
         ("--reward exact length:9,3", ["exact"]),
         ("--reward exact length:9,3 --grpo-filter-by length", ["length"]),
         ("--reward exact length:9,3 --grpo-filter-by sum", []),
+        (f"--reward exact --rollout-env {__file__}:Game --grpo-filter-by environment", ["environment"]),
+        (f"--reward exact --rollout-agent {__file__}:act --grpo-filter-by style", ["style"]),
         ("--reward exact length:9,3 --grpo-advantage gdpo", ["exact", "length"]),
         ("--reward exact length:9,3=0 --grpo-advantage gdpo", ["exact"]),
     ],

@@ -298,6 +298,7 @@ ROWS: dict[str, Row] = {
         on="expert run",
         elsewhere=True,
     ),
+    "--batch-invariant-mode": Row("--batch-invariant-mode", "transformer.batch_invariant_mode", elsewhere=True),
     "--deterministic-mode": Row("--deterministic-mode", "transformer.deterministic_mode", elsewhere=True),
     "--overlap-p2p-communication-warmup-flush": Row(
         "--overlap-p2p-communication-warmup-flush", "transformer.overlap_p2p_comm_warmup_flush", beside=VPP2

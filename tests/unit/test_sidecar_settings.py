@@ -58,6 +58,11 @@ def test_flags_become_settings_and_repeated_lists_are_joined(tmp_path: Path) -> 
         ("--rollout-max-in-flight -1", "--rollout-max-in-flight -1 must be at least 1"),
         ("--rollout-num-engines many", "--rollout-num-engines many"),
         ("--rollout-listen 127.0.0.1:99999", "must be HOST:PORT"),
+        ("--rollout-gateway-listen nowhere", "--rollout-gateway-listen nowhere must be HOST:PORT"),
+        ("--rollout-agent agent.py", "must name an agent: write --rollout-agent FILE.py:FUNCTION"),
+        ("--rollout-agent /no/agent.py:act", "--rollout-agent /no/agent.py cannot be read"),
+        (f"--rollout-agent {__file__}:act --rollout-env {__file__}:Game", "each say who writes between"),
+        ("--rollout-agent-timeout 0", "--rollout-agent-timeout 0 must be a finite duration above 0"),
         ("--rollout-devices 0 1 2 --rollout-num-engines 2", "and names 3"),
         ("--rollout-devices 1 1 --rollout-num-engines 2", "--rollout-devices 1 1 must be different numbers"),
         ("--rollout-engine scripted --rollout-transport nccl", "does not reach a scripted engine"),
@@ -183,6 +188,11 @@ def test_a_vllm_sidecar_needs_a_longest_sequence(model: Path) -> None:
         ("--rollout-max-model-len 257", "--rollout-max-model-len 257 is above the model's longest sequence, 256"),
         ("--rollout-devices 0", "--rollout-devices 0 names accelerators, but the engines compute on the CPU"),
         ("--rollout-python /no/python", "--rollout-python /no/python must be a program"),
+        (
+            "--rollout-tool-parser hermes",
+            "--rollout-tool-parser hermes reads turns of conversations: add --rollout-env",
+        ),
+        ("--rollout-reasoning-parser r1 --rollout-engine scripted", "--rollout-reasoning-parser r1 is for"),
     ],
 )
 def test_engine_flags_that_do_not_fit_the_model_are_refused(words: str, message: str, model: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.config.command_line import model_checks
 from megatron_rl.config.command_line.algorithm_checks import check_algorithm
+from megatron_rl.config.command_line.invariant_checks import check_batch_invariant, check_megatron_mode
 from megatron_rl.config.command_line.lora_checks import check_lora
 from megatron_rl.config.command_line.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.command_line.stage import check_stage
@@ -33,11 +34,14 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from _check_world(settings, model)
     yield from check_stage(settings)
     yield from check_lora(settings)
+    yield from check_batch_invariant(settings)
+    yield from check_megatron_mode(settings)
     yield from _check_needs(settings)
     yield from _check_pairs(settings)
     if settings.run.stage == "grpo":
         yield from check_algorithm(settings)
         yield from _check_curriculum(settings)
+        yield from _check_agents(settings)
         yield from _check_endpoint(settings)
         yield from _check_proof(settings)
         yield from _check_way(settings)
@@ -87,6 +91,17 @@ def _check_curriculum(settings: DraftSettings) -> Iterator[str]:
         yield (
             f"--prompts-rest-below {data.rest_below:g} must be below --prompts-rest-above {data.rest_above:g}: "
             "prompts in between are trained on"
+        )
+
+
+def _check_agents(settings: DraftSettings) -> Iterator[str]:
+    """Refuse agents that may take as long as an iteration: one that hangs must fail before its iteration does."""
+    seconds, minutes = settings.environment.agent_timeout, settings.service.deadline_minutes
+    has_agents = settings.environment.agent is not None or settings.environment.verifiers is not None
+    if has_agents and seconds >= minutes * 60:
+        yield (
+            f"--rollout-agent-timeout {seconds:g} must be below {minutes * 60:g} seconds, which is "
+            f"--rollout-deadline-minutes {minutes:g}: else an agent that hangs ends the run; write a shorter one"
         )
 
 
@@ -237,7 +252,7 @@ def _check_proof(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_deliveries(settings: DraftSettings) -> Iterator[str]:
-    """Check that flags of deliveries to other hosts have an effect: streams reach engines anywhere by themselves."""
+    """Check that flags of deliveries to other hosts have an effect: only files are delivered."""
     publish, transport = settings.publish, settings.rollout.transport
     given = {
         "--publish-lost-host": publish.lost_host != PublishConfig.lost_host,

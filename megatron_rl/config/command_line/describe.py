@@ -32,8 +32,11 @@ def print_config(settings: RunSettings) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def describe_run(settings: RunSettings) -> SavedConfig:
-    """Return the same values for the run's folder, with the other facts that its figures need."""
+def describe_run(settings: RunSettings, has_own_model: bool = True) -> SavedConfig:
+    """Return the same values for the run's folder, with the other facts that its figures need.
+
+    A recipe's model is not the command line's own.
+    """
     rollout, of_values = settings.rollout, dict(_list_values(settings))
     is_own = settings.sidecar is not None and rollout.engine == "vllm"
     return SavedConfig(
@@ -44,6 +47,7 @@ def describe_run(settings: RunSettings) -> SavedConfig:
         sections={
             title: {name: Value(value, source) for name, value, source in rows} for title, rows in of_values.items()
         },
+        words=settings.words if has_own_model else (),
     )
 
 

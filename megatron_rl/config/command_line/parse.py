@@ -389,6 +389,8 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
 def _choose_backends(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
     """Return the settings with the backends that will run, of each operation that has several."""
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
+    if settings.rollout.is_batch_invariant and device == "cpu":
+        return _choose_invariant(settings)
     conditions = shared_prompt.Conditions(
         device,
         dtype,
@@ -424,6 +426,13 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
         reading,
         lambda name: gated_delta.choose_backend(name, device, dtype),
     )
+
+
+def _choose_invariant(settings: DraftSettings) -> DraftSettings:
+    """Return the settings with the backends of --batch-invariant, which `check_batch_invariant` allows alone."""
+    name: Any = "invariant"
+    model = dataclasses.replace(settings.model, output_layer_backend=name, elementwise_backend=name, qkv_backend=name)
+    return dataclasses.replace(settings, model=model, attention=dataclasses.replace(settings.attention, backend=name))
 
 
 def _choose_attention(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from megatron_rl.config.command_line.flags import Given
 from megatron_rl.config.flag import Flag, Kind
-from megatron_rl.trainer.mcore.configs import find_megatron_version, import_configs
+from megatron_rl.trainer.mcore.configs import find_flash_attention, find_megatron_version, import_configs
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
 
@@ -47,6 +47,7 @@ def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
         | _settle_packing(asked)
         | _settle_addition(asked)
         | _settle_activation(asked)
+        | _settle_invariance(asked)
         | _settle_limits(asked, platform)
     )
 
@@ -195,6 +196,25 @@ def _settle_activation(asked: Mapping[str, Any]) -> Reasons:
     return dict.fromkeys(names, (False, "the MLP's activation has no such kernel"))
 
 
+def _settle_invariance(asked: Mapping[str, Any]) -> Reasons:
+    """Settle what Megatron's batch-invariant mode needs: its products overwrite a sum of gradients, and do not add."""
+    if not asked.get("batch_invariant_mode"):
+        return {}
+    # Megatron wants the last two. They choose a kernel of TransformerEngine's attention, which has no part here.
+    needed = {
+        "gradient_accumulation_fusion": False,
+        "attention_backend": find_flash_attention(),
+        "flash_attention_version": 3,
+    }
+    known = _list_known()
+    return {field: (value, "--batch-invariant-mode") for field, value in needed.items() if field in known}
+
+
+def _list_known() -> set[str]:
+    """List the fields that the installed version's TransformerConfig has."""
+    return {field.name for field in dataclasses.fields(import_configs()["transformer"])}
+
+
 def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
     source = f"platform {platform.name}"
     limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
@@ -207,7 +227,7 @@ def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
         modules = asked.get("recompute_modules")
         if modules is not None:
             limits["recompute_modules"] = ([name for name in modules if name not in _ENGINE_MODULES], source)
-    known = {field.name for field in dataclasses.fields(import_configs()["transformer"])}
+    known = _list_known()
     return {field: reason for field, reason in limits.items() if field in known}
 
 
