@@ -20,9 +20,10 @@ LAYERS = (
     {"config", "platforms"},
     {"ops"},
     {"shared.protocol", "shared.weights", "shared.chat"},
-    {"shared.records"},
-    {"rewards"},
+    {"shared.records", "drift.recording"},
+    {"rewards", "tool_calls"},
     {"environments"},
+    {"gateway"},
     {"trainer.data"},
     {"observe"},
     {"sidecar", "trainer.mcore"},
@@ -30,7 +31,7 @@ LAYERS = (
     {"trainer.loop"},
     {"trainer.recipe"},
     {"recipe"},
-    {"analysis", "commands", "launch", "migrate"},
+    {"analysis", "commands", "drift", "launch", "migrate"},
     {"cli"},
 )
 # Packages that belong to some parts only. What is not listed may be imported anywhere.

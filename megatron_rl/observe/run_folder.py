@@ -87,6 +87,8 @@ class SavedConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSize | None = None
     sections: Mapping[str, Mapping[str, Value]] = {}
     """Values by their subject and their name."""
+    words: Sequence[str] = ()
+    """The command line, with the flags that follow from the device; none if a recipe's script built the model."""
 
 
 def write_saved_config(path: Path, config: SavedConfig) -> None:

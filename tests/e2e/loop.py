@@ -197,7 +197,7 @@ class World:
     def words(self, run: str, **changes: Any) -> list[str]:
         """Return the words of a small run over scripted engines.
 
-        A change replaces a flag, None drops it, True makes a switch.
+        A change replaces a flag, None drops it, True makes a switch, and a list has several words.
         """
         flags: dict[str, Any] = {
             "hf_model": self.model,
@@ -224,7 +224,8 @@ class World:
         words: list[str] = []
         for name, value in flags.items():
             if value is not None and value is not False:
-                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{name.replace('_', '-')}", *map(str, values)]
         return words
 
 

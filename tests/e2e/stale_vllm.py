@@ -44,6 +44,7 @@ def register() -> None:
         "load": _keep_tensors,
         "adapters": _keep_factors,
         "pack": _keep_packed,
+        "quantize": _keep_quantized,
         "tied": _keep_tied,
         "sample": _shift_log_probs,
         "versions": _record_no_versions,
@@ -122,6 +123,22 @@ def _keep_packed(plant: dict[str, Any]) -> None:
             layer.cpu_linear = before
 
     utils.dispatch_cpu_unquantized_gemm = keeps
+
+
+def _keep_quantized(plant: dict[str, Any]) -> None:
+    """Keep, from a version on, what one layer quantized before, so that it computes with that whatever it is given."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod as Method
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    process, is_stale = Method.process_weights_after_loading, _find_stale(plant)
+
+    def keeps(self: Any, layer: Any) -> None:
+        process(self, layer)
+        if is_stale() and plant["names"] in layer.prefix:
+            before = get_layerwise_info(layer).kernel_tensors[0]
+            layer.weight.data = before["weight"].data.clone()
+
+    Method.process_weights_after_loading = keeps
 
 
 def _keep_tied(plant: dict[str, Any]) -> None:

@@ -31,10 +31,26 @@ LEFT_OUT = {
     "trl": {"vs_trl_10m", "vs_trl_40m", "vs_colocated", "default_vs_pinned"},
 }
 # Benchmarks that are run as `python -m benchmarks` runs them. The others are forked: their imports take seconds.
-STARTED = {"dynamic_sampling", "tails", "in_flight", "plan_peers", "delivery", "step_ledger", "log_probs_memory"}
+STARTED = {
+    "drafts",
+    "conversations",
+    "dynamic_sampling",
+    "tails",
+    "in_flight",
+    "plan_peers",
+    "delivery",
+    "step_ledger",
+    "log_probs_memory",
+    "precision",
+    "batch_invariant",
+}
+# Benchmarks that start more than one engine, or whose step others take too.
+SLOW = {"publish_lora", "lora_step", "precision", "drafts", "batch_invariant"}
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
+)
 def test_a_tiny_run_of_a_benchmark_gives_the_figures_that_are_documented(name, tmp_path):
     if name in STARTED:
         outcome = run(name, is_tiny=True)

@@ -125,6 +125,36 @@ def test_a_run_that_accepts_the_weaker_proof_says_so_in_audit_and_report(world, 
     assert line in RunFiles("weaker", run).read(None, None)["audit"]["weaker"]
 
 
+IN_FP8 = {
+    "publish_dtype": "bfloat16",
+    "rollout_dtype": "bfloat16",
+    "rollout_vllm_args": "--quantization fp8_per_channel",
+}
+
+
+@pytest.mark.slow
+def test_all_parameters_are_compared_where_engines_quantize_and_the_audit_says_so(world, capsys):
+    run = run_in_bf16(world, "fp8", **IN_FP8)
+    compared = read_compared(run)
+    assert len(compared) == 2
+    assert all(count == whole > 0 for count, whole in compared), compared
+    assert megatron_rl(["audit", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "engines quantize (fp8_per_channel): in 2 of 2 reports" in printed
+    assert "weaker" not in printed
+
+
+@pytest.mark.slow
+def test_a_layer_that_keeps_old_quantized_weights_ends_the_run_at_that_publish(world):
+    plant = {"where": "quantize", "names": "layers.1.mlp.down_proj", "from_version": 2}
+    expected = (
+        "version 2 was not published: engine engine-0, .* 1 quantized parameters do not hold what follows from the "
+        "loaded numbers: model.layers.1.mlp.down_proj.weight"
+    )
+    run = fails(world, "quantized", plant, expected, lr=1e-3, **IN_FP8)
+    assert refused_at(run, BreachName.NOT_PROVEN) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "names", "version"),

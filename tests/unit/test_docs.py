@@ -90,6 +90,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl audit RUN --head": Here(),
         "megatron-rl audit RUN --rescore": By("tests/unit/test_audit_rescore.py"),
     },
+    "docs/drift.md": {"megatron-rl drift RUN": By("tests/sidecar/test_drift_of_vllm.py")},
     "docs/translate.md": {
         "megatron-rl translate run-slime.sh": By(
             "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
@@ -121,6 +122,10 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     },
     "docs/environments.md": {
         "make paying": By("tests/unit/test_docs.py::test_the_game_over_several_turns_is_learned"),
+        "make calculator": By("tests/unit/test_docs.py::test_calling_a_tool_is_learned"),
+    },
+    "docs/agents.md": {
+        "make agent": By("tests/unit/test_docs.py::test_an_agent_of_the_openai_client_learns"),
     },
     "docs/hosts.md": {
         "python -m megatron_rl.sidecar.agent": By("tests/hosts/test_agents.py"),
@@ -410,16 +415,38 @@ def test_the_demo_learns(tmp_path):
     assert result["after"] > result["before"] + 0.3
 
 
-@pytest.mark.slow
-def test_the_game_over_several_turns_is_learned(tmp_path):
-    """Run the command of make paying, in another folder."""
-    command = "-m examples.paying.demo"
+def learn_to_pay(name: str, out: Path) -> None:
+    """Run the command of make NAME, in another folder."""
+    command = f"-m examples.{name}.demo"
     assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
-    run(f"{sys.executable} {command} --out {tmp_path / 'paying'}", ROOT, seconds=3000)
-    result = json.loads((tmp_path / "paying" / "result.json").read_text())
+    run(f"{sys.executable} {command} --out {out}", ROOT, seconds=3000)
+    result = json.loads((out / "result.json").read_text())
     assert result["before"] < 0.4
     assert result["after"] > 0.85
-    assert not verify(tmp_path / "paying" / "run").breaches
+    assert not verify(out / "run").breaches
+
+
+@pytest.mark.slow
+def test_the_game_over_several_turns_is_learned(tmp_path):
+    learn_to_pay("paying", tmp_path / "paying")
+
+
+@pytest.mark.slow
+def test_an_agent_of_the_openai_client_learns(tmp_path):
+    learn_to_pay("agent", tmp_path / "agent")
+    assert "megatron" not in (ROOT / "examples" / "agent" / "payer.py").read_text()
+
+
+@pytest.mark.slow
+def test_calling_a_tool_is_learned(tmp_path):
+    """Run the command of make calculator, in another folder."""
+    command = "-m examples.calculator.demo"
+    assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
+    run(f"{sys.executable} {command} --out {tmp_path / 'calculator'}", ROOT, seconds=3000)
+    result = json.loads((tmp_path / "calculator" / "result.json").read_text())
+    assert result["before"] < 0.4
+    assert result["after"] > 0.85
+    assert not verify(tmp_path / "calculator" / "run").breaches
 
 
 @pytest.mark.slow

@@ -103,16 +103,17 @@ def test_the_fingerprint_depends_on_names_shapes_and_dtypes_and_not_on_order() -
 
 ROWS = ShardMap((10, 6), (Piece("q", 0, 4, 0, 3), Piece("k", 0, 2, 3, 2), Piece("q", 0, 7, 5, 3)), owned=True)
 COLUMNS = ShardMap((4, 6), (Piece("q", 1, 6, 0, 3), Piece("k", 1, 3, 3, 3)), owned=True)
+PADDED = ShardMap((8, 6), (Piece("q", 0, 4, 0, 7),), owned=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard_map", [ROWS, COLUMNS])
+@pytest.mark.parametrize("shard_map", [ROWS, COLUMNS, PADDED])
 def test_the_pieces_of_a_parameter_are_digested_as_the_slices_that_they_are(
     shard_map: ShardMap, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = torch.randn(shard_map.shape)
     shard = Shard("layer.weight", values, shard_map)
-    # Copies of two rows at a time, and the last rows of the first map are padding.
+    # Copies of two rows at a time, and the last rows of the maps of rows are padding.
     monkeypatch.setattr(shards, "_BLOCK_ELEMENTS_CPU", 12)
     exported = values.to(fingerprint.DTYPES[dtype])
     places = [(p.source, 0) if p.dim == 0 else (0, p.source) for p in shard_map.pieces]

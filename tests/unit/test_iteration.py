@@ -35,6 +35,7 @@ from megatron_rl.sidecar.iteration import (
     NoSuchSlot,
     NotAllClaimed,
     WrongVersion,
+    _part,
 )
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
 
@@ -431,6 +432,28 @@ def test_a_reward_that_is_not_finite_is_refused_by_name() -> None:
     for reward in (float("inf"), float("nan")):
         with pytest.raises(GroupRefused, match=f"response 1 of engine engine-0: its reward is {reward}"):
             check_rewards(SUBMISSION, with_response(GROUP, 1, reward=reward))
+
+
+def test_a_rollout_that_its_agent_did_not_end_may_lack_the_reward_that_decides() -> None:
+    submission = msgspec.structs.replace(
+        SUBMISSION, plan=msgspec.structs.replace(SUBMISSION.plan, deciding_rewards=["correct"])
+    )
+    named = [msgspec.structs.replace(response, components={"correct": 1.0}) for response in GROUP.responses]
+    check_rewards(submission, msgspec.structs.replace(GROUP, responses=named))
+    other = {"agent": -1.0}
+    for reason in ("failed", "limit"):
+        broken = with_response(
+            msgspec.structs.replace(GROUP, responses=named), 0, components=other, finish_reason=reason
+        )
+        check_rewards(submission, broken)
+        # Whoever reads them finds those of every response.
+        part = _part(broken, first=0, size=1, has_turns=False)
+        assert part.components == {
+            "agent": [-1.0, *[None] * (len(named) - 1)],
+            "correct": [None, *[1.0] * (len(named) - 1)],
+        }
+    with pytest.raises(GroupRefused, match="correct is to decide .* the sidecar's rewards are agent: write one of"):
+        check_rewards(submission, with_response(broken, 0, finish_reason="stop"))
 
 
 def test_more_tokens_than_allowed_are_refused_and_exactly_the_allowed_number_is_not() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.protocol.wire import Sampling, encode_tokens
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, Sampling, encode_tokens
 from megatron_rl.shared.records import journal as journals
 from megatron_rl.shared.records.append_file import AppendFailed, AppendFile, FileInUse
 from megatron_rl.shared.records.journal import Journal, JournalDamaged, JournalFolder
@@ -132,9 +132,12 @@ def test_a_journal_of_another_wire_version_is_named_with_both_versions_and_a_rem
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
-        later.setattr(journals, "WIRE_VERSION", 4)
+        later.setattr(journals, "WIRE_VERSION", WIRE_VERSION + 1)
         write(path, [4])
-    said = "has wire version 4, and this megatron_rl has 3: move the file away and resume from the checkpoint"
+    said = (
+        f"has wire version {WIRE_VERSION + 1}, and this megatron_rl has {WIRE_VERSION}: move the file away and resume "
+        "from the checkpoint"
+    )
     with pytest.raises(JournalDamaged, match=said):
         Journal(path, SUBMISSION)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,8 +14,10 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.config.settings import CheckpointConfig, ObserveConfig
 from megatron_rl.observe.progress import Progress
+from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.trainer.loop.reporter import SamplesReporter, build_reporter
+from tests.unit.test_turns import respond
 
 
 class Said(Progress):
@@ -75,6 +78,8 @@ def part(prompt: int, first: int, count: int) -> SimpleNamespace:
             finish_reason="stop",
             log_probs=np.array([-place / 4], "<f4").tobytes(),
             spans=[],
+            branches=[],
+            turn_rewards=[],
         )
         for place in range(first, first + count)
     ]
@@ -119,6 +124,20 @@ def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(tmp_pat
     to.close()
     assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
     assert any("--rl-inference-logprobs-is-correction" in line for line in said.lines) == is_warned
+
+
+@pytest.mark.parametrize(("quantized", "difference", "correction", "num_said"), [
+    (True, 2e-2, False, 1), (True, 5e-4, False, 0), (True, 2e-2, True, 0), (False, 2e-2, False, 0),
+])  # fmt: skip
+def test_the_correction_is_suggested_once_if_engines_quantize(tmp_path, quantized, difference, correction, num_said):
+    algorithm = AlgorithmConfig(advantage="mean", importance_correction=correction)
+    to = reporter(tmp_path, algorithm=algorithm, mismatch_warning=5e-2, log_samples=0)
+    to._progress = said = Said()
+    metrics = {"mismatch": {"mean": difference}, "groups": 2, "reward": {"all_equal_groups": 0}}
+    for version in range(2):
+        to.iteration(version, {"version": version, "publish": {"quantized": quantized}, **metrics}, slots(), {})
+    to.close()
+    assert sum("the engines quantize" in line for line in said.lines) == num_said == len(said.lines)
 
 
 @pytest.mark.parametrize(("given", "is_warned"), [(None, False), (0.1, True)])
@@ -203,6 +222,21 @@ def test_advantages_that_the_whole_update_divides_are_left_out_of_samples(tmp_pa
     to.close()
     (line,) = read_lines(tmp_path / "samples.jsonl")
     assert [response["advantage"] for response in line["responses"]] == [None] * 4
+
+
+def test_turns_with_credit_of_their_own_have_their_advantages_in_samples(tmp_path):
+    to = reporter(tmp_path, algorithm=AlgorithmConfig(advantage="mean", turn_credit=True), log_samples=4)
+    of_group = part(3, 0, 4)
+    talk = respond(("3", [10]), (ENVIRONMENT, [50]), ("3", [11]), reward=3.0, turn_rewards=[1.0, 2.0])
+    of_group.responses[1:3] = [talk, msgspec.structs.replace(talk, reward=-1.0, turn_rewards=[-1.0, 0.0])]
+    of_group.turn_rewards = [[0.0], [1.0, 2.0], [-1.0, 0.0], [2.0]]
+    to._write_samples(0, slots([of_group]), {})
+    to.close()
+    (line,) = read_lines(tmp_path / "samples.jsonl")
+    # From the first turns on the rewards are 0, 3, -1 and 2, and their mean is 1; from the second ones 0, 2, 0 and 0.
+    assert [response["advantage"] for response in line["responses"]] == [-1.0, None, None, 1.0]
+    turns = [[turn.get("advantage") for turn in response.get("turns", ())] for response in line["responses"]]
+    assert turns == [[], [2.0, None, 1.5], [-2.0, None, -0.5], []]
 
 
 def test_logged_tokens_have_the_log_probs_of_engine_and_trainer(tmp_path):

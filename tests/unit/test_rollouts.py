@@ -78,11 +78,15 @@ def test_without_prompts_that_were_put_off_nothing_is_said_of_them() -> None:
 
 def _report_seconds(schedule: Schedule, reported: list[float]) -> dict[str, Any]:
     """Complete an iteration with this schedule, and return what is known of the engines."""
+    answers: list[wire.EnvironmentTimes | None] = [None]
+    drafts: list[wire.Drafts | None] = [None]
 
     def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float) -> Any:
         reported.append(seconds)
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.0)
-        return types.SimpleNamespace(head="", census=census, num_in_flight=64)
+        return types.SimpleNamespace(
+            head="", census=census, num_in_flight=64, environments=answers[-1], drafts=drafts[-1]
+        )
 
     session: Any = types.SimpleNamespace(rank=0, platform=CpuPlatform())
     prompts: Any = types.SimpleNamespace(put_off=[], advance=lambda *_: None)
@@ -90,14 +94,24 @@ def _report_seconds(schedule: Schedule, reported: list[float]) -> dict[str, Any]
     terms = SubmissionTerms(divide(PLAN), wire.Sampling(max_tokens=8), 5.0)
     one = Rollouts(client, session, terms, lambda baseline: Batcher(None), schedule, prompts)  # type: ignore[arg-type]
     one.complete(0, wire.Mismatch(mean=0.0, largest=0.0, bound=None), 2.5)
-    return one.describe_engines()
+    described = one.describe_engines()
+    answers[:] = [wire.EnvironmentTimes(mean=0.25, p95=0.5)]
+    one.complete(1, wire.Mismatch(mean=0.0, largest=0.0, bound=None), 2.5)
+    times = {"max_in_flight": 64, "environment_mean": 0.25, "environment_p95": 0.5}
+    assert one.describe_engines() == {"time": times}
+    # Four drafts of three tokens each, and of these five were accepted: a response got nine tokens in four steps.
+    drafts[:] = [wire.Drafts(count=4, drafted=12, accepted=5)]
+    one.complete(2, wire.Mismatch(mean=0.0, largest=0.0, bound=None), 2.5)
+    times |= {"drafted_tokens": 12, "accepted_tokens": 5, "accepted_length": 9 / 4}
+    assert one.describe_engines() == {"time": times}
+    return described
 
 
 def test_seconds_of_training_overlap_with_sampling_unless_the_trainer_waits_for_all_groups() -> None:
     reported: list[float] = []
     assert _report_seconds(start_at_once, reported) == {"time": {"max_in_flight": 64}}
     _report_seconds(wait_for_all, reported)
-    assert reported == [2.5, 0.0]
+    assert reported == [2.5, 2.5, 2.5, 0.0, 0.0, 0.0]
 
 
 def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with_its_plug_ins() -> None:
@@ -111,7 +125,9 @@ def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with
     def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float) -> Any:
         recorded.append(plug_ins)
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
-        return types.SimpleNamespace(head=f"head {version}", census=census, num_in_flight=None)
+        return types.SimpleNamespace(
+            head=f"head {version}", census=census, num_in_flight=None, environments=None, drafts=None
+        )
 
     session: Any = types.SimpleNamespace(
         rank=0, replica=0, platform=CpuPlatform(), run_or_raise_everywhere=lambda action: action(),

@@ -13,7 +13,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.slots import Claim, divide
 from megatron_rl.shared.protocol.wire import Plan, Submission, encode_tokens
 from megatron_rl.shared.records.audit_check import verify
-from megatron_rl.shared.records.audit_log import AuditLog, EngineReport
+from megatron_rl.shared.records.audit_events import EngineReport
+from megatron_rl.shared.records.audit_log import AuditLog
 from megatron_rl.sidecar.iteration import Iteration
 from tests.submissions import make_group, make_plan, make_submission, plans
 from tests.unit.test_selection_by_signal import play, trained

@@ -14,7 +14,8 @@ from megatron_rl.shared.protocol.selection import SelectionBySignal, has_signal
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
 from megatron_rl.shared.protocol.wire import Plan, Slot, Submission, decode
 from megatron_rl.shared.records.audit_check import verify
-from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog, EngineReport
+from megatron_rl.shared.records.audit_events import EngineReport
+from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.sidecar.iteration import GroupState, Iteration, NotAllClaimed
 from tests.submissions import make_group, make_plan, make_submission, plans, with_response
 

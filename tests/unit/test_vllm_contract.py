@@ -17,11 +17,12 @@ import pytest
 from megatron_rl import versions
 from megatron_rl.shared.protocol.wire import Sampling, Weights
 from megatron_rl.sidecar import streams
-from megatron_rl.sidecar.vllm import flags, patches, scheduler, scoring
+from megatron_rl.sidecar.vllm import flags, invariant, patches, scheduler, scoring
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
 from megatron_rl.sidecar.vllm.connection import METRICS_PREFIX
 from megatron_rl.sidecar.vllm.memory import EngineMemory
 from megatron_rl.sidecar.vllm.server import ServerConfig, _command, _environment
+from tests.sidecar.test_vllm_invariant import make_impl
 from tools import vllm_facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,7 @@ SERVERS = [
     ServerConfig("model", 8),
     ServerConfig("model", 8, device="cuda", transport="nccl", tensor_parallel_size=2, eager=True, replays_routing=True),
     ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.5, 1 << 30), lora_rank=12),
+    *(ServerConfig("model", 8, device=device, is_batch_invariant=True) for device in ("cpu", "cuda")),
 ]
 
 pytestmark = pytest.mark.parametrize("version", sorted(FACTS))
@@ -190,7 +192,7 @@ def test_a_source_of_weights_has_what_is_read(version):
 def test_our_client_takes_the_calls_that_a_sender_makes(version):
     members = describe(version, "vllm.distributed.weight_transfer.base.VLLMWeightSyncClient")["members"]
     for name, text in members.items():
-        ours = inspect.signature(getattr(streams._ToldBySidecar, name))
+        ours = inspect.signature(getattr(streams.ToldBySidecar, name))
         assert list(ours.parameters) == list(signature(text).parameters)
 
 
@@ -208,10 +210,29 @@ def test_every_patched_function_takes_the_parameters_that_patches_know(version):
     (experts,) = (name for name in FACTS[version]["symbols"] if name.endswith("UnquantizedFusedMoEMethod"))
     loaded = member(version, experts, "process_weights_after_loading")
     assert tuple(signature(loaded).parameters) == ("self", "layer")
+    layers = "vllm.model_executor.layers"
+    for method in (
+        f"{layers}.linear.UnquantizedLinearMethod",
+        f"{layers}.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+    ):
+        assert member(version, method, "process_weights_after_loading") == loaded
     scores = describe(version, f"{scoring._SAMPLER}.{scoring._FUNCTION}")["call"]
     assert tuple(signature(scores).parameters) == scoring._PARAMETERS
     results = describe(version, "vllm.v1.outputs.LogprobsTensors")["call"]
     assert tuple(signature(results).parameters) == ("self", *scoring._RESULTS)
+
+
+def test_what_batch_invariant_engines_replace_is_called_as_they_expect(version):
+    module = SimpleNamespace(impl=make_impl(1.0))
+    invariant._change_attention("attention", module)
+    for name in ("forward", "do_kv_cache_update"):
+        theirs = signature(member(version, "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl", name))
+        ours = inspect.signature(getattr(module.impl, name))
+        assert len(ours.parameters) == len(theirs.parameters) - 1
+    draws = member(version, "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler", "forward_cpu")
+    assert tuple(signature(draws).parameters) == ("self", "logits", "generators", "k", "p")
+    assert member(version, "vllm.v1.sample.sampler.Sampler", "compute_logprobs") == "(logits)"
+    assert member(version, "vllm.model_executor.custom_op.CustomOp", "_forward_method") == "field"
 
 
 @pytest.mark.parametrize("config", SERVERS, ids=lambda config: config.device)

@@ -130,10 +130,11 @@ def test_the_choice_of_a_run_reaches_every_engine_and_what_keeps_vllms_kernels_i
     launcher = SimpleNamespace(start=lambda spec: SimpleNamespace(address=spec.address, need=lambda pid: None))
     factory = VllmFactory(config, run_folder(), launcher)
     asked: list[tuple[str, ...]] = []
+    kept = "not applied: this vLLM computes adapters in another way"
 
     async def call(step: str, method: str, *arguments: str) -> list[dict[str, Any]]:
         asked.append((method, *arguments))
-        return [{**FACTS, "scoring_patch": "not applied: the trial failed", "pid": 1}]
+        return [{**FACTS, "scoring_patch": "not applied: the trial failed", "products_patch": kept, "pid": 1}]
 
     for engine in (factory.create("engine-0"), factory.adopt("engine-1", "/no/socket")):
         engine._workers = call
@@ -144,3 +145,4 @@ def test_the_choice_of_a_run_reaches_every_engine_and_what_keeps_vllms_kernels_i
         f"engine engine-{number}: vLLM computes the log-probs of sampled tokens: not applied: the trial failed"
         for number in range(2)
     ]
+    assert f"engine engine-1: vLLM computes adapters: {kept}" in caplog.text

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.errors import PlatformError
+from megatron_rl.observe.rank_places import read_places
 from megatron_rl.trainer.loop import lifelines, watch
 from megatron_rl.trainer.loop.lifelines import Hub, Spoke, listen
 from megatron_rl.trainer.loop.stop import ExitLimits, StopRequest
@@ -26,9 +27,11 @@ from tests.ranks import ROOT, free_port
 DEADLINE = 120
 CODE = """
     import os, signal, sys, time, types
+    from pathlib import Path
     # A shell starts what it puts into the background with this signal ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from megatron_rl.errors import InputError
+    from megatron_rl.observe.rank_places import RankPlaces
     from megatron_rl.trainer.loop.watch import Watch
 
     rank, what = int(os.environ["RANK"]), sys.argv[1]
@@ -51,6 +54,11 @@ CODE = """
             # One finds no more to say, as a process that is stopped.
             place = (7, "train") if rank else (9, "update")
             watch.follow(types.SimpleNamespace(place=place, tidy=lambda: None), 0.2)
+        if what == "show":
+            followed = types.SimpleNamespace(place=(7, "train" if rank else "update"), tidy=lambda: None)
+            watch.follow(followed, 20, None if rank else RankPlaces(Path(sys.stdin.readline().strip())))
+            sys.stdin.readline()
+            what = "nothing"
         if what != "nothing":
             time.sleep(600)
         while rank == 0 and len(watch._done) < watch.world_size - 1:
@@ -176,6 +184,16 @@ def test_ranks_are_stalled_when_none_makes_progress_and_none_waits_for_others(sa
     assert found == [is_stalled and time_ > 600 for time_ in range(0, 1300, 30)]
 
 
+def test_what_a_rank_says_of_its_place_counts_as_progress():
+    clock, first = Clock(), watch.Watch(0, 2)
+    first._stalls = stalls = Stalls(600, clock)
+    for clock.seconds in range(0, 1800, 300):
+        first.heard(["at", 1, clock.seconds, "train", "host"])
+        assert stalls.find() is None
+    clock.seconds += 601
+    assert "(ranks 1 in train)" in (stalls.find() or "")
+
+
 def test_a_stall_says_where_every_rank_is():
     clock = Clock()
     stalls = Stalls(600, clock)
@@ -183,6 +201,25 @@ def test_a_stall_says_where_every_rank_is():
         stalls.heard(rank, 5, part)
     clock.seconds = 601
     assert "(ranks 0, 2 in train; 1 in update)" in (stalls.find() or "")
+
+
+def test_rank_0_writes_what_every_rank_does_and_removes_it_at_the_end(tmp_path):
+    with Ranks("show", 3) as ranks:
+        ranks.wait_until_there()
+        inputs = [process.stdin for process in ranks.processes]
+        inputs[0].write(f"{tmp_path}\n")
+        inputs[0].flush()
+        end = time.monotonic() + DEADLINE
+        while (found := read_places(tmp_path)) is None or len(found.ranks) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for given in inputs:
+            given.write("\n")
+            given.flush()
+        assert ranks.ends()[0] == [0, 0, 0]
+    parts = [(place.host, place.part) for place in found.ranks.values()]
+    assert parts == [(socket.gethostname(), part) for part in ("update", "train", "train")]
+    assert read_places(tmp_path) is None
 
 
 def test_a_run_without_a_failure_ends_as_it_would():

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.settings import EvaluationConfig
 from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.shared.protocol.turns import count_sampled
 from megatron_rl.shared.protocol.wire import Evaluated, Evaluation, Group, Prompt, Sampling
 from megatron_rl.trainer.data.slots import Identity
@@ -68,12 +69,23 @@ class EngineEvaluator:
 
 def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
     """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response."""
-    rewards = [[response.reward for response in group.responses] for group in evaluated.groups]
     lengths = [count_sampled(response) for group in evaluated.groups for response in group.responses]
+    by_source: dict[str, list[Group]] = {}
+    for group in evaluated.groups:
+        by_source.setdefault(name_source(group.prompt.row), []).append(group)
+    sources = {name: _count_success(by_source[name], pass_reward) for name in sorted(by_source)}
+    return {
+        **_count_success(evaluated.groups, pass_reward),
+        "num_samples": len(evaluated.groups[0].responses),
+        "length_mean": statistics.fmean(lengths),
+        **({"sources": sources} if len(sources) > 1 else {}),
+    }
+
+
+def _count_success(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
+    rewards = [[response.reward for response in group.responses] for group in groups]
     return {
         "mean": statistics.fmean(reward for group in rewards for reward in group),
         "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),
         "num_prompts": len(rewards),
-        "num_samples": len(rewards[0]),
-        "length_mean": statistics.fmean(lengths),
     }

@@ -153,4 +153,5 @@ def _check(statistics: list[Statistics]) -> ReplicaMismatch | None:
     if not is_reporter():
         return None
     sums, maxima = combine_statistics(statistics)
-    return ReplicaMismatch(sums["mismatch"], maxima["mismatch"], int(sums["targets"]))
+    num_differing = int(sums["mismatch_differing"])
+    return ReplicaMismatch(sums["mismatch"], maxima["mismatch"], int(sums["targets"]), num_differing=num_differing)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
+from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.shared.protocol.turns import count_sampled, count_turns
 from megatron_rl.shared.protocol.wire import GroupPart, Mismatch
 from megatron_rl.trainer.data.batch import BatchFacts
@@ -53,21 +54,33 @@ def measure_batches(batches: Iterable[BatchFacts]) -> Measures:
 
 
 def _add_part(measures: Measures, part: GroupPart) -> None:
+    source = f"source.{name_source(part.row)}"
     if part.first_response == 0:
+        all_equal = is_all_equal(np.asarray(part.rewards))
         measures.add("groups", 1)
-        measures.add("groups.all_equal", is_all_equal(np.asarray(part.rewards)))
+        measures.add("groups.all_equal", all_equal)
+        measures.add(f"{source}.groups", 1)
+        measures.add(f"{source}.all_equal", all_equal)
         measures.add("tokens.prompt", len(part.prompt_tokens) // 4)
     for response in part.responses:
         length = count_sampled(response)
         measures.add("responses", 1)
-        measures.add("tokens.environment", len(response.tokens) // 4 - length)
-        measures.add("turns", count_turns(response.spans))
+        if part.turn_rewards:
+            # Of conversations: an environment need not have written a token of one.
+            measures.add("tokens.environment", len(response.tokens) // 4 - length)
+            measures.add("turns", count_turns(response))
+            measures.add("branches", len(response.branches))
+            measures.add("limit", response.finish_reason == "limit")
+            measures.add("failed", response.finish_reason == "failed")
         measures.add("tokens.response", length)
         measures.bound("length", length)
         measures.add("truncated", response.finish_reason != "stop")
         measures.add("reward", response.reward)
         measures.add("reward.square", response.reward**2)
         measures.bound("reward", response.reward)
+        measures.add(f"{source}.responses", 1)
+        measures.add(f"{source}.reward", response.reward)
+        measures.add(f"{source}.length", length)
         for name, value in response.components.items():
             if value is not None:
                 measures.add(f"component.{name}", value)
@@ -137,6 +150,7 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "mean": sums["mismatch"] / targets,
             "max": measures.largest["mismatch"],
             "kl": sums["mismatch_kl"] / targets,
+            "differing": int(sums["mismatch_differing"]),
         },
         "responses": {
             "count": int(responses),
@@ -151,9 +165,13 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
             "utilisation": sums["tokens.computed"] / (sums["micro_batches"] * largest_micro_batch),
         },
     }
-    if sums["tokens.environment"]:
-        metrics["responses"]["turns"] = sums["turns"] / responses
+    if "turns" in sums:
+        metrics["responses"] |= {name: sums[name] / responses for name in ("turns", "limit", "failed")}
         metrics["tokens"]["environment"] = int(sums["tokens.environment"])
+    if sums.get("branches"):
+        metrics["responses"]["branches"] = sums["branches"] / responses
+    if len(sources := _describe_sources(sums)) > 1:
+        metrics["sources"] = sources
     own = {name.removeprefix("metric."): sums[name] / targets for name in sums if name.startswith("metric.")}
     if own:
         metrics["metric"] = own
@@ -172,6 +190,19 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
     if replayed := sums.get("routing.replayed"):
         metrics["routing"] = {"replayed": int(replayed), "changed": sums["routing.changed"] / replayed}
     return metrics | describe_auxiliary(sums)
+
+
+def _describe_sources(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    names = [name.removesuffix(".groups") for name in sums if name.startswith("source.") and name.endswith(".groups")]
+    return {
+        name.removeprefix("source."): {
+            "reward": sums[f"{name}.reward"] / sums[f"{name}.responses"],
+            "groups": int(sums[f"{name}.groups"]),
+            "all_equal_groups": int(sums[f"{name}.all_equal"]),
+            "length_mean": sums[f"{name}.length"] / sums[f"{name}.responses"],
+        }
+        for name in sorted(names)
+    }
 
 
 def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:

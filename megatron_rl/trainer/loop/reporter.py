@@ -19,20 +19,20 @@ from megatron_rl.observe import run_folder
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
-from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SampledTurn, SamplesFile
+from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
-from megatron_rl.shared.protocol.turns import ENVIRONMENT, count_sampled, mask_sampled
+from megatron_rl.shared.protocol.turns import count_sampled, mask_sampled
 from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.group_maker import build_decoder
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.loop.equal_rewards import EqualRewards
-from megatron_rl.trainer.loop.mismatch import find_warning_bound
+from megatron_rl.trainer.loop.mismatch import LEAST_CORRECTED, find_warning_bound
 from megatron_rl.trainer.loop.rank import Rank
+from megatron_rl.trainer.loop.sampled_turns import Decode, sample_turns
 from megatron_rl.trainer.loop.tracing import RankTrace, Untraced, open_trace
-
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
 
 _FOLLOW_SECONDS = 0.5
 # Decimals of a log-prob in the samples.
@@ -125,7 +125,9 @@ class SamplesReporter(MetricsReporter):
         self._mismatch_warning = find_warning_bound(settings)
         self._with_tokens = settings.observe.log_sample_tokens
         self._equal_rewards = EqualRewards(settings)
+        self._has_turn_credit = settings.algorithm.turn_credit
         self._is_corrected = settings.algorithm.importance_correction
+        self._has_suggested = False
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
         if self._progress.shows_counts:
@@ -177,7 +179,19 @@ class SamplesReporter(MetricsReporter):
                 f"{self._mismatch_warning:g} (--rollout-mismatch-warning): compare precisions and kernels of the two"
                 f"{remedy}"
             )
+        elif metrics.get("publish", {}).get("quantized"):
+            self._suggest_correction(difference)
         self._say_if_any(self._equal_rewards.follow(metrics))
+
+    def _suggest_correction(self, difference: float) -> None:
+        """Say once that engines which quantize sample from another policy, if tokens are not weighed for it."""
+        if difference > LEAST_CORRECTED and not (self._is_corrected or self._has_suggested):
+            self._has_suggested = True
+            self._progress.say(
+                f"warning: the engines quantize, and their log-probs differ from the trainer's by {difference:.2g} on "
+                "average: --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 2 weighs "
+                "tokens for it"
+            )
 
     def _say_if_any(self, text: str | None) -> None:
         if text is not None:
@@ -197,8 +211,12 @@ class SamplesReporter(MetricsReporter):
             of_parts = list(of_group)
             first = of_parts[0][0]
             responses = [item for part, of_part in of_parts for item in zip(part.responses, of_part, strict=True)]
+            advantages: Sequence[Sequence[float]] = ()
+            if self._has_turn_credit:
+                advantages = [of_turns.tolist() for of_turns in self._advantages.compute_turns(first)]
             # Advantages that are divided over the whole update say little about one group.
-            advantages = None if self._advantages.is_divided else self._advantages(first).tolist()
+            elif not self._advantages.is_divided:
+                advantages = [[advantage] for advantage in self._advantages(first).tolist()]
             sampled = self._decode_group(first.row, first.prompt_tokens, responses[:left], advantages)
             self._samples.write(version, [sampled])
 
@@ -207,9 +225,12 @@ class SamplesReporter(MetricsReporter):
         row: str,
         prompt_tokens: bytes,
         responses: Sequence[tuple[Response, np.ndarray | None]],
-        advantages: Sequence[float] | None = None,
+        advantages: Sequence[Sequence[float]] = (),
     ) -> SampledGroup:
-        """Decode a group; each response comes with the trainer's log-probs of its tokens, or with None."""
+        """Decode a group; each response comes with the trainer's log-probs of its tokens, or with None.
+
+        `advantages` are those of each response: one, or those of its turns.
+        """
         tokens = (prompt_tokens, *(response.tokens for response, _ in responses))
         prompt, *texts = self._decode([decode_tokens(data).tolist() for data in tokens])
         sampled = [
@@ -219,11 +240,18 @@ class SamplesReporter(MetricsReporter):
                 {name: value for name, value in response.components.items() if value is not None},
                 num_tokens=len(response.tokens) // 4,
                 finish_reason=response.finish_reason,
-                advantage=None if advantages is None else advantages[number],
+                advantage=of_response[0] if len(of_response) == 1 else None,
                 tokens=self._decode_tokens(response, trainer_N) if self._with_tokens else None,
-                turns=self._decode_turns(response),
+                turns=sample_turns(
+                    response,
+                    len(prompt_tokens) // 4,
+                    self._decode,
+                    advantages=of_response if self._has_turn_credit else (),
+                ),
             )
-            for number, (text, (response, trainer_N)) in enumerate(zip(texts, responses, strict=True))
+            for text, (response, trainer_N), of_response in zip(
+                texts, responses, advantages or itertools.repeat(()), strict=False
+            )
         ]
         return SampledGroup(row, prompt, sampled)
 
@@ -239,17 +267,6 @@ class SamplesReporter(MetricsReporter):
             engine=_round(decode_log_probs(response.log_probs)),
             trainer=trainer,
         )
-
-    def _decode_turns(self, response: Response) -> list[SampledTurn] | None:
-        """Decode what each side wrote; None if an environment wrote nothing."""
-        if not any(span.version == ENVIRONMENT for span in response.spans):
-            return None
-        tokens = decode_tokens(response.tokens).tolist()
-        texts = self._decode([tokens[span.start : span.end] for span in response.spans])
-        return [
-            SampledTurn("environment" if span.version == ENVIRONMENT else "policy", text)
-            for span, text in zip(response.spans, texts, strict=True)
-        ]
 
 
 def _divide_log_probs(
@@ -306,7 +323,8 @@ def open_log(
         others = None if rank.recipe.open_sinks is None else rank.recipe.open_sinks()
         reporter = build_reporter(settings, version, advantages, others)
         rank.stack.callback(reporter.close)
-        run_folder.write_saved_config(settings.folder / run_folder.CONFIG_FILE, describe_run(settings))
+        described = describe_run(settings, has_own_model=rank.recipe is STAND_ALONE)
+        run_folder.write_saved_config(settings.folder / run_folder.CONFIG_FILE, described)
         if client is not None:
             reporter.follow(client.status)
         startup.end_part("the rest")

@@ -13,11 +13,19 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.command_line.own_files import describe_own_files
 from megatron_rl.config.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
-from megatron_rl.observe.metrics import MAX_IN_FLIGHT, TIME
+from megatron_rl.observe.metrics import (
+    ACCEPTED,
+    ACCEPTED_LENGTH,
+    DRAFTED,
+    ENVIRONMENT_MEAN,
+    ENVIRONMENT_P95,
+    MAX_IN_FLIGHT,
+    TIME,
+)
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.slots import Division
-from megatron_rl.shared.protocol.wire import Census, Mismatch, Prompt, Sampling, Slot, Submission, decode
+from megatron_rl.shared.protocol.wire import Census, Drafts, Mismatch, Prompt, Sampling, Slot, Submission, decode
 from megatron_rl.trainer.data.batch import Batcher
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.prompts import PromptSource
@@ -110,7 +118,7 @@ class Rollouts:
         self.state = state or RunState()
         """The values that the last iteration left to the next one."""
         self._census: Census | None = None
-        self._num_in_flight: int | None = None
+        self._times: dict[str, float] = {}
 
     @contextlib.contextmanager
     def iteration(self, identity: Identity) -> Iterator[IterationSlots]:
@@ -144,7 +152,10 @@ class Rollouts:
             assert self._prompts is not None
             overlapping = 0.0 if self._schedule is wait_for_all else seconds
             ended = self._client.complete(version, mismatch, self._terms.plug_ins, overlapping)
-            self._num_in_flight = ended.num_in_flight
+            self._times = {} if ended.num_in_flight is None else {MAX_IN_FLIGHT: ended.num_in_flight}
+            if ended.environments is not None:
+                self._times |= {ENVIRONMENT_MEAN: ended.environments.mean, ENVIRONMENT_P95: ended.environments.p95}
+            self._times |= _describe_drafts(ended.drafts)
             census = self._census = ended.census
             num_carried = self._terms.division.plan.count_carried(len(self._prompts.put_off))
             self._prompts.advance(census.num_considered, num_carried, census.put_off, census.rewards)
@@ -152,8 +163,11 @@ class Rollouts:
         self.state = RunState(audit_head, self._session.broadcast(baseline) if self._terms.has_baseline else None)
 
     def describe_engines(self) -> dict[str, Any]:
-        """Return the most responses that each engine was given at once; nothing on other ranks than 0."""
-        return {} if self._num_in_flight is None else {TIME: {MAX_IN_FLIGHT: self._num_in_flight}}
+        """Return the most responses that each engine was given at once, environments' seconds for an answer, drafts.
+
+        On other ranks than 0 there are none.
+        """
+        return {TIME: dict(self._times)} if self._times else {}
 
     def describe_prompts(self) -> dict[str, Any]:
         """Return metrics of the last iteration's prompts; none if every prompt is used, or on other ranks than 0."""
@@ -232,6 +246,14 @@ class Rollouts:
         )
 
 
+def _describe_drafts(drafts: Drafts | None) -> dict[str, float]:
+    """Describe the drafts of an iteration by metrics; none if engines drafted nothing."""
+    if drafts is None or drafts.count <= 0:
+        return {}
+    length = 1 + drafts.accepted / drafts.count
+    return {DRAFTED: drafts.drafted, ACCEPTED: drafts.accepted, ACCEPTED_LENGTH: length}
+
+
 def build_rollouts(
     rank: Rank,
     client: RolloutClient,
@@ -266,7 +288,7 @@ def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSou
         temperature=temperature,
         stop_token_ids=list(dict.fromkeys([*(sampling.stop_token_ids or []), *stops])),
         ignore_eos=sampling.ignore_eos,
-        max_turns=0 if settings.environment.source is None else settings.environment.max_turns,
+        max_turns=settings.environment.max_turns if settings.environment.has_turns else 0,
     )
 
 
@@ -277,8 +299,10 @@ def build_batcher(
     baseline: float | None = None,
 ) -> Batcher:
     """Build the batcher that makes packs as the settings say; `baseline` is as in `GroupAdvantages`."""
+    advantages = advantages or GroupAdvantages(settings.algorithm)
     return Batcher(
-        functools.partial(advantages or GroupAdvantages(settings.algorithm), baseline=baseline),
+        functools.partial(advantages, baseline=baseline),
+        turn_advantage=advantages.compute_turns if settings.algorithm.turn_credit else None,
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,

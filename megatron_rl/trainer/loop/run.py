@@ -16,6 +16,7 @@ from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import AttentionConfig, Settings
 from megatron_rl.errors import ExitCode, UsageError, room_checked
 from megatron_rl.observe import metrics, run_folder, samples
+from megatron_rl.observe.rank_places import RankPlaces
 from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
@@ -28,13 +29,7 @@ from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
-from megatron_rl.trainer.loop.settling import (
-    settle_attention,
-    settle_elementwise_backend,
-    settle_linear_attention,
-    settle_output_layer,
-    settle_qkv_backend,
-)
+from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
 from megatron_rl.trainer.loop.stop import StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
@@ -145,13 +140,11 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
     # Tests on a CPU have not run the kernels of an accelerator.
     if session.device.type == "cpu":
+        session.run_or_raise_everywhere(lambda: try_invariance(settings))
         return settings
-    settings = settle_attention(settings, session, startup.say)
-    settings = settle_linear_attention(settings, session, startup.say)
-    settings = settle_output_layer(settings, session, startup.say)
+    settings = settle_backends(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
-    settings = settle_elementwise_backend(settings, session, startup.say)
-    return settle_qkv_backend(settings, session, startup.say)
+    return settings
 
 
 def _try_main_gradients(settings: Settings, device: torch.device) -> None:
@@ -172,7 +165,8 @@ def _train(
     settings: RunSettings, trainer: Trainer, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
 ) -> None:
     """Run the loop, tidied if this process is ended, and on rank 0 print the summary."""
-    watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes)
+    places = RankPlaces(settings.folder) if watch.rank == 0 else None
+    watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
     with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):
         trainer.train()
     stop.over()

@@ -10,7 +10,9 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.elementwise import trial as elementwise_trial
 from megatron_rl.ops.gated_delta import trial as linear_trial
+from megatron_rl.ops.invariant.trial import check_operations
 from megatron_rl.ops.log_probs import trial as output_layer_trial
+from megatron_rl.ops.log_probs.invariant import list_widths
 from megatron_rl.ops.qkv import trial as qkv_trial
 from megatron_rl.ops.shared_prompt import Conditions, find_backend, list_order
 from megatron_rl.ops.shared_prompt import trial as attention_trial
@@ -18,6 +20,15 @@ from megatron_rl.ops.shared_prompt.backends.triton_blocks import use_blocks
 from megatron_rl.trainer.mcore.session import Session
 
 T = TypeVar("T", bound=Settings)
+
+
+def settle_backends(settings: T, session: Session, say: Callable[[str], None]) -> T:
+    """Try all backends on the device; return settings with those that passed, and say which did not."""
+    for settle in (
+        settle_attention, settle_linear_attention, settle_output_layer, settle_elementwise_backend, settle_qkv_backend,
+    ):  # fmt: skip
+        settings = settle(settings, session, say)
+    return settings
 
 
 def settle_elementwise_backend(settings: T, session: Session, say: Callable[[str], None]) -> T:
@@ -86,6 +97,19 @@ def try_linear_attention(settings: Settings, device: torch.device) -> None:
         linear.key_head_dim,
         linear.value_head_dim,
     )
+
+
+def try_invariance(settings: Settings) -> None:
+    """Raise unless rows have the same bits in every batch here, with --batch-invariant on a CPU."""
+    if not settings.rollout.is_batch_invariant:
+        return
+    one = settings.architecture
+    hidden, heads = one.hidden_size, one.num_attention_heads * one.kv_channels
+    columns = heads + 2 * one.num_query_groups * one.kv_channels
+    outputs = (columns, 2 * one.ffn_hidden_size, *list_widths(one.vocab_size))
+    shapes = [(heads, hidden), (one.ffn_hidden_size, hidden), *((hidden, output) for output in outputs)]
+    queries = one.num_attention_heads // one.num_query_groups
+    check_operations(shapes, queries, one.kv_channels, settings.transformer.params_dtype)
 
 
 def settle_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:

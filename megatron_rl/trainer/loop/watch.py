@@ -41,6 +41,9 @@ _LATE_SECONDS = 10.0
 _WITH_A_DEADLINE = ("wait", "publish", "evaluate", "save")
 # The number of times that a rank says where it is within the time that it may stay there.
 _NUM_REPORTS = 20
+# Ranks say it more often for people who look at the run's hosts; rank 0 hears this many a second at most.
+_SECONDS_BETWEEN_REPORTS = 2.0
+_MOST_REPORTS_A_SECOND = 500
 
 
 class Store(Protocol):
@@ -65,6 +68,22 @@ class Followed(Protocol):
 
     def describe_interrupt(self) -> str:
         """Return what an interrupt loses, and how to resume."""
+        ...
+
+
+class ShownPlaces(Protocol):
+    """Shows people what each rank does; any thread may call each method."""
+
+    def note(self, rank: int, host: str, num_steps: int, part: str) -> None:
+        """Note that a rank is in this part of an iteration, after `num_steps` steps."""
+        ...
+
+    def write(self) -> None:
+        """Show what has been noted."""
+        ...
+
+    def remove(self) -> None:
+        """Show nothing any more."""
         ...
 
 
@@ -141,6 +160,7 @@ class Watch:
         self._store_port = 0
         self._has_store = threading.Event()
         self._stalls: Stalls | None = None
+        self._places: ShownPlaces | None = None
         self._closed = threading.Event()
 
     @classmethod
@@ -209,26 +229,40 @@ class Watch:
         """Return the port of torch's store that rank 0 names; None if it names none within `seconds`."""
         return self._store_port if self._has_store.wait(seconds) else None
 
-    def follow(self, run: Followed, most_seconds: float) -> None:
-        """End all ranks if none makes progress for `most_seconds`; tidy the run if this process is being ended."""
-        self._followed = run
-        if self._lines is None:
+    def follow(self, run: Followed, most_seconds: float, places: ShownPlaces | None = None) -> None:
+        """End all ranks if none makes progress for `most_seconds`; tidy the run if this process is being ended.
+
+        On rank 0, `places` shows what every rank does.
+        """
+        self._followed, self._places = run, places
+        if self._lines is None and places is None:
             return
-        if self.rank == 0:
+        if self.rank == 0 and self._lines is not None:
             self._stalls = Stalls(most_seconds)
-        pause = most_seconds / _NUM_REPORTS
+        often = max(_SECONDS_BETWEEN_REPORTS, self.world_size / _MOST_REPORTS_A_SECOND)
+        pause = min(often, most_seconds / _NUM_REPORTS)
         threading.Thread(target=self._say_places, args=(pause,), name="places", daemon=True).start()
 
     def _say_places(self, pause: float) -> None:
-        assert self._lines is not None
+        host = socket.gethostname()
         while not self._closed.wait(pause):
-            if self._stalls is None:
-                self._lines.mention("at", self.rank, *self._followed.place)
+            num_steps, part = self._followed.place
+            if self.rank != 0:
+                assert self._lines is not None
+                self._lines.mention("at", self.rank, num_steps, part, host)
                 continue
-            self._stalls.heard(self.rank, *self._followed.place)
-            reason = self._stalls.find()
+            self._hear_place(0, num_steps, part, host)
+            if self._places is not None:
+                self._places.write()
+            reason = None if self._stalls is None else self._stalls.find()
             if reason is not None:
                 self._end(self._decide(self._failure(reason, self.rank, ExitCode.RUN)))
+
+    def _hear_place(self, rank: int, num_steps: int, part: str, host: str) -> None:
+        if self._places is not None:
+            self._places.note(rank, host, num_steps, part)
+        if self._stalls is not None:
+            self._stalls.heard(rank, num_steps, part)
 
     def __enter__(self) -> "Watch":
         return self
@@ -243,6 +277,8 @@ class Watch:
     def close(self) -> None:
         """Tell the others that this rank is done, and stop listening to them."""
         self._closed.set()
+        if self._places is not None:
+            self._places.remove()
         if self._lines is not None:
             self._lines.tell("done", self.rank)
             self._lines.close()
@@ -289,9 +325,8 @@ class Watch:
                 self._failed(Failure(reason, rank, exit_code, speaker, place))
             case ["done", int(rank)]:
                 self._done.add(rank)
-            case ["at", int(rank), int(num_steps), str(part)]:
-                if self._stalls is not None:
-                    self._stalls.heard(rank, num_steps, part)
+            case ["at", int(rank), int(num_steps), str(part), str(host)]:
+                self._hear_place(rank, num_steps, part, host)
             case ["store", int(port)]:
                 self._store_port = port
                 self._has_store.set()
@@ -333,7 +368,8 @@ class Watch:
         # Never released: another thread that wants to end this process waits until it has ended.
         self._lock.acquire()
         if failure.speaker == self.rank or failure.place != _place_of_errors():
-            print(f"megatron_rl: the run ended: {failure}", file=sys.stderr)
+            # In one write: another thread may be printing its error.
+            print(f"megatron_rl: the run ended: {failure}\n", end="", file=sys.stderr)
         if failure.speaker == self.rank:
             tell_launcher(str(failure))
         with contextlib.suppress(Exception):

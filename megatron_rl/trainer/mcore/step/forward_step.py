@@ -168,8 +168,7 @@ class PolicyStep(ForwardStep):
         loss, statistics = self._objective.loss(
             RoleLogProbs(policy_N, log_probs_N[assignment.old], reference_N, entropies_N),
             batch.engine_log_probs_N,
-            # index_select: its result does not depend on the number of threads.
-            batch.advantages_S.index_select(0, sequences_N),
+            batch.spread_advantages(),
             sequences_N,
             batch.lengths_S,
         )
