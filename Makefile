@@ -20,8 +20,10 @@ CUDA_VENV := .venv-cuda
 RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
+VERIFIERS_VENV := .venv-verifiers
+SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +107,14 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest tests/trl
 
+test-verifiers: env ## a real environment server of verifiers, in an environment of its own
+	@tools/make_environment $(VERIFIERS_VENV) requirements/verifiers.lock 3.11 $(PYTHON)
+	VERIFIERS_PYTHON=$(VERIFIERS_VENV)/bin/python $(VENV)/bin/python -m pytest tests/verifiers
+
+test-suffix: env ## drafts from earlier responses on a real vLLM, with arctic-inference in an environment of its own; compiles it
+	@tools/make_environment $(SUFFIX_VENV) requirements/suffix.lock --on $(VENV)
+	$(SUFFIX_VENV)/bin/python -m pytest -m slow -k suffix tests/sidecar/test_vllm_speculation.py
+
 test-hosts: env ## engines on other hosts, which are network namespaces; needs root and iproute2
 	$(VENV)/bin/python -m pytest tests/hosts
 
@@ -134,6 +144,12 @@ gpu-demo: cuda ## the demo in bf16 on one GPU, which trainer and engine share: i
 
 paying: env ## a game over several turns: a tiny model learns to pay an amount exactly, with real vLLM
 	$(VENV)/bin/python -m examples.paying.demo --out paying
+
+calculator: env ## a tool: a tiny model learns to call a calculator, with real vLLM
+	$(VENV)/bin/python -m examples.calculator.demo --out calculator
+
+agent: env ## the same game in chats with an agent of the openai client alone, with real vLLM
+	$(VENV)/bin/python -m examples.agent.demo --out agent
 
 demo-core: env ## the core alone: log-probs and gradients of a tiny Qwen3 in several layouts
 	$(VENV)/bin/python -m examples.core_demo
@@ -173,5 +189,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(SUFFIX_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -37,6 +37,18 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "vs_copy_400m": "a publish of 0.4 B parameters / a copy of their bytes",
         "fixed_ms": "milliseconds of a publish of 0.1 M parameters",
     },
+    "publish_lora": {
+        "lora_vs_merged": "a publish of adapters of rank 8 / of merged weights, 40 M parameters, fp32",
+        "moved_vs_merged": "its writing and loading / the same of merged weights",
+        "bytes_vs_merged": "its bytes / the same of merged weights",
+    },
+    "batch_invariant": {
+        "share_before": "share of sampled tokens whose log-probs differ between vLLM on a CPU and the trainer, fp32",
+        "differing_after": "tokens that differ with --batch-invariant",
+        "tokens_after": "of this number of tokens",
+        "sampling_vs_before": "tokens a second of the engine with the flag / without it, 64 responses at a time",
+        "pack_vs_before": "seconds of the trainer for a pack with the flag / without it, forward and backward",
+    },
     "delivery": {
         "gb_s_1": "GB a second of weights to a host over loopback, one stream",
         "gb_s_2": "the same, two streams",
@@ -52,6 +64,22 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "service_vs_offline_tiny": "tokens a second through the service / of vLLM's own LLM.generate, 0.1 M parameters",
         "service_vs_offline_40m": "the same / the same, 40 M parameters",
     },
+    "drafts": {
+        "ngram_repetitive": "tokens a second with n-gram drafts / without, responses that repeat themselves",
+        "length_repetitive": "tokens that such a response gets in a step with a draft",
+        "ngram_repetitive_16": "the same ratio, 16 responses at once",
+        "length_repetitive_16": "their tokens in a step with a draft",
+        "ngram_random": "the same ratio at temperature 2, where hardly a draft is accepted",
+        "length_random": "its tokens in a step with a draft",
+    },
+    "conversations": {
+        "loop_ms_turn": "milliseconds of the service's event loop for a turn, 10,000 conversations at once",
+        "service_ms_turn": "milliseconds of its processor for a turn, scripted engines included",
+        "environments_ms_turn": "milliseconds of the environments' processes for a turn",
+        "kib_conversation": "KiB of the service for a conversation",
+        "delay_p50": "seconds that a turn takes beyond the engine's time, the median",
+        "delay_p99": "the same of the slowest turn in a hundred",
+    },
     "control_plane": {
         "ms_per_group_1024": "milliseconds of the service's processor for a group of 16 x 256 tokens, 1,024 engines",
         "gib_1024": "GiB of the service with 4,096 such groups and these engines",
@@ -59,6 +87,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "publish_seconds_1024": "seconds of a publish of no bytes to 1,024 engines",
         "publish_hosts_seconds_1024": "the same to 1,024 engines on 128 other hosts",
         "publish_hosts_cpu_1024": "seconds of the service's processor in that publish",
+        "start_hosts_seconds_1024": "seconds until 1,024 engines on 128 other hosts are up, all started at once",
     },
     "dynamic_sampling": {
         "ahead_vs_none_wide": "time to sample an iteration, half of the groups without a signal / none sampled ahead",
@@ -168,6 +197,23 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "all_gib": "GiB of the rank that trains all weights",
         "adapters_gib": "GiB of the rank that trains adapters",
     },
+    "lora_step": {
+        "rank_8": "tokens a second of a training step of adapters of rank 8 / of all weights, 40 M parameters",
+        "rank_32": "the same of rank 32",
+        "rank_128": "the same of rank 128",
+    },
+    "precision": {
+        "mean_float32": "mean difference of vLLM's log-probs from those of its weights, in float32",
+        "mean_bfloat16": "the same in bfloat16",
+        "mean_cache_fp8": "the same with keys and values in fp8",
+        "mean_weights_fp8": "the same with weights and inputs of linear layers in fp8",
+        "mean_both_fp8": "the same with both",
+        "bounded_float32": "share of tokens that a weight of at most 2 cuts, in float32",
+        "bounded_bfloat16": "the same in bfloat16",
+        "bounded_cache_fp8": "the same with keys and values in fp8",
+        "bounded_weights_fp8": "the same with weights and inputs of linear layers in fp8",
+        "bounded_both_fp8": "the same with both",
+    },
     "shared_prompt": {
         "speedup_512_64_8": "attention with duplicated prompts / shared, 8 responses of 64 after a prompt of 512",
         "speedup_2048_64_8": "the same after a prompt of 2,048",
@@ -177,6 +223,13 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "worst_of_grid": "the smallest speed-up of the grid",
         "step_speedup_512_64_8": "a training step with duplicated prompts / shared",
         "token_saving_error": "tokens saved, as measured, minus the formula's",
+    },
+    "shared_turns": {
+        "step_last": "a step on four turns of which the last has eight versions, all before each copied / shared",
+        "step_last_pp2": "the same on two pipeline stages",
+        "step_each": "the same if two turns follow each turn but the last",
+        "step_each_pp2": "the same on two pipeline stages",
+        "saving_error": "largest difference between the saving of tokens and the formula's",
     },
 }
 # The names under which the packages are imported: wheels for a CPU have names of their own.

@@ -43,6 +43,8 @@ PARTS = {
         "tests/distributed/test_context.py",
         "tests/distributed/test_linear_layers.py",
         "tests/distributed/test_auxiliary_losses.py",
+        "tests/distributed/test_lora.py",
+        "tests/distributed/test_lora_state.py",
         "tests/unit/test_platforms.py",
         "tests/unit/test_every_flag.py",
     ),
