@@ -92,7 +92,8 @@ def check_tree(root: Path) -> list[Finding]:
 
 def list_documents(root: Path) -> list[Path]:
     """List the pages that people wrote."""
-    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    pages = [root / "README.md", root / "CONTRIBUTING.md", root / "benchmarks" / "README.md"]
+    pages += sorted((root / "docs").rglob("*.md"))
     pages += sorted((root / "examples").rglob("*.md"))
     return [path for path in pages if path.exists() and path.relative_to(root).as_posix() not in SKIPPED]
 

@@ -9,7 +9,7 @@ CLIENT = openai.OpenAI(base_url="http://localhost", api_key="each rollout has it
 
 
 def pay(base_url: str, api_key: str, model: str, amount: int, fee: int, **row) -> float:
-    """Chat until all is paid, or a payment is none; return 1 if all is paid."""
+    """Chat until all is paid, or an answer is not a payment; return 1 if all is paid."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[ChatCompletionMessageParam] = []
     left = amount

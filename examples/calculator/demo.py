@@ -1,4 +1,4 @@
-"""Run the demo: a tiny model that calls its calculator now and then learns to call it right, with real vLLM.
+"""Run the demo: a tiny model that calls its calculator carelessly learns to call it right, with real vLLM.
 
 python -m examples.calculator.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLDER] [-- flags of pretrain_grpo.py]
 """
