@@ -24,6 +24,7 @@ VERSION = 3
 
 class Receiver:
     def __init__(self) -> None:
+        self.asked: list[bytes] = []
         self.answers: list[ProbeAnswer] = []
 
     def probed(self, answer: ProbeAnswer) -> None:
@@ -42,9 +43,28 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
                 ours, receiver = Probe(chunks, session, "run", 100, divisor(CASES[layout].sizes)), Receiver()
                 ours.send(VERSION, "fingerprint", receiver if session.rank == 0 else None)
                 found[family, layout] = (ours.tokens(VERSION), receiver.answers)
+                if layout == "TP2+SP":
+                    found["adapters", layout] = _later_versions(session, chunks)
                 if session.num_replicas > 1 and "EP" not in layout:
                     found["error", layout] = _differing(session, chunks, ours)
     return found
+
+
+def _later_versions(session: Any, chunks: list[Any]) -> list[tuple[int, int]]:
+    """Return how many tokens rank 0 asks for and answers in versions of adapters; the second one is published twice."""
+    ours, receiver = Probe(chunks, session, "run", 100, 2, is_base_kept=True), Receiver()
+    for version in (3, 4, 4, 5):
+        asked = ours.tokens(version) if session.rank == 0 else b""
+        ours.send(version, "fingerprint", receiver if session.rank == 0 else None)
+        receiver.asked.append(asked)
+    return (
+        [
+            (len(decode_tokens(asked)), len(decode_log_probs(answer.log_probs)))
+            for asked, answer in zip(receiver.asked, receiver.answers, strict=True)
+        ]
+        if session.rank == 0
+        else []
+    )
 
 
 def _differing(session: Any, chunks: list[Any], ours: Probe) -> str:
@@ -81,6 +101,7 @@ def test_every_layout_answers_a_probe_with_the_log_probs_of_transformers(folders
             )
             ours = torch.from_numpy(decode_log_probs(answer.log_probs).copy())
             assert error_over_bound(ours, theirs, truth) <= 1, (family, layout)
+    assert found["adapters", "TP2+SP"] == [(64, 63), (16, 15), (16, 15), (16, 15)]
     assert "replica 1 differs from replica 0: with version 3" in found["error", "DP2+distopt"]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from megatron_rl.shared.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
+# The share of them that later versions of adapters need: the base was probed with all, and has not changed.
+_OF_ADAPTERS = 4
 
 _COARSER = ("float64", "float32", "float16", "bfloat16")
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -62,6 +64,11 @@ def count_tokens(num_experts: int = 0, num_active: int = 1) -> int:
     if num_experts == 0:
         return LEAST_TOKENS
     return max(LEAST_TOKENS, math.ceil(2 * num_experts * math.log(num_experts + 1) / num_active))
+
+
+def count_later_tokens(first: int, is_base_kept: bool) -> int:
+    """Return the number for versions after the first one, which had `first`; engines may keep the base of all."""
+    return min(first, LEAST_TOKENS // _OF_ADAPTERS) if is_base_kept else first
 
 
 def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> list[int]:

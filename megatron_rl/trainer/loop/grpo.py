@@ -178,9 +178,19 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     sizes = settings.sizes
     longest = sizes.longest_prompt + sizes.longest_response
     weights = policy.weights
-    if policy.base is not None and publish.lora == "adapter":
+    is_base_kept = policy.base is not None and publish.lora == "adapter"
+    if policy.base is not None and is_base_kept:
         weights = policy.base.weights.without_base(policy.base.adapters, dtype)
-    probe = Probe(policy.chunks, session, run, longest, sizes.multiple_of, publish.probe_bound, publish.agreement_bound)
+    probe = Probe(
+        policy.chunks,
+        session,
+        run,
+        longest,
+        sizes.multiple_of,
+        publish.probe_bound,
+        publish.agreement_bound,
+        is_base_kept,
+    )
     if transport == "shm":
         folder = find_shared_folder(settings)
         of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)

@@ -35,11 +35,13 @@ class Probe:
         multiple_of: int = 1,
         bound: float | None = None,
         agreement: float | None = None,
+        is_base_kept: bool = False,
     ):
         """Compute with `chunks` that are not wrapped: parameters that are gathered late must have been gathered.
 
         `longest` is the most tokens of a sequence. `bound` limits the mean difference between the policy's log-probs
         and an engine's, `agreement` the mean difference between engines'. None derives a limit from the precisions.
+        `is_base_kept` says that versions are adapters of one base, which engines keep.
         """
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
@@ -48,6 +50,8 @@ class Probe:
         self._run = run
         self._vocab_size = architecture.vocab_size
         self._num_tokens = min(count, longest)
+        self._num_later = probe.count_later_tokens(self._num_tokens, is_base_kept)
+        self._first: int | None = None
         self._bound = bound
         self._agreement = agreement
         self._dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
@@ -62,7 +66,12 @@ class Probe:
         self._session.run_or_raise_everywhere(lambda: self._send(version, fingerprint, by_replica, receiver))
 
     def _tokens(self, version: int) -> list[int]:
-        return probe.draw_tokens(version, self._vocab_size, self._num_tokens)
+        if self._first is None:
+            self._first = version
+        # A version that is published again has the same tokens.
+        return probe.draw_tokens(
+            version, self._vocab_size, self._num_tokens if version == self._first else self._num_later
+        )
 
     def _send(
         self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: AnswerReceiver | None
