@@ -57,9 +57,12 @@ class _Run:
     async def begin(self, num_prompts: int = 8) -> None:
         await self.pacer.begin(Plan(num_prompts=num_prompts, group_size=SIZE, num_replicas=1, micro_batch_size=SIZE))
 
-    def sample(self, prompts: Sequence[int], can_wait: bool = False) -> "asyncio.Future[list[list[Response]]]":
+    def sample(
+        self, prompts: Sequence[int], can_wait: bool = False, after: str | None = None
+    ) -> "asyncio.Future[list[list[Response]]]":
         requests = [
-            GroupRequest(str(one), (1,), SIZE, 0, Sampling(max_tokens=1), can_wait, prompt=one) for one in prompts
+            GroupRequest(str(one), (1,), SIZE, 0, Sampling(max_tokens=1), can_wait, prompt=one, after=after)
+            for one in prompts
         ]
         return asyncio.gather(*map(self.pool.generate, requests))
 
@@ -160,6 +163,21 @@ def test_evaluations_and_an_iteration_share_the_bound() -> None:
         await evaluated
         assert run.times() == [0.0] * 8 + [10.0] * 5
         assert run.engines[0].most_running == MOST // SIZE
+
+    virtual_time.run(iterate())
+
+
+def test_turns_go_before_groups_in_the_order_in_which_they_came() -> None:
+    async def iterate() -> None:
+        run = _Run(is_chosen=False)
+        await run.begin()
+        running = run.sample(range(8))
+        await asyncio.sleep(1)
+        waiting = run.sample([8, 9]), run.sample([20, 21, 22], after="engine-0")
+        waiting_long = run.sample([30], can_wait=True), run.sample([40], can_wait=True, after="engine-0")
+        for one in (running, *waiting, *waiting_long):
+            await one
+        assert [prompt for _, prompt in run.begun[8:]] == [20, 21, 22, 8, 9, 40, 30]
 
     virtual_time.run(iterate())
 

@@ -75,8 +75,8 @@ class EnginePool:
         self._in_flight: collections.Counter[str] = collections.Counter()
         # Those of groups that can wait.
         self._patient: collections.Counter[str] = collections.Counter()
-        # The groups that go first, and the groups that can wait.
-        self._waiting: tuple[_Queue, _Queue] = (collections.deque(), collections.deque())
+        # In the order in which they go: turns and groups, then turns and groups that can wait.
+        self._waiting: tuple[_Queue, ...] = tuple(collections.deque() for _ in range(4))
 
     async def generate(self, request: GroupRequest) -> list[Response]:
         """Sample a group on one of the engines."""
@@ -141,8 +141,9 @@ class EnginePool:
 
     def engines_changed(self) -> None:
         """Serve waiting groups if an engine has become ready; fail them if no engine ever will."""
-        while queue := self._waiting[0] or self._waiting[1]:
-            can_wait = queue is self._waiting[1]
+        while waiting := next(((place, queue) for place, queue in enumerate(self._waiting) if queue), None):
+            place, queue = waiting
+            can_wait = place >= 2
             size, after, future = queue[0]
             if future.done():
                 queue.popleft()
@@ -161,9 +162,8 @@ class EnginePool:
 
     async def _take(self, size: int, can_wait: bool, after: str | None) -> Engine:
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        queue = self._waiting[can_wait]
         # Conversations that have begun end before others begin.
-        (queue.append if after is None else queue.appendleft)((size, after, future))
+        self._waiting[2 * can_wait + (after is None)].append((size, after, future))
         self.engines_changed()
         try:
             return await future
