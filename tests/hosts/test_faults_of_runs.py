@@ -149,10 +149,7 @@ def test_a_run_survives_the_loss_of_its_only_host_with_engines_and_resumes_after
         assert agent.list_engine_processes()
         first.kill()
         process.wait()
-        killed = time.monotonic()
-        while agent.list_engine_processes():
-            assert time.monotonic() < killed + SOON
-            time.sleep(0.1)
+        agent.await_no_engines(SOON)
         first.restart()
         resumed = launch(first, [], words)
         assert resumed.wait(SOON) == 0

@@ -88,6 +88,13 @@ class Agent:
         # Two others wait for the agent's end, to remove what it leaves.
         return [process for process in children if process.name() not in ("sh", "cat")]
 
+    def await_no_engines(self, seconds: float) -> None:
+        """Wait until its engines have ended, as they do at the latest when their lease has lapsed."""
+        deadline = time.monotonic() + seconds
+        while processes := self.list_engine_processes():
+            assert time.monotonic() < deadline, processes
+            time.sleep(0.1)
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
