@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.messages import LeaseRequest
-from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
+from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts import patience
 from megatron_rl.sidecar.hosts.factory import Hosts
 from megatron_rl.sidecar.hosts.patience import Patience
@@ -343,6 +343,24 @@ def test_an_engines_request_of_an_old_lease_reaches_nothing(tmp_path):
             assert len(agent.world.launcher.handles) == 1
 
     asyncio.run(check())
+
+
+def test_a_request_whose_host_is_found_lost_by_the_question_for_its_engines_health_says_so():
+    class Losing(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/health":
+                faults.append("its host 10.0.0.2:7100 is lost")
+                raise httpx.ConnectError("")
+            raise httpx.ReadError("")
+
+    faults: list[str] = []
+    handle = SimpleNamespace(find_fault=lambda: next(iter(faults), None), log_lines=list, log="engine-0.log")
+
+    async def send() -> None:
+        await Connection("engine-0", Losing(), handle, 1).send("load", "/load")  # type: ignore[arg-type]
+
+    with pytest.raises(EngineLost, match="engine-0: load got no answer: its host 10.0.0.2:7100 is lost"):
+        asyncio.run(send())
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:

@@ -88,7 +88,7 @@ class Connection:
         try:
             answer = await self._race(self._http.send(request))
         except (httpx.HTTPError, RuntimeError) as error:
-            raise await self._failure(f"{step} got no answer: {self.find_fault() or repr(error)}") from None
+            raise await self._failure(f"{step} got no answer", error=error) from None
         if answer.status_code != 200:
             refusal = EngineBusy if answer.status_code == 503 else EngineRefused
             raise await self._failure(f"{step} was answered {answer.status_code}", answer.text[:1000], refusal)
@@ -184,11 +184,15 @@ class Connection:
             self._lost.set_result(None)
 
     async def _failure(
-        self, text: str, answer: str = "", kind: type[EngineRefused] = EngineRefused
+        self, text: str, answer: str = "", kind: type[EngineRefused] = EngineRefused, error: Exception | None = None
     ) -> EngineLost | EngineRefused:
         """Make an error of this kind if the engine is healthy, else an EngineLost with the cause from its log."""
+        is_healthy = self.fault is None and await self.is_healthy()
+        if error is not None:
+            # The question for its health may have found that its host is lost.
+            text += f": {self.find_fault() or repr(error)}"
         said = f": {answer}" if answer else ""
-        if self.fault is None and await self.is_healthy():
+        if is_healthy:
             return kind(f"engine {self._name}: {text}{said}")
         return EngineLost(f"engine {self._name}: {text}{'' if self._handle else said}\n{self.last_words()}")
 
