@@ -2,7 +2,8 @@
 
 The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
 is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. The calls
-of a conversation come one after another, each in a thread, so that one that hangs keeps no other conversation waiting.
+of a conversation run one after another, each in a thread, so that one that hangs keeps no other conversation waiting.
+A call that the parent has given up runs to its end too: "close" waits for it.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import IO, Any, Protocol
 
 from megatron_rl.rewards.worker import answer, read_setup, run_worker
@@ -194,7 +195,9 @@ def serve_calls(
             return held.pop(conversation).close()
         return held[conversation].call(request)
 
-    def handle(request: Mapping[str, Any]) -> None:
+    def handle(request: Mapping[str, Any], before: Future[None] | None) -> None:
+        if before is not None:
+            wait([before])
         said: dict[str, Any] = {"id": request["id"]}
         try:
             said["said"] = call(request)
@@ -205,8 +208,14 @@ def serve_calls(
             answer(answers, said)
 
     executor = ThreadPoolExecutor(_MOST_THREADS, "calls")
+    # The last call of each conversation: it began before those after it, so they cannot wait for each other.
+    last: dict[int, Future[None]] = {}
     while line := requests.readline():
-        executor.submit(handle, json.loads(line))
+        request = json.loads(line)
+        conversation = request["conversation"]
+        calling = executor.submit(handle, request, last.pop(conversation, None))
+        if request["call"] != "close":
+            last[conversation] = calling
 
 
 if __name__ == "__main__":

@@ -47,6 +47,26 @@ class Paid(Game):
     def step(self, completion):
         return (completion, 0.5) if completion == "1" else completion if completion == "2" else (None, 0.25)
 
+class Opened:
+    # Opens what must be closed, slowly: it waits until the file `go` exists beside the class.
+
+    def reset(self, slow, **row):
+        self.says = []
+        if slow == "reset": self._wait()
+        self.says.append("open")
+
+    def step(self, completion):
+        self._wait()
+        self.says.append("step")
+
+    def _wait(self):
+        here = os.path.dirname(__file__)
+        print("waiting", flush=True)
+        while not os.path.exists(here + "/go"): time.sleep(0.01)
+
+    def close(self):
+        print("closed after", *self.says, flush=True)
+
 class Nothing:
     def reset(self, **row): pass
 
@@ -174,6 +194,37 @@ def test_a_process_that_ends_says_which_conversations_may_be_the_cause(file: Pat
         await pool.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("slow", "said"), [("reset", "open"), ("step", "open step")])
+def test_an_environment_that_is_called_off_is_closed_once_its_running_call_has_ended(
+    file: Path, slow: str, said: str
+) -> None:
+    log, go = file.parent / "log", file.parent / "go"
+
+    async def hold(pool: EnvironmentPool) -> None:
+        async with pool.hold({"slow": slow}, 8) as opened:
+            await opened.step("1")
+
+    async def run() -> None:
+        pool = build(file, "Opened", timeout=60.0)
+        await pool.start()
+        holding = asyncio.create_task(hold(pool))
+        while "waiting" not in log.read_text():
+            await asyncio.sleep(0.01)
+        holding.cancel()
+        # Another conversation comes and goes meanwhile, so the worker has read the call of `close`.
+        await asyncio.sleep(0)
+        async with pool.hold({"slow": ""}, 8):
+            pass
+        go.touch()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert not any(worker.is_worn for worker in pool._workers)
+        await pool.close()
+
+    asyncio.run(run())
+    assert log.read_text().splitlines() == ["waiting", "closed after open", f"closed after {said}"]
 
 
 def test_a_function_may_make_environments_and_their_number_is_bounded(file: Path) -> None:
