@@ -15,6 +15,7 @@ Invariants:
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -277,7 +278,9 @@ class Supervisor:
         return found
 
     async def _present(self, weights: Weights) -> list[Member]:
-        """Return the engines that are up and are given the version; while engines are starting, wait for one."""
+        """Return the engines that are up and are given the version; while engines are coming up, wait for one."""
+        seconds = min(self._config.lost_seconds, weights.deadline_seconds or math.inf)
+        deadline = time.monotonic() + seconds
         while True:
             up = self._members.list_up()
             given = await asyncio.gather(*(member.engine.host.is_given(weights) for member in up))
@@ -287,13 +290,15 @@ class Supervisor:
                     member.engine.state = EngineState.DIRTY
             if members := [member for member, is_given in zip(up, given, strict=True) if is_given]:
                 return members
-            if not any(map(_is_coming, self._members.values())):
+            is_late = time.monotonic() > deadline
+            if is_late or not any(map(_is_coming, self._members.values())):
                 if up and weights.transport != "shm":
                     # Their hosts answer again, or are found to be lost.
                     return []
                 if up:
                     raise PublishFailed(f"version {weights.version} reached no host that has engines: publish it again")
-                raise PublishFailed(f"no engine is left: {self._members.describe_errors() or 'none was started'}")
+                which = f"no engine came up within {seconds:g} s" if is_late else "no engine is left"
+                raise PublishFailed(f"{which}: {self._members.describe_errors() or 'none was started'}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _restart(self, members: list[Member], failure: StepFailed) -> None:
@@ -460,9 +465,10 @@ class Supervisor:
 
 
 def _is_coming(member: Member) -> bool:
-    """Check whether the engine may come up without a publish."""
-    is_starting = member.engine.state is EngineState.STARTING
-    return is_starting or (member.task is not None and not member.task.done())
+    """Check whether the engine is on its way up; one that is up waits for a publish, even if its task runs."""
+    state = member.engine.state
+    has_task = member.task is not None and not member.task.done()
+    return state is EngineState.STARTING or (state not in UP and has_task)
 
 
 def _must_be_up(member: Member) -> None:

@@ -36,6 +36,8 @@ class FakeEngine(ScriptedEngine):
         self.is_closed = False
         self.steps: list[str] = []
         self.blocked: asyncio.Event | None = None
+        self.go_on = asyncio.Event()
+        """The event that ends a hang."""
         self._factory = factory
         self._sampled_with = factory.checkpoint
 
@@ -96,7 +98,7 @@ class FakeEngine(ScriptedEngine):
         if self._factory.faults[self.name, step]:
             fault = self._factory.faults[self.name, step].popleft()
             if fault == "hang":
-                await asyncio.Event().wait()
+                await self.go_on.wait()
             if fault == "lost":
                 raise EngineLost(f"engine {self.name} is lost at {step}")
             if fault == "not written":

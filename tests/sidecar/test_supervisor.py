@@ -11,6 +11,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import Drafts
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import EngineLost, EngineState
+from megatron_rl.sidecar.engines.hosts import OwnHost
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import (
     PublishFailed,
@@ -458,6 +459,52 @@ def test_the_deadline_of_a_publish_is_that_of_its_load():
             factory.fail("engine-1", "load", *["hang"] * 9)
             with pytest.raises(PublishFailed, match=r"engine-1: load did not finish within 0\.2 s"):
                 await supervisor.publish(msgspec.structs.replace(weights(1), deadline_seconds=0.2))
+
+    asyncio.run(check())
+
+
+class NeverGiven(OwnHost):
+    """A host that the trainer leaves out of each version."""
+
+    async def is_given(self, weights):
+        return False
+
+    async def has_copy(self, weights):
+        return False
+
+
+def test_a_publish_that_reaches_no_host_with_engines_ends_while_their_tasks_wait_for_it():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 0) as supervisor:
+            factory.fail("engine-0", "start", "hang")
+            supervisor.add()
+            engine = factory.engine("engine-0")
+            engine.host = NeverGiven()
+            publish = asyncio.create_task(supervisor.publish(weights(1)))
+            await until(lambda: supervisor.status()["publishing"])
+            engine.go_on.set()
+            with pytest.raises(PublishFailed, match="version 1 reached no host that has engines: publish it again"):
+                await asyncio.wait_for(publish, 60)
+            assert engine.state is EngineState.WAITING
+
+    asyncio.run(check())
+
+
+def test_a_publish_waits_for_an_engine_that_comes_up_no_longer_than_its_deadline():
+    factory = FakeFactory()
+
+    async def check():
+        async with supervised(factory, 0) as supervisor:
+            factory.fail("engine-0", "start", "hang")
+            supervisor.add()
+            late = msgspec.structs.replace(weights(1), deadline_seconds=0.1)
+            with pytest.raises(PublishFailed, match="no engine came up within 0.1 s: engine engine-0 is starting"):
+                await asyncio.wait_for(supervisor.publish(late), 60)
+            factory.engine("engine-0").go_on.set()
+            await supervisor.publish(weights(1))
+            assert states(factory) == {EngineState.READY}
 
     asyncio.run(check())
 
