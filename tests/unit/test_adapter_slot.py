@@ -1,19 +1,30 @@
 """The slot of adapters in a worker, with stand-ins for vLLM's layers: what is proved of it, refused, and ended."""
 
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.shared.weights.adapters import name_factors
-from megatron_rl.shared.weights.fingerprint import digest
+from megatron_rl.shared.weights.arrival import COUNTS_FILE, writing
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.files import Checkpoint, write_digests
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
 from megatron_rl.sidecar.vllm.adapters import AdapterSlot, OtherAdapters, join_proofs
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Rectangle
+from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.proofs import describe_proof
 from megatron_rl.sidecar.vllm.received import Refusal, list_specs
+from megatron_rl.sidecar.vllm.worker import WorkerExtension
+from tests.hf_models import draw
 
 RANK, MOST, INPUTS, HEAD, KEYS, VALUES = 3, 8, 8, 12, 4, 4
 QKV, OUT = "model.layers.0.qkv_proj", "model.layers.0.o_proj"
@@ -176,6 +187,69 @@ def test_a_step_with_other_adapters_is_ended() -> None:
         with pytest.raises(OtherAdapters, match="the worker holds 5"):
             runner._set_active_loras(tokens[:1], tokens, set())
     assert runner.activated == [(0, 0), (1, 1), (5, 5, 5)]
+
+
+class HalfWorker(WorkerExtension):
+    """One of two workers, with a stand-in for a model that holds half of the embedding."""
+
+    def __init__(self, rank: int, model: Path) -> None:
+        self.rank, self.num_loads, self.is_damaged = rank, 0, False
+        self.model_runner = filled(rank, 2)
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(model=str(model)), parallel_config=SimpleNamespace(world_size=2)
+        )
+
+    def megatron_rl_map(self, folder: Path) -> Any:
+        return map_file_tensors(folder)
+
+    def megatron_rl_replace_weights(self, tensors: Any, is_in_place: bool) -> Any:
+        self.megatron_rl_forget_base()
+        self.num_loads += 1
+        self.held = dict(tensors)[EMBEDDING].chunk(2)[self.rank].clone()
+        self.held[0, 0] += self.is_damaged
+
+    def megatron_rl_compared(self, record: Any, digests: Any) -> LoadProof:
+        rows, columns = self.held.shape
+        part = Rectangle(self.rank * rows, 0, rows, columns)
+        share = [(part, tuple(digest(self.held, part.first_row).tolist()))]
+        return LoadProof(1, 1, (), {EMBEDDING: share}, (), frozenset())
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_each_answer_has_what_all_workers_together_prove_of_the_base_and_a_wrong_base_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdapterSlot, "put", lambda slot, number, tensors: setattr(slot, "number", number))
+    model, folder = draw("qwen3", tmp_path / "model", vocab_size=130), tmp_path / "version"
+    folder.mkdir(mode=0o700)
+    save_file(FACTORS, folder / "adapters.safetensors")
+    write_digests(folder, DIGESTS)
+    for path in folder.iterdir():
+        path.chmod(0o600)
+    with Checkpoint(model) as checkpoint:
+        specs = WeightMapping(read_architecture(model)).manifest("float32")
+        base = compute_fingerprint(specs, {one.name: digest(checkpoint.tensor(one.name)).tolist() for one in specs})
+    expected, places = compute_fingerprint(SPECS, DIGESTS, base), encode_places([(str(folder), os.getuid())])
+    workers = [HalfWorker(rank, model) for rank in range(2)]
+    workers[1].is_damaged = True
+
+    def load() -> list[Any]:
+        return [one.megatron_rl_load(places, expected, base, "5") for one in workers]
+
+    with writing(folder, len(FACTORS), 1):
+        pass
+    assert [answer["code"] for answer in load()] == ["not written"] * 2
+    (folder / COUNTS_FILE).unlink()
+    for _ in range(2):
+        assert set(find_wrongly_shared(load())) == {EMBEDDING}
+    assert [one.num_loads for one in workers] == [1, 1]
+    workers[1].is_damaged = False
+    assert [one.megatron_rl_check_files(places, EMBEDDING) for one in workers] == [{}, {}]
+    for _ in range(2):
+        assert not set(find_wrongly_shared(load()))
+    assert [one.num_loads for one in workers] == [2, 2]
 
 
 def test_joined_proofs_keep_what_the_base_leaves_to_all_workers() -> None:

@@ -235,9 +235,10 @@ def _list_stacks(layer: Any) -> list[torch.Tensor]:
 class AdapterLoader(LoadProver):
     """The part of our extension of vLLM's workers that loads adapters, and proves them and their base."""
 
-    # The fingerprint of the base whose weights the parameters hold, with the proof; empty if it is not proved.
+    # The fingerprint of the base that was loaded and compared; empty before, and once all workers together refute it.
     megatron_rl_base: str = ""
-    megatron_rl_base_proof: LoadProof
+    # The proof, and digests of the tensors that are left for all workers together to prove.
+    megatron_rl_base_proof: tuple[LoadProof, dict[str, list[int]]]
     megatron_rl_slot: AdapterSlot | None = None
 
     megatron_rl_fingerprint: str
@@ -277,10 +278,11 @@ class AdapterLoader(LoadProver):
     def megatron_rl_prove_base(self, base: str, dtype: str) -> tuple[LoadProof, dict[str, list[int]]]:
         """Prove once that the parameters hold the base, by loading the engine's own checkpoint.
 
-        Return the proof, and digests of the tensors that it leaves for all workers together to prove.
+        Return the proof, and digests of the tensors that it leaves for all workers together to prove. Each answer has
+        these, because a worker does not learn whether the others' parts were compared with its own.
         """
         if self.megatron_rl_base == base:
-            return self.megatron_rl_base_proof, {}
+            return self.megatron_rl_base_proof
         folder = Path(self.vllm_config.model_config.model)
         mapping = WeightMapping(read_architecture(folder))
         digests: dict[str, list[int]] = {}
@@ -302,10 +304,9 @@ class AdapterLoader(LoadProver):
                 f"{base[:12]}: start engines from the trainer's --hf-model"
             )
         proof = self.megatron_rl_compared(record, digests)
-        # Later answers have no shares of the base.
-        self.megatron_rl_base_proof = dataclasses.replace(proof, shares={})
+        self.megatron_rl_base_proof = proof, {name: digests[name] for name in proof.shares}
         self.megatron_rl_base = base
-        return proof, {name: digests[name] for name in proof.shares}
+        return self.megatron_rl_base_proof
 
 
 def join_proofs(of_base: LoadProof, of_adapters: LoadProof) -> LoadProof:

@@ -244,12 +244,14 @@ class WorkerExtension(AdapterLoader):
 
     @answered
     def megatron_rl_check_files(self, places: str, *names: str) -> RpcAnswer:
-        """Refuse files of which these tensors do not match the digests that came with them.
+        """Refuse files of which these tensors, which the workers hold wrongly, do not match their digests.
 
-        Those of a base that engines keep are in no file.
+        Those of a base that engines keep are in no file: the base is loaded again with the next adapters.
         """
         path, _ = pick_place(places, self.vllm_config.parallel_config)
         received, digests = map_file_tensors(path), read_digests(path)
+        if set(names) - received.keys():
+            self.megatron_rl_forget_base()
         must_be_those_of(received, digests, self.megatron_rl_pick_share(received.keys() & set(names)))
         return {}
 
