@@ -97,6 +97,20 @@ class Lease:
     renewed: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Publication:
+    """A publish that runs or is over, and the lease that it was asked for under."""
+
+    lease: Lease
+    weights: wire.Weights
+    task: "asyncio.Task[wire.PublishAnswer]"
+
+    def answers(self, lease: Lease, weights: wire.Weights) -> bool:
+        """Check whether its result is that of this request; a publish that failed is tried again."""
+        has_failed = self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+        return self.lease is lease and self.weights == weights and not has_failed
+
+
 class RolloutService:
     """The state of a sidecar and the operations on it; `sidecar/http.py` has its routes."""
 
@@ -140,6 +154,8 @@ class RolloutService:
         self.weights: wire.Weights | None = None
         self._task: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
+        self._publication: _Publication | None = None
+        """The last publish, until an iteration shows that the trainer has got its answer."""
         self._probe = _AwaitedAnswer()
         # One future for each slot, for all ranks of a replica that wait for it.
         self._waiting: dict[Place, asyncio.Future[None]] = {}
@@ -191,11 +207,19 @@ class RolloutService:
         self.lease.renewed = time.monotonic()
 
     async def publish(self, weights: wire.Weights) -> wire.PublishAnswer:
-        """Bring a version to all engines or none."""
+        """Bring a version to all engines or none. A repeated request gets the result of the first one."""
         if weights.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {weights.run!r}")
         self._must_not_run("publishing")
         self._must_not_evaluate("publishing")
+        begun = self._publication
+        if begun is None or not begun.answers(self.lease, weights):
+            task = asyncio.create_task(self._publish(weights))
+            begun = self._publication = _Publication(self.lease, weights, task)
+        # If this request breaks off, the repeated one gets the result.
+        return await asyncio.shield(begun.task)
+
+    async def _publish(self, weights: wire.Weights) -> wire.PublishAnswer:
         async with self._publishing:
             # It samples groups ahead that are no longer needed.
             await self._stop()
@@ -247,7 +271,7 @@ class RolloutService:
         iteration.restore(groups, claims)
         self._records.restored()
         self.counters.reused += len(groups)
-        self.iteration = iteration
+        self.iteration, self._publication = iteration, None
         self._submitted_at = time.monotonic()
         self._has_failed = False
         if self._pacer is not None:

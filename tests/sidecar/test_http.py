@@ -240,6 +240,23 @@ def test_a_sidecar_that_stays_away_is_an_error_that_says_what_to_do(tmp_path: Pa
         client.status()
 
 
+def test_a_publish_is_repeated_after_a_broken_connection_and_not_after_its_deadline() -> None:
+    faults: list[httpx.TransportError] = [httpx.ReadError("connection reset")]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if faults:
+            # A publish may take longer than the client waits for a sidecar that is away.
+            time.sleep(0.02)
+            raise faults.pop()
+        return httpx.Response(200, json={"published": {}})
+
+    with RolloutClient("http://sidecar", TOKEN, patience=0.01, transport=httpx.MockTransport(answer)) as client:
+        assert client.publish(weights(1), 60.0) == wire.PublishAnswer()
+        faults.append(httpx.ReadTimeout("timed out"))
+        with pytest.raises(RolloutError, match="POST /v1/publish was not answered within 70 s: http://sidecar/v1/st"):
+            client.publish(weights(1), 60.0)
+
+
 def test_a_client_waits_for_a_sidecar_that_is_only_late(tmp_path: Path) -> None:
     server = Server(tmp_path / "socket", (engine(),))
     late = threading.Timer(0.7, server.start)

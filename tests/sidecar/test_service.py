@@ -15,6 +15,7 @@ from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.group_maker import Scorer
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
+from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from tests.sidecar.scripted_service import PLAN, Engines, Memory, RewardLength, engine, evaluation, submission, weights
 
@@ -417,6 +418,40 @@ def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs
             await service.slot(0, 0, 0, 1)
 
     serve(check, engine("0", delay=lambda r: 0.05))
+
+
+def test_a_repeated_publish_gets_the_result_of_the_first_and_one_that_failed_is_tried_again() -> None:
+    async def check(service: RolloutService) -> None:
+        begins, goes_on, publish = [], asyncio.Event(), service.engines.publish
+
+        async def count(told: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
+            begins.append(told.version)
+            await goes_on.wait()
+            if begins == [1]:
+                raise MegatronRLError("an engine is lost")
+            return await publish(told, answer)
+
+        service.engines.publish = count
+        first, second = (asyncio.create_task(service.publish(weights(1))) for _ in range(2))
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        failures = await asyncio.gather(first, second, return_exceptions=True)
+        assert [str(failure) for failure in failures] == ["an engine is lost"] * 2
+        goes_on.clear()
+        broken = asyncio.create_task(service.publish(weights(1)))
+        await asyncio.sleep(0.01)
+        # Its connection broke.
+        broken.cancel()
+        await asyncio.gather(broken, return_exceptions=True)
+        repeated = asyncio.create_task(service.publish(weights(1)))
+        goes_on.set()
+        assert await repeated == await service.publish(weights(1))
+        assert (begins, service.weights) == ([1, 1], weights(1))
+        await service.take_lease("run")
+        await service.publish(weights(1))
+        assert begins == [1, 1, 1]
+
+    serve(check)
 
 
 def test_a_rank_may_ask_before_another_has_submitted() -> None:

@@ -17,6 +17,7 @@ from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
+_CONNECT_SECONDS = 5.0
 # Seconds beyond the deadline of a publish, an evaluation or an iteration, in which the reason of its failure may come.
 _GRACE_SECONDS = 10.0
 
@@ -61,7 +62,7 @@ class RolloutClient:
         self._http = httpx.Client(
             base_url=endpoint,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(_POLL_SECONDS * 2, connect=5.0),
+            timeout=httpx.Timeout(_POLL_SECONDS * 2, connect=_CONNECT_SECONDS),
             transport=transport,
             # A proxy of the environment would be handed the token.
             trust_env=False,
@@ -213,15 +214,27 @@ class RolloutClient:
                 return answer.content
         return None
 
-    def _call(self, method: str, path: str, **keywords: Any) -> httpx.Response:
-        """Repeat a request until it is answered: a broken connection does not show whether it arrived."""
+    def _call(self, method: str, path: str, timeout: float | None = None, **keywords: Any) -> httpx.Response:
+        """Repeat a request until it is answered: a broken connection does not show whether it arrived.
+
+        A request whose answer has a `timeout` of its own is not repeated after it.
+        """
         headers = {"X-Lease": str(self._lease)} if self._lease is not None else {}
-        deadline = time.monotonic() + self._patience
+        if timeout is not None:
+            keywords["timeout"] = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
+        deadline: float | None = None
         while True:
             try:
                 answer = self._http.request(method, path, headers=headers, **keywords)
                 break
             except httpx.TransportError as error:
+                if timeout is not None and isinstance(error, httpx.ReadTimeout):
+                    raise RolloutError(
+                        f"{method} {path} was not answered within {timeout:.0f} s: {self.endpoint}/v1/status shows "
+                        "what is missing"
+                    ) from None
+                # An answer may take longer than the patience before its connection breaks.
+                deadline = deadline or time.monotonic() + self._patience
                 if time.monotonic() > deadline:
                     raise RolloutError(
                         f"the sidecar at {self.endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
