@@ -180,8 +180,9 @@ class RolloutService:
                 f"{self._lease_seconds:.0f} s after its last request"
             )
         self.lease = mine = Lease(run, lease.number + 1, now)
-        # The trainer that would have answered the probe is gone.
+        # The trainer that would have answered the probe is gone, and its answers are not this one's.
         self._probe.call_off(f"lease {lease.number} is over: another trainer has taken this sidecar")
+        self._probe = _AwaitedAnswer()
         if self.iteration is not None and not self.iteration.is_over:
             self._fail(self.iteration, f"the run {run!r} was started again, and another trainer holds the lease now")
             await self._stop()
@@ -214,13 +215,15 @@ class RolloutService:
         self._must_not_evaluate("publishing")
         begun = self._publication
         if begun is None or not begun.answers(self.lease, weights):
-            task = asyncio.create_task(self._publish(weights))
+            task = asyncio.create_task(self._publish(weights, self._probe))
             begun = self._publication = _Publication(self.lease, weights, task)
         # If this request breaks off, the repeated one gets the result.
         return await asyncio.shield(begun.task)
 
-    async def _publish(self, weights: wire.Weights) -> wire.PublishAnswer:
+    async def _publish(self, weights: wire.Weights, probe: "_AwaitedAnswer") -> wire.PublishAnswer:
         async with self._publishing:
+            # The lease may have changed during the publish before.
+            probe.must_be_awaited()
             # It samples groups ahead that are no longer needed.
             await self._stop()
             self._trace.begin(weights.version)
@@ -228,7 +231,7 @@ class RolloutService:
             # Until all engines hold the version, it is unknown which one each of them holds.
             self.weights = None
             try:
-                published = await self.engines.publish(weights, self._await_probe(weights) if weights.probe else None)
+                published = await self.engines.publish(weights, probe.await_for(weights) if weights.probe else None)
             except WeightsNotProven as error:
                 self._records.not_proven(weights, error.wrong)
                 raise
@@ -245,12 +248,6 @@ class RolloutService:
         if answer.run != self.lease.run:
             raise Conflict(f"the lease is held by the run {self.lease.run!r}, not by {answer.run!r}")
         self._probe.give(answer)
-
-    def _await_probe(self, weights: wire.Weights) -> AwaitAnswer:
-        async def wait() -> wire.ProbeAnswer:
-            return await self._probe.wait_for(weights)
-
-        return wait
 
     async def submit(self, submission: wire.Submission) -> None:
         """Start an iteration. A repeated submission changes nothing; another one replaces an iteration that is over."""
@@ -516,12 +513,11 @@ class _IterationWork:
 
 
 class _AwaitedAnswer:
-    """The trainer's answer to the newest probe, for the publish that waits for it."""
+    """The answer to the newest probe of one lease, for the publish that waits for it."""
 
     def __init__(self) -> None:
         self._answer: wire.ProbeAnswer | None = None
         self._changed = asyncio.Event()
-        self._waiting = 0
         self._called_off = ""
 
     def give(self, answer: wire.ProbeAnswer) -> None:
@@ -529,26 +525,26 @@ class _AwaitedAnswer:
         self._changed.set()
 
     def call_off(self, reason: str) -> None:
-        """End the wait: the answer will not come."""
-        if self._waiting:
-            self._called_off = reason
-            self._changed.set()
+        """End each wait, now and later: no answer will come."""
+        self._called_off = reason
+        self._changed.set()
 
-    async def wait_for(self, weights: wire.Weights) -> wire.ProbeAnswer:
-        """Wait for the answer to the probe of these weights. An answer for others belongs to another publish."""
-        self._waiting += 1
-        try:
+    def must_be_awaited(self) -> None:
+        """Raise a Conflict once no answer will come."""
+        if self._called_off:
+            raise Conflict(self._called_off)
+
+    def await_for(self, weights: wire.Weights) -> AwaitAnswer:
+        """Return a wait for the answer to the probe of these weights. One for others belongs to another publish."""
+        wanted = weights.version, weights.fingerprint
+
+        async def wait() -> wire.ProbeAnswer:
             while True:
+                self.must_be_awaited()
                 answer = self._answer
-                if answer is not None and (answer.version, answer.fingerprint) == (
-                    weights.version,
-                    weights.fingerprint,
-                ):
+                if answer is not None and (answer.version, answer.fingerprint) == wanted:
                     return answer
                 self._changed.clear()
                 await self._changed.wait()
-                if self._called_off:
-                    raise Conflict(self._called_off)
-        finally:
-            self._waiting -= 1
-            self._called_off = ""
+
+        return wait

@@ -519,6 +519,43 @@ def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> 
     serve(check)
 
 
+def test_a_publish_is_called_off_with_its_lease_though_its_engines_still_load_or_another_publish_runs() -> None:
+    async def check(service: RolloutService) -> None:
+        is_loaded, publish, begins = asyncio.Event(), service.engines.publish, []
+
+        async def load(told: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
+            begins.append(told.version)
+            await is_loaded.wait()
+            return await publish(told, answer)
+
+        service.engines.publish = load
+        later = msgspec.structs.replace(PROBED, version=2)
+        publishes = [asyncio.create_task(service.publish(told)) for told in (PROBED, later)]
+        await asyncio.sleep(0.01)
+        await service.take_lease("run")
+        is_loaded.set()
+        for former in publishes:
+            with pytest.raises(Conflict, match=r"lease \d+ is over: another trainer has taken this sidecar"):
+                await asyncio.wait_for(former, 60)
+        assert begins == [1]
+
+    serve(check)
+
+
+def test_a_trainer_that_returns_to_a_version_answers_its_probe_itself() -> None:
+    async def check(service: RolloutService) -> None:
+        service.probed(ANSWER)
+        await service.publish(PROBED)
+        await service.take_lease("run")
+        published = asyncio.create_task(service.publish(PROBED))
+        await asyncio.sleep(0.01)
+        assert not published.done()
+        service.probed(ANSWER)
+        await asyncio.wait_for(published, 60)
+
+    serve(check)
+
+
 def test_the_trainers_mismatch_is_recorded_once_before_the_iteration_is_complete() -> None:
     mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
 
