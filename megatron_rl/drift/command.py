@@ -39,6 +39,7 @@ from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.settings import MESSAGE_FLAG, SidecarSettings, read_settings
 from megatron_rl.sidecar.vllm.factory import VllmFactory
+from megatron_rl.sidecar.vllm.flags import FLAGS_OF_DRAFTS, drop_flags
 from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, run_folder
 from megatron_rl.sidecar.vllm.watching import EXTENSION
 
@@ -77,7 +78,7 @@ def examine(
 ) -> DriftFindings:
     """Have an engine answer the samples' prompts again, then the trainer compute the answers; print what is found."""
     # Loaded first: a model that drift does not know is refused before an engine is started.
-    server = _configure(settings, folder)
+    server = configure(settings, folder)
     dtype = getattr(torch, server.dtype)
     truth = Definition(folder, torch.float64, weights_dtype=dtype)
     sampled = asyncio.run(record(server, samples))
@@ -104,7 +105,7 @@ def examine(
     )
 
 
-def _configure(settings: SidecarSettings, folder: Path) -> ServerConfig:
+def configure(settings: SidecarSettings, folder: Path) -> ServerConfig:
     """Configure an engine as the run's are, but for compilation, which leaves no parts to watch, and for drafts.
 
     Drafted tokens that are not accepted would leave rows.
@@ -114,7 +115,8 @@ def _configure(settings: SidecarSettings, folder: Path) -> ServerConfig:
     config = configure_server(
         rollout, folder, settings.seq_length, settings.device, num_threads, None, settings.weights_bridge
     )
-    return dataclasses.replace(config, eager=True, flags=(*config.flags, *FLAGS))
+    own = drop_flags(config.flags, *FLAGS_OF_DRAFTS)
+    return dataclasses.replace(config, eager=True, flags=(*own, *FLAGS))
 
 
 async def record(config: ServerConfig, samples: Sequence[Sample]) -> list[Recorded]:

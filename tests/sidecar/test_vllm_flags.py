@@ -18,6 +18,7 @@ from megatron_rl.sidecar.vllm.flags import (
     _PARSERS,
     _SET,
     _UTILITIES,
+    FLAGS_OF_DRAFTS,
     _find_taken,
     _import_first,
     check_with_vllm,
@@ -88,11 +89,19 @@ def test_vllms_own_parser_finds_flags_that_are_not_free_however_they_are_written
         ("--speculative_conf.rejection_sample_method=synthetic", LOSSY),
         (f"--speculative-config {json.dumps({**speculation, 'rejection_sample_method': 'synthetic'})!r}", LOSSY),
         (f"--speculative-config {json.dumps({**speculation, 'rejection_sample_method': 'block'})!r}",),
+        # vLLM reads dashes in a key as underscores.
+        (f"-sc {json.dumps({**speculation, 'rejection-sample-method': 'synthetic'})!r}", LOSSY),
+        ("--speculative-config.rejection-sample-method synthetic", LOSSY),
+        ("-s.synthetic-acceptance-length=4", "synthetic_acceptance_length 4 samples other tokens"),
+        (f"--speculative-config {json.dumps({**speculation, 'rejection-sample-method': 'block'})!r}",),
         ("--kv-cache-dtype auto --max_num_batched_tokens=128 --uvicorn-log-level info",),
     ):
         found = list(_find_taken(parser, shlex.split(words)))
         assert len(found) == len(expected), (words, found)
         assert all(any(text in problem for problem in found) for text in expected), (words, found)
+    assert {name for name in parser._option_string_actions if name.startswith(("--spec-", "--speculative", "-s"))} == {
+        *FLAGS_OF_DRAFTS
+    }, "a further flag drafts tokens"
     # No free flag is the beginning of one that is not free: that would be refused as an abbreviation.
     free = [name for name in parser._option_string_actions if name.startswith("--") and not list(find_problems(name))]
     assert len(free) > len(parser._option_string_actions) - 2 * len(_SET) - 4

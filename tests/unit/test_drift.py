@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.drift.command import describe, main
+from megatron_rl.drift.command import configure, describe, main
 from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import SAMPLER, Diagnosis, Examiner, Recorded
 from megatron_rl.drift.effects import propagate_errors
@@ -289,6 +289,15 @@ def test_a_run_of_scripted_engines_has_nothing_to_examine(folders, tmp_path: Pat
     write_message(tmp_path / "sidecar.json", make_settings(folders["qwen3"], "scripted"))
     with pytest.raises(InputError, match="has engines that draw tokens at random"):
         main([str(tmp_path)])
+
+
+def test_the_engine_that_is_examined_drafts_nothing(folders) -> None:
+    settings = make_settings(folders["qwen3"], "vllm")
+    rollout = RolloutConfig(speculative="ngram", vllm_args="--spec-method ngram --seed 3 -sc.num-tokens=2")
+    examined = configure(dataclasses.replace(settings, rollout=rollout), folders["qwen3"])
+    assert examined.speculation is None
+    assert examined.flags[:2] == ("--seed", "3")
+    assert "ngram" not in examined.flags
 
 
 def make_settings(model: Path, engine: str) -> SidecarSettings:

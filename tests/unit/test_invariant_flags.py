@@ -108,6 +108,7 @@ def test_engines_refuse_what_was_not_compared() -> None:
         ({"tensor_parallel_size": 2}, "cpu", ["--rollout-tensor-parallel-size"]),
         ({"tensor_parallel_size": 2}, "cuda", []),
         ({"vllm_args": "--worker-cls mine"}, "cpu", ["--rollout-vllm-args with --worker-cls"]),
+        ({"vllm_args": "-pp 2"}, "cpu", ["--rollout-vllm-args with -pp"]),
     ]
     for values, device, expected in cases:
         found = list(find_invariance_problems(RolloutConfig(is_batch_invariant=True, **values), device))

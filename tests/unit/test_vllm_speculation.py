@@ -17,6 +17,8 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import Drafts
 from megatron_rl.sidecar.vllm.draft_counts import DraftMeter, count_drafts, describe_draft_model
+from megatron_rl.sidecar.vllm.flags import FLAGS_OF_DRAFTS, drop_flags, find_problems_of_replay, split_flags
+from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.patches import expand_values, patch_expansion
 from megatron_rl.sidecar.vllm.speculation import PACKAGE, describe_for_vllm, find_draft_problems
 from tests.ranks import ROOT
@@ -69,8 +71,29 @@ def test_drafts_are_given_to_vllm_with_its_rule_that_keeps_the_policys_distribut
         assert given["rejection_sample_method"] == "standard"
 
 
+# Flags of vLLM that draft, as a user may write them, each with the name that is said.
+OWN_DRAFTS = {
+    "--speculative-config.method ngram": "--speculative-config",
+    "--speculative_conf='{}'": "--speculative-config",
+    "-sc '{}'": "-sc",
+    "'-sc'={}": "-sc",
+    "-s '{}'": "-sc",
+    "--spec-method ngram": "--spec-method",
+    "--spec-mod DIR": "--spec-model",
+    "--spec_tokens=3": "--spec-tokens",
+}
+
+
+@pytest.mark.parametrize(("words", "name"), OWN_DRAFTS.items())
+def test_replay_and_invariance_refuse_drafts_however_they_are_written(words, name):
+    (found,) = find_problems_of_replay(words)
+    assert found.startswith(f"--rollout-vllm-args: with {name}, which experts")
+    (found,) = find_invariance_problems(RolloutConfig(is_batch_invariant=True, vllm_args=words), "cpu")
+    assert f"--rollout-vllm-args with {name} cannot be given together" in found
+    assert drop_flags(split_flags(f"--seed 3 {words} -q fp8"), *FLAGS_OF_DRAFTS) == ("--seed", "3", "-q", "fp8")
+
+
 def test_mistakes_in_drafts_are_found_before_an_engine_starts():
-    own = "--speculative-config.method ngram"
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, []),
         ({"speculative": "ngram"}, []),
@@ -79,7 +102,14 @@ def test_mistakes_in_drafts_are_found_before_an_engine_starts():
         ({"speculative": "ngram", "replay_routing": True}, ["--rollout-replay-routing"]),
         ({"speculative": "ngram", "lora_rank": 8}, ["--rollout-lora-rank"]),
         ({"speculative": "ngram", "is_colocated": True}, ["--rollout-colocate"]),
-        ({"speculative": "ngram", "vllm_args": own}, ["--rollout-vllm-args with --speculative-config"]),
+        *(
+            ({"speculative": "ngram", "vllm_args": words}, [f"--rollout-vllm-args with {name}"])
+            for words, name in OWN_DRAFTS.items()
+        ),
+        *(
+            ({"lora_rank": 8, "vllm_args": words}, [f"--rollout-vllm-args with {name} and --rollout-lora-rank"])
+            for words, name in OWN_DRAFTS.items()
+        ),
         *(
             ({"speculative": text}, ["must be one of ngram, suffix, draft:DIR, eagle3:DIR, mtp"])
             for text in ("medusa", "draft", "draft:", "eagle3", "ngram:folder", "mtp:", "")

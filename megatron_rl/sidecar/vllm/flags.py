@@ -35,12 +35,15 @@ _SET = {
          "--data-parallel-size", "-dp", "--config", "--load-format", "--headless"),
     ),
 }  # fmt: skip
+FLAGS_OF_DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
+"""All names of the flags with which vLLM drafts tokens. Each takes one value."""
+FLAGS_OF_STAGES = ("--pipeline-parallel-size", "-pp")
+"""All names of the flag that divides layers into stages."""
 # Flags with which tokens lack experts, with the reason.
 _WITHOUT_EXPERTS = {
-    "--speculative-config": "which experts drafted tokens went to has not been compared",
-    "--no-enable-prefix-caching": "vLLM keeps no experts of a prompt, and ends",
-    "--pipeline-parallel-size": "vLLM does not return experts of several stages, and ends",
-    "-pp": "vLLM does not return experts of several stages, and ends",
+    FLAGS_OF_DRAFTS: "which experts drafted tokens went to has not been compared",
+    ("--no-enable-prefix-caching",): "vLLM keeps no experts of a prompt, and ends",
+    FLAGS_OF_STAGES: "vLLM does not return experts of several stages, and ends",
 }
 # Ways to accept drafted tokens that keep the policy's distribution; vLLM's others sample from another one.
 _EXACT = ("standard", "block")
@@ -75,12 +78,8 @@ def find_problems(text: str) -> Iterator[str]:
 
 def find_problems_of_replay(text: str) -> Iterator[str]:
     """Yield each flag with which vLLM does not return the experts of every token."""
-    try:
-        words = split_flags(text)
-    except UsageError:
-        return
-    for flag, reason in _WITHOUT_EXPERTS.items():
-        if names_flag(words, flag):
+    for flags, reason in _WITHOUT_EXPERTS.items():
+        if flag := find_flag(text, *flags):
             yield f"{FLAG}: with {flag}, {reason}: drop it, or --rollout-replay-routing"
 
 
@@ -98,10 +97,30 @@ def names_flag(words: Sequence[str], *flags: str) -> bool:
     return any(_find_meant(word, flags) for word in words)
 
 
+def find_flag(text: str, *flags: str) -> str | None:
+    """Return the first of these flags of vLLM that a text names; None if it names none, or cannot be read."""
+    try:
+        words = split_flags(text)
+    except UsageError:
+        return None
+    return next((meant[0] for word in words if (meant := _find_meant(word, flags))), None)
+
+
+def drop_flags(words: Sequence[str], *flags: str) -> tuple[str, ...]:
+    """Return the words without these flags of vLLM, which take one value each."""
+    left, kept = iter(words), []
+    for word in left:
+        if not _find_meant(word, flags):
+            kept.append(word)
+        elif "=" not in word:
+            next(left, None)
+    return tuple(kept)
+
+
 def _find_meant(word: str, flags: Collection[str]) -> list[str]:
     """Return those of the flags that a word may mean; vLLM's parser refuses an abbreviation of several."""
     name = _find_name(word)
-    return [name] if name in flags else [flag for flag in flags if name[2:] and flag.startswith(name)]
+    return [name] if name in flags else [flag for flag in flags if name.strip("-") and flag.startswith(name)]
 
 
 def _find_name(word: str) -> str:
@@ -174,7 +193,9 @@ def _find_taken(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterat
         if getattr(values, target) is not absent:
             yield _describe_taken(name, name)
     speculation = getattr(values, "speculative_config", None) or {}
-    for key, value in speculation.items() if isinstance(speculation, dict) else ():
+    for written, value in speculation.items() if isinstance(speculation, dict) else ():
+        # As vLLM reads it.
+        key = written.replace("-", "_")
         is_lossy = key == "rejection_sample_method" and value not in _EXACT
         if is_lossy or key.startswith(("synthetic_", "fly")):
             yield (

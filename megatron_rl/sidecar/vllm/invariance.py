@@ -6,13 +6,13 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 
 FLAG = "--batch-invariant"
+_EXCLUDED = (("--worker-cls",), vllm_flags.FLAGS_OF_DRAFTS, ("--enable-lora",), vllm_flags.FLAGS_OF_STAGES)
 
 
 def find_invariance_problems(rollout: RolloutConfig, device: str) -> Iterator[str]:
     """Yield each setting with which engines could not compute each token's log-prob to the same bits."""
     if not rollout.is_batch_invariant:
         return
-    words = rollout.vllm_args.split()
     if rollout.engine != "vllm":
         yield f"{FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     elif device == "npu":
@@ -22,8 +22,9 @@ def find_invariance_problems(rollout: RolloutConfig, device: str) -> Iterator[st
         ("--rollout-speculative", rollout.speculative is not None),
         ("--rollout-lora-rank", rollout.lora_rank > 0),
         *(
-            (f"{vllm_flags.FLAG} with {flag}", vllm_flags.names_flag(words, flag))
-            for flag in ("--worker-cls", "--speculative-config", "--enable-lora", "--pipeline-parallel-size")
+            (f"{vllm_flags.FLAG} with {flag}", True)
+            for flags in _EXCLUDED
+            if (flag := vllm_flags.find_flag(rollout.vllm_args, *flags))
         ),
     ):
         if is_given and device == "cpu":

@@ -22,7 +22,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING
 
-FLAG, VLLM_FLAG = "--rollout-speculative", "--speculative-config"
+FLAG, VLLM_FLAG = "--rollout-speculative", vllm_flags.FLAGS_OF_DRAFTS[0]
 PACKAGE = "arctic-inference==0.1.1"
 """The package that drafts by suffixes, in the release that vLLM names."""
 _MODULE, _MISSING = "arctic_inference", 3
@@ -77,8 +77,14 @@ def describe_for_vllm(rollout: RolloutConfig) -> str | None:
 
 def find_draft_problems(rollout: RolloutConfig, model: Path | None = None) -> Iterator[str]:
     """Yield each mistake in which drafts are asked for, of a policy that starts from the folder `model`."""
-    text = rollout.speculative
+    text, own = rollout.speculative, vllm_flags.find_flag(rollout.vllm_args, *vllm_flags.FLAGS_OF_DRAFTS)
+    untried = "drafts have not been tried with adapters in engines"
     if text is None:
+        if own and rollout.lora_rank > 0:
+            yield (
+                f"{vllm_flags.FLAG} with {own} and --rollout-lora-rank cannot be given together, because {untried}: "
+                "drop one of them"
+            )
         if rollout.speculative_tokens is not None:
             yield f"{FLAG}-tokens {rollout.speculative_tokens} needs {FLAG}: write {FLAG} ngram, or drop it"
         return
@@ -92,13 +98,9 @@ def find_draft_problems(rollout: RolloutConfig, model: Path | None = None) -> It
         yield f"{FLAG} {text} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     for flag, is_given, reason in (
         ("--rollout-replay-routing", rollout.replay_routing, "which experts drafted tokens went to is not known"),
-        ("--rollout-lora-rank", rollout.lora_rank > 0, "drafts have not been tried with adapters in engines"),
+        ("--rollout-lora-rank", rollout.lora_rank > 0, untried),
         (FLAG_OF_SHARING, rollout.is_colocated, "the memory that drafts take is not counted"),
-        (
-            f"{vllm_flags.FLAG} with {VLLM_FLAG}",
-            vllm_flags.names_flag(rollout.vllm_args.split(), VLLM_FLAG),
-            "both say how tokens are drafted",
-        ),
+        (f"{vllm_flags.FLAG} with {own}", own is not None, "both say how tokens are drafted"),
     ):
         if is_given:
             yield f"{FLAG} and {flag} cannot be given together, because {reason}: drop one of them"
