@@ -318,7 +318,7 @@ class PublishConfig:
     dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
         None,
         "The precision that weights are published and exported in; the narrower of those of training and of the stored "
-        "weights if not given.",
+        "weights if not given, and with `--batch-invariant` on a CPU that of training.",
         "--publish-dtype",
     )
     proof: Literal["digests", "probe"] = own_flag(

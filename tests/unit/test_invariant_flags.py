@@ -1,6 +1,7 @@
 """The flag --batch-invariant: what it sets, and what it excludes."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from megatron_rl.config.command_line import invariant_checks
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import EngineKind
+from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 from megatron_rl.trainer.loop.mismatch import build_mismatch_bounds
@@ -55,11 +57,30 @@ def test_all_of_a_model_is_computed_by_invariant_operations_and_a_token_that_dif
         ("--qkv-backend torch", "--qkv-backend"),
         ("--shared-prompt-backend merge", "--shared-prompt-backend"),
         ("--bf16 --rollout-dtype float32", "--rollout-dtype float32 must be bfloat16"),
+        ("--publish-dtype bfloat16", "--publish-dtype bfloat16 must be float32"),
+        ("--bf16 --publish-dtype float16", "--publish-dtype float16 must be bfloat16"),
         ("--rollout-speculative ngram", "--rollout-speculative"),
     ],
 )
 def test_what_has_other_sums_is_refused(run: tuple[str, ...], words: str, problem: str) -> None:
     assert any(FLAG in found and problem in found for found in run_problems(*run, FLAG, words, world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("words", "stored", "published"),
+    [
+        ((FLAG,), "bfloat16", "float32"),
+        ((FLAG, "--bf16"), "float32", "bfloat16"),
+        ((FLAG, "--bf16"), "bfloat16", "bfloat16"),
+        ((), "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_trained_weights_are_published_as_they_are(
+    words: tuple[str, ...], stored: str, published: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**families.derive_config(QWEN3), "dtype": stored}))
+    settings = parse_run(*CPU, "--hf-model", str(tmp_path), *RUN, *words, world_size=1)
+    assert settings.publish.dtype == published
 
 
 @pytest.mark.parametrize("words", ["", FLAG])

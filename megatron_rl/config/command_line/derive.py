@@ -258,8 +258,11 @@ class Derivation:
             self._given["rollout.num_engines"] = Given(count, f"{num_ranks} ranks on {num_cores} cores")
             self._note(f"{num_ranks} ranks on {num_cores} cores make --rollout-num-engines {count}")
 
-    def settle_precisions(self, architecture: Architecture | None, is_sampled: bool) -> None:
-        """Choose precisions that agree: engines compute in the trained precision, and can hold the published one."""
+    def settle_precisions(self, architecture: Architecture | None, is_sampled: bool, is_cpu: bool) -> None:
+        """Choose precisions that agree: engines compute in the trained precision, and can hold the published one.
+
+        With --batch-invariant on a CPU nothing may be rounded on the way, so the published one is the trained one.
+        """
         trained = next((dtype for field, dtype in _TRAINED.items() if self._look_up(f"transformer.{field}")), "float32")
         chosen = []
         if is_sampled and "rollout.dtype" not in self._given:
@@ -275,9 +278,11 @@ class Derivation:
             self._given["rollout.lora_rank"] = Given(rank, "--lora-rank, with --publish-lora adapter")
         if architecture is not None and "publish.dtype" not in self._given:
             source = f"the narrower of {trained}, which is trained in, and {architecture.dtype}, which is stored"
-            narrower = find_narrower(trained, architecture.dtype)
-            self._given["publish.dtype"] = Given(narrower, source)
-            chosen.append(f"--publish-dtype {narrower}")
+            published = find_narrower(trained, architecture.dtype)
+            if is_sampled and is_cpu and self._look_up("rollout.is_batch_invariant"):
+                source, published = "what is trained in, with --batch-invariant", trained
+            self._given["publish.dtype"] = Given(published, source)
+            chosen.append(f"--publish-dtype {published}")
         if architecture is not None and trained != architecture.dtype and chosen:
             self._note(f"training in {trained} and weights stored in {architecture.dtype} make {', '.join(chosen)}")
 

@@ -39,11 +39,9 @@ def check_batch_invariant(settings: DraftSettings) -> Iterator[str]:
         if is_given:
             yield f"{FLAG} and {flag} cannot be given together, because sums would have other orders: {remedy}"
     trained = "bfloat16" if config.bf16 else "float32"
-    if settings.rollout.dtype not in (None, trained):
-        yield (
-            f"--rollout-dtype {settings.rollout.dtype} must be {trained}, in which the trainer computes, with {FLAG}: "
-            "write that, or drop it"
-        )
+    for flag, dtype in (("--rollout-dtype", settings.rollout.dtype), ("--publish-dtype", settings.publish.dtype)):
+        if dtype not in (None, trained):
+            yield f"{flag} {dtype} must be {trained}, as the trainer computes, with {FLAG}: write that, or drop it"
     if settings.architecture is not None:
         yield from _check_architecture(settings.architecture)
 

@@ -356,7 +356,7 @@ def _derive(
     if architecture is not None and reading.device is not None and not reading.problems:
         cheap = resolve.list_cheap_modules(reading.platform.cheap_modules, architecture, reading.given)
         derivation.settle_pack(world_size, is_shared, architecture, reading.device, cheap)
-    derivation.settle_precisions(architecture, is_sampled)
+    derivation.settle_precisions(architecture, is_sampled, is_cpu=reading.platform.name == "cpu")
     if is_sampled and reading.platform.name == "cpu" and not reading.problems:
         # If the model's flags have mistakes, its size is unknown.
         derivation.settle_engines(int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1)), architecture)
