@@ -1,13 +1,16 @@
 """The flags of adapters, what they exclude, and the modules that they name."""
 
+import contextlib
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights.adapters import AdapterMapping, check_config
+from megatron_rl.shared.weights.adapters import AdapterMapping, check_config, describe_for_peft
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.types import Experts, Latents
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run, run_problems
@@ -111,6 +114,37 @@ def test_every_product_of_latent_attention_has_an_adapter_unless_targets_are_nam
     assert part.module == "model.layers.1.self_attn.kv_a_proj_with_mqa"
     assert (part.a.shape, part.b.shape) == ((4, 64), (10, 4))
     assert (part.b.pieces[0].source, part.splits_inputs) == (10, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({}, ""),
+        *(({"init_lora_weights": drawn}, "") for drawn in (False, None, "gaussian", "Gaussian", "eva", "orthogonal")),
+        *(
+            ({"init_lora_weights": drawn}, f'init_lora_weights "{drawn}", with which PEFT loads another base')
+            for drawn in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "mica")
+        ),
+        ({"alora_invocation_tokens": [15, 16]}, "has alora_invocation_tokens, with which"),
+        ({"use_qalora": True}, "has use_qalora, with which"),
+        ({"use_bdlora": {"nblocks": 2}}, "has use_bdlora, with which"),
+        ({"a_key_of_tomorrow": {"x": 1}}, "has a_key_of_tomorrow, with which"),
+        ({"a_key_of_tomorrow": None, "use_qalora": False, "qalora_group_size": 16, "loftq_config": {}}, ""),
+    ],
+)
+def test_adapters_that_compute_something_else_are_refused(
+    settings: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    config = describe_for_peft(AdapterMapping(Mapping(QWEN3), 4), 8, "base") | settings
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=refused) if refused else contextlib.nullcontext():
+        check_config(tmp_path, 4, 8)
+
+
+def test_a_configuration_that_peft_writes_is_read(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    check_config(tmp_path, 4, 8)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,15 @@ _PLAIN: Mapping[str, Any] = {
     "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "target_parameters": None,
     "layer_replication": None, "lora_bias": False, "megatron_config": None, "trainable_token_indices": None,
 }  # fmt: skip
+# Ways to draw the first adapters that leave the base as it is. PEFT's others write another base when they are loaded.
+_DRAWN = (True, False, None, "gaussian", "eva", "orthogonal")
+# Further settings of PEFT that change nothing of what an adapter computes.
+_WITHOUT_EFFECT = frozenset(
+    ("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "r",
+     "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights",
+     "corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_core", "qalora_group_size",
+     "runtime_config", "ensure_weight_tying"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +183,14 @@ def check_config(folder: Path, rank: int, alpha: float) -> None:
             raise InputError(
                 f"{path} has {name} {json.dumps(value)}, and adapters here have {json.dumps(plain)}: use plain LoRA"
             )
+    drawn = config.get("init_lora_weights", True)
+    if (drawn.lower() if isinstance(drawn, str) else drawn) not in _DRAWN:
+        raise InputError(
+            f"{path} has init_lora_weights {json.dumps(drawn)}, with which PEFT loads another base: have PEFT save it "
+            "for the plain base (path_initial_model_for_weight_conversion)"
+        )
+    for name in sorted(name for name in config.keys() - _PLAIN.keys() - _WITHOUT_EFFECT if config[name]):
+        raise InputError(f"{path} has {name}, with which adapters may compute something else: use plain LoRA")
     for flag, name, own in (("--lora-rank", "r", rank), ("--lora-alpha", "lora_alpha", alpha)):
         if config.get(name) != own:
             raise InputError(f"{path} has {name} {config.get(name)}, and {flag} is {own:g}: write {config.get(name)}")
