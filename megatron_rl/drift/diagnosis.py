@@ -5,15 +5,19 @@ definition is in the same precision:
 
     |ours - truth|  <=  2 |definition - truth|  +  4 units in the last place of the truth's largest value
 
-This is the rule of docs/numerics.md. In 16 bits the second term lets errors of 8-bit floats pass. So a part is not
-right either if it is far less exact than the definition and its errors are those of computing in 8 bits.
+This is the rule of docs/numerics.md, with a smaller bound for tokens whose numbers are less than a fourth of the
+largest: one token's large numbers hide no errors of others. In 16 bits the rule lets errors of 8-bit floats pass. So a
+part is not right either if it is far less exact than the definition and its errors are those of computing in 8 bits.
 
-Parts that are not right are the causes. The effect of a part is the change of the
-sampled tokens' log-probs if its errors are added to an exact forward pass, all layers' at once.
+Parts that are not right are the causes. The effect of a part is the change of the sampled tokens' log-probs if its
+errors are added to an exact forward pass, all layers' at once.
+
+To first order the effects add up to at least the difference of the log-probs. If the difference is far larger, or
+tokens or positions are not the response's, something is wrong between the parts, such as the sums of their outputs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,6 +26,11 @@ from megatron_rl.drift.effects import Errors, propagate_errors
 from megatron_rl.drift.recording import TEMPERATURE, LayerPart, ModelPart, Recording, Tensors
 
 SAMPLER = "sampler"
+BETWEEN = "between the parts"
+# The most times its own largest value that a row's bound is measured by.
+_OWN = 4.0
+# The difference that parts do not make up, in sums of their effects. The rounding of sums between them is less.
+_UNEXPLAINED = 3.0
 # From the coarsest on.
 _COARSER = (FP8, torch.bfloat16, torch.float16)
 # The least correlation of errors that have one cause.
@@ -131,14 +140,20 @@ class Examiner:
                 changes.setdefault(SAMPLER, []).append(self._compare_sampler(one, found))
         for name, values in changes.items():
             found[name].effect = float(torch.cat(values).mean())
+        reported = torch.tensor([value for one in responses for value in one.log_probs]).double()
+        exact_log_probs_R = torch.cat(exact_log_probs)
+        between = _compare_between(responses, measure_difference(reported, exact_log_probs_R), found.values())
+        if not between.is_right:
+            found[BETWEEN] = between
         findings = sorted(found.values(), key=lambda finding: -finding.effect)
         wrong = [finding for finding in findings if not finding.is_right]
         have_weights = [finding for finding in findings if _has_weights(finding)]
-        has_other_weights = sum(not finding.is_right for finding in have_weights) > len(have_weights) / 2
+        # A part whose errors are those of a coarser precision may well have the weights.
+        num_unlike = sum(not (finding.is_right or finding.coarser or finding.is_in_8_bits) for finding in have_weights)
+        has_other_weights = num_unlike > len(have_weights) / 2
         for finding in wrong:
             finding.reason = finding.reason or self._explain(finding, has_other_weights)
-        reported = torch.tensor([value for one in responses for value in one.log_probs]).double()
-        return Diagnosis(self.definition.dtype, findings, reported, torch.cat(exact_log_probs), has_other_weights)
+        return Diagnosis(self.definition.dtype, findings, reported, exact_log_probs_R, has_other_weights)
 
     def _compare(self, one: Recorded, found: dict[str, PartFinding]) -> dict[LayerPart, Tensors]:
         """Compare each point with its definition; return the errors."""
@@ -254,19 +269,46 @@ class Examiner:
 
 
 def _has_weights(finding: PartFinding) -> bool:
-    return finding.name != SAMPLER and finding.name not in _WITHOUT_WEIGHTS
+    return finding.name not in (SAMPLER, BETWEEN) and finding.name not in _WITHOUT_WEIGHTS
+
+
+def _compare_between(responses: Sequence[Recorded], difference: float, findings: Iterable[PartFinding]) -> PartFinding:
+    """Compare tokens and positions with the responses', and the difference with the effects of all parts."""
+    total = sum(finding.effect for finding in findings)
+    found = PartFinding(BETWEEN, worst=BETWEEN, effect=max(0.0, difference - total))
+    if difference > _UNEXPLAINED * total:
+        found.excess = difference / (_UNEXPLAINED * total) if total else float("inf")
+        found.reason = (
+            f"log-probs differ by {difference / total if total else float('inf'):.3g} times what the parts do"
+        )
+    for one in responses:
+        for point in one.recording:
+            expected = {"tokens": torch.tensor(one.tokens), "positions": torch.arange(len(one.tokens))}
+            for name in expected.keys() & one.recording[point].keys():
+                recorded, of_sampled = one.recording[point][name], point.part is ModelPart.LOG_PROBS
+                # The last token is fed to no engine.
+                wanted = expected[name][-len(recorded) :] if of_sampled else expected[name][: len(recorded)]
+                if recorded.dim() == 1 and not torch.equal(recorded.long(), wanted):
+                    found.excess, found.worst = float("inf"), str(point)
+                    found.reason = f"its {name} are not those of the response"
+    return found
 
 
 def _measure_excess(ours: torch.Tensor, truth: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the error over its bound."""
-    if not len(ours):
+    """Return the error over its bound, in the row where this is largest."""
+    if not ours.numel():
         return 0.0
-    error = (ours.double() - truth).detach().abs().max()
-    largest = truth.abs().max()
-    bound = 2 * (theirs.double() - truth).abs().max() + 4 * torch.finfo(ours.dtype).eps * largest
-    if not torch.isfinite(error):
-        return float("inf")
-    return float(error / bound) if bound else float(error > 0) * float("inf")
+    # Log-probs are a single row: one near 0 is the difference of larger numbers.
+    shape = (len(ours), -1) if ours.dim() > 1 else (1, -1)
+    error, of_definition, largest = (
+        one.detach().abs().reshape(shape).amax(dim=1) for one in (ours.double() - truth, theirs.double() - truth, truth)
+    )
+    limits = torch.finfo(ours.dtype)
+    # The bound of the largest row holds for rows down to a fourth of it, and then shrinks with the row.
+    share = (_OWN * largest / (largest.max() + limits.tiny)).clamp(max=1)
+    of_definition = torch.maximum(of_definition, share * of_definition.max())
+    excess = error / (2 * of_definition + 4 * limits.eps * share * largest.max() + limits.tiny)
+    return float(excess.max()) if error.isfinite().all() else float("inf")
 
 
 def _explain_temperature(logits: torch.Tensor, one: Recorded) -> str | None:

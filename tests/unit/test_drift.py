@@ -1,6 +1,7 @@
 """The doctor of differences: planted causes are named, and a healthy engine is named healthy."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.drift.command import configure, describe, main
 from megatron_rl.drift.definition import Definition
-from megatron_rl.drift.diagnosis import SAMPLER, Diagnosis, Examiner, Recorded
+from megatron_rl.drift.diagnosis import BETWEEN, SAMPLER, Diagnosis, Examiner, Recorded
 from megatron_rl.drift.effects import propagate_errors
 from megatron_rl.drift.recording import DIVIDED, LayerPart, ModelPart, Recording, join_ranks
 from megatron_rl.errors import InputError, MegatronRLError
@@ -231,6 +232,76 @@ def test_weights_of_another_checkpoint_are_named(folders) -> None:
     found = diagnose(folders["qwen3"], StandIn(folders["other"]))
     assert found.is_of_other_weights
     assert {cause.reason for cause in found.causes} == {"it computes with other weights than the checkpoint's"}
+
+
+def test_products_in_bfloat16_are_not_taken_for_other_weights(folders) -> None:
+    engine = StandIn(folders["qwen3"])
+    rounded = (*(part for part in ModelPart if part.startswith("product")), ModelPart.LOGITS, ModelPart.ATTENTION_NORM)
+    names = {ModelPart.QKV: ("queries", "keys", "values"), ModelPart.GATE_UP: ("gate", "up")}
+    engine.changes = {part: in_bfloat16(names.get(part, ("out",))) for part in (*rounded, ModelPart.MLP_NORM)}
+    found = diagnose(folders["qwen3"], engine)
+    assert not found.is_of_other_weights
+    assert len(found.causes) == 7
+    assert {cause.reason for cause in found.causes} == {"it computes in bfloat16"}
+
+
+def test_an_engine_that_reads_other_tokens_or_positions_is_named(folders) -> None:
+    definition = Definition(folders["qwen3"], torch.float32)
+    examiner = Examiner(Definition(folders["qwen3"], torch.float64), definition)
+    recorded = StandIn(folders["qwen3"]).sample(hf_models.sequences([9])[0])
+    tokens, positions = torch.tensor(recorded.tokens).roll(1), torch.arange(9) % 5
+    for part, name, read in ((ModelPart.EMBEDDING, "tokens", tokens), (ModelPart.ROTATION, "positions", positions)):
+        # Each part is right for what it was given.
+        points = {point: {**recorded.recording[point]} for point in recorded.recording}
+        for point in points:
+            if point.part is part:
+                points[point] |= {name: read} | definition.compute(point, {**points[point], name: read})
+        found = examiner.diagnose([dataclasses.replace(recorded, recording=Recording(points))])
+        assert BETWEEN in {cause.name for cause in found.causes}
+        assert f"its {name} are not those of the response" in {cause.reason for cause in found.causes}
+
+
+def test_log_probs_that_the_parts_do_not_make_up_are_named(folders) -> None:
+    # All parts are right for what they are given, and what they are given is half of what it must be.
+    engine = StandIn(folders["qwen3"])
+    exact = engine.compute
+    engine.compute = lambda point, given: exact(  # type: ignore[method-assign]
+        point, {"in": given["in"] - engine.points[LayerPart(ModelPart.DOWN, 0)]["out"] / 2}
+        if point == LayerPart(ModelPart.ATTENTION_NORM, 1) else given,
+    )  # fmt: skip
+    (cause,) = diagnose(folders["qwen3"], engine).causes
+    assert (cause.name, cause.reason[:20]) == (BETWEEN, "log-probs differ by ")
+    assert cause.effect > 1e-3
+
+
+def test_a_large_number_in_one_row_hides_no_errors_of_others(folders) -> None:
+    engine = StandIn(folders["qwen3"], torch.bfloat16)
+    definition = Definition(folders["qwen3"], torch.bfloat16)
+    recorded = engine.sample(hf_models.sequences([9])[0])
+    point = LayerPart(ModelPart.DOWN, 0)
+    inputs = recorded.recording[point]["in"].clone()
+    inputs[0] *= 1e4
+    outputs = definition.compute(point, {"in": inputs})["out"]
+    examiner = Examiner(Definition(folders["qwen3"], torch.float64), definition)
+    for factor, is_right in ((1.0, True), (0.0, False)):
+        outputs[1:] *= factor
+        changed = {one: {**recorded.recording[one]} for one in recorded.recording}
+        changed[point] = {"in": inputs, "out": outputs}
+        found = examiner.diagnose([dataclasses.replace(recorded, recording=Recording(changed))])
+        (finding,) = (one for one in found.findings if one.name == ModelPart.DOWN)
+        assert finding.is_right == is_right
+
+
+def test_a_part_whose_outputs_are_all_zero_has_no_error(folders) -> None:
+    engine = StandIn(folders["qwen3"])
+    recorded = engine.sample(hf_models.sequences([9])[0])
+    changed = {one: {**recorded.recording[one]} for one in recorded.recording}
+    point = LayerPart(ModelPart.DOWN, 0)
+    changed[point] = {name: torch.zeros_like(tensor) for name, tensor in changed[point].items()}
+    definitions = (Definition(folders["qwen3"], dtype) for dtype in (torch.float64, torch.float32))
+    found = Examiner(*definitions).diagnose([dataclasses.replace(recorded, recording=Recording(changed))])
+    assert not any(math.isnan(one.excess) for one in found.findings)
+    assert ModelPart.DOWN not in {cause.name for cause in found.causes}
 
 
 def test_ranks_are_joined_and_a_recording_comes_back_from_its_file(folders, tmp_path: Path) -> None:
