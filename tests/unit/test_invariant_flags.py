@@ -102,6 +102,7 @@ def test_megatrons_mode_is_not_for_a_cpu(run: tuple[str, ...], words: str) -> No
         ),
         ("cuda", {"zero_centered_norms": True}, None, "computes other norms than this model has"),
         ("cuda", {"context": 2}, None, "--context-parallel-size above 1"),
+        ("cuda", {"rank": 8}, None, "--lora-rank cannot be given together"),
     ],
 )
 def test_megatrons_mode_is_refused_where_it_does_not_compute_the_model(
@@ -112,6 +113,7 @@ def test_megatrons_mode_is_refused_where_it_does_not_compute_the_model(
         platform=platform,
         transformer=SimpleNamespace(batch_invariant_mode=True, params_dtype=torch.bfloat16),
         parallel_sizes=ParallelSizes(context=changes.pop("context", 1)),
+        lora=SimpleNamespace(rank=changes.pop("rank", 0)),
         architecture=dataclasses.replace(QWEN3, **changes),
     )
     found = list(invariant_checks.check_megatron_mode(settings))

@@ -70,6 +70,9 @@ def check_megatron_mode(settings: DraftSettings) -> Iterator[str]:
         yield f"{MODE_FLAG} needs TransformerEngine and Triton, and {missing}: install it, or drop the flag"
     if settings.parallel_sizes.context > 1:
         yield f"{MODE_FLAG} does not go with --context-parallel-size above 1 in Megatron: write 1, or drop the flag"
+    if settings.lora.rank > 0:
+        # It replaces torch's addmm by one that takes no factor, and adapters scale their products by it.
+        yield f"{MODE_FLAG} and --lora-rank cannot be given together, because it cannot scale adapters: drop one"
     if settings.architecture is not None and settings.architecture.zero_centered_norms:
         # Its norms multiply by their weight as it is.
         yield (f"{MODE_FLAG} computes other norms than this model has, whose weights are stored less 1: drop the flag")
