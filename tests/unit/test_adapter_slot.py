@@ -141,6 +141,29 @@ def test_what_a_longer_adapter_left_is_found() -> None:
         prove(runner)
 
 
+def test_adapters_of_a_rank_above_their_outputs_are_proved() -> None:
+    names = name_factors(OUT)
+    wide = {name: torch.randn(shape) for name, shape in zip(names, ((MOST, 8), (6, MOST)), strict=True)}
+    runner = filled()
+    one, qkv = runner.manager.modules[OUT], runner.manager.modules[QKV]
+    for empty in (*qkv.lora_a_stacked, *qkv.lora_b_stacked):
+        empty.zero_()
+    one.lora_a_stacked, one.lora_b_stacked = (stack(wide[names[0]], torch.float32),), (wide[names[1]][None, None],)
+    slot = AdapterSlot(runner)
+    slot.number = 5
+    digests = {name: digest(factor).tolist() for name, factor in wide.items()}
+    assert slot.prove(list_specs(wide), digests).proved == wide.keys()
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_adapters_of_a_rank_above_the_slots_are_refused(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, member in (("lora_model", "LoRAModel"), ("peft_helper", "PEFTHelper")):
+        monkeypatch.setitem(sys.modules, f"vllm.lora.{name}", SimpleNamespace(**{member: None}))
+    tensor = torch.zeros(((MOST + 1, 8), (6, MOST + 1))[factor])
+    with pytest.raises(Refusal, match=f"the adapters have rank {MOST + 1}, and the engine takes {MOST}"):
+        AdapterSlot(filled()).put(1, {name_factors(OUT)[factor]: tensor})
+
+
 def test_a_narrower_slot_compares_nothing() -> None:
     proof = prove(filled(dtype=torch.bfloat16))
     assert (proof.num_compared, set(proof.uncompared)) == (0, FACTORS.keys())

@@ -101,7 +101,9 @@ class AdapterSlot:
         from vllm.lora.peft_helper import PEFTHelper
 
         self.clear()
-        rank = min(next(iter(tensors.values())).shape)
+        name, factor = next(iter(tensors.items()))
+        _, _, is_a = self._find_place(name)
+        rank = factor.shape[0 if is_a else 1]
         if rank > (most := self._manager.lora_config.max_lora_rank):
             raise Refusal(
                 f"the adapters have rank {rank}, and the engine takes {most}: write --rollout-lora-rank {rank}"
@@ -155,7 +157,7 @@ class AdapterSlot:
         layer, index, is_a = self._find_place(spec.name)
         slot = self._manager.lora_index_to_id.index(self.number)
         stacks = layer.lora_a_stacked if is_a else layer.lora_b_stacked
-        rank = min(spec.shape)
+        rank = spec.shape[0 if is_a else 1]
         values = stacks[index][slot, 0]
         first_row, first_column = _find_origin(layer, index, is_a)
         return HeldFactor(spec, values[:rank] if is_a else values[:, :rank], first_row, first_column)
