@@ -116,6 +116,13 @@ def test_every_product_of_latent_attention_has_an_adapter_unless_targets_are_nam
     assert (part.b.pieces[0].source, part.splits_inputs) == (10, False)
 
 
+@pytest.mark.parametrize("words", ["--decoupled-lr 0.001", "--apply-wd-to-qk-layernorm"])
+def test_flags_of_frozen_weights_are_said_to_have_no_effect(run: tuple[str, ...], words: str) -> None:
+    for lora, is_said in (((), False), (("--lora-rank", "8"), True)):
+        notes = parse_run(*run, *lora, *words.split(), world_size=1).notes
+        assert any(words.split()[0] in note and "has no effect with --lora-rank" in note for note in notes) == is_said
+
+
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [

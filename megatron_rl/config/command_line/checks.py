@@ -332,6 +332,8 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     responses = None if prompts is None else prompts * settings.algorithm.group_size
     has_later = responses is not None and of_update is not None and responses > of_update
     yield has_later, "with one update an iteration", "algorithm", "replay_routing"
+    of_frozen = "decoupled_lr decoupled_min_lr apply_wd_to_qk_layernorm"
+    yield not settings.lora.rank, "with --lora-rank, which trains adapters alone", "optimizer", of_frozen
     yield config.fp16, "without --fp16", "optimizer", f"loss_scale {adaptation}"
     yield not (config.fp16 and optimizer.loss_scale), "with --loss-scale", "optimizer", adaptation
     yield config.bf16, "without --bf16", "transformer", "disable_bf16_reduced_precision_matmul"
