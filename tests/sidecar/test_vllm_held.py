@@ -26,7 +26,11 @@ SHAPES = {
 }
 
 
-class Packs:
+class UnquantizedMethod:
+    """A stand-in for vLLM's methods of layers that do not quantize."""
+
+
+class Packs(UnquantizedMethod):
     """A layer that packs its weights as vLLM does on a CPU: a layout of its own, and nothing left of the parameter."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -34,16 +38,20 @@ class Packs:
         layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-class Shuffles:
+class Shuffles(UnquantizedMethod):
     """A layer whose kernel wants another order, under the same name."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         layer.weight.data = layer.weight.data.flip(-1).contiguous()
 
 
-class Keeps:
+class Keeps(UnquantizedMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         return
+
+
+for kind in (Packs, Shuffles, Keeps):
+    kind.__module__ = "vllm.model_executor.layers.linear"
 
 
 class Worker:

@@ -79,7 +79,9 @@ def make_impl(scale: float) -> SimpleNamespace:
 def test_an_engine_whose_numbers_would_be_others_is_refused(module: str, is_given: bool, said: str) -> None:
     model = torch.nn.Module()
     model.layer = torch.nn.Module()
-    model.layer.quant_method = type("LinearMethod", (), {"__module__": module})()
+    model.layer.quant_method = type(
+        "Fp8Method" if "fp8" in module else "UnquantizedLinearMethod", (), {"__module__": module}
+    )()
     config = SimpleNamespace(
         speculative_config=None,
         model_config=SimpleNamespace(enforce_eager=True),

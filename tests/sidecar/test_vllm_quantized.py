@@ -214,8 +214,23 @@ def test_a_layer_that_quantizes_other_numbers_than_came_is_unknown():
     assert order.unknown == ("down.weight", "down.weight_scale")
 
 
-def test_a_method_without_a_definition_is_unknown_though_its_tensors_came_right():
-    order = learn(Model(Unknown))
+class UnquantizedOfPlugin:
+    """A plugin's method, in a package of its own and with a name like vLLM's: it rounds, and keeps the dtype."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().to(FP8).to(layer.weight.dtype), requires_grad=False)
+
+
+class OfModel(Unknown):
+    """A method that a model of vLLM's has for itself, outside the package of quantization."""
+
+
+OfModel.__module__ = "vllm.models.one"
+
+
+@pytest.mark.parametrize("method", [Unknown, UnquantizedOfPlugin, OfModel])
+def test_a_method_without_a_definition_is_unknown_though_its_tensors_came_right(method):
+    order = learn(Model(method))
     assert (order.derived, order.unknown) == (frozenset(), ("down.weight", "qk.weight"))
     assert order.rows.keys() == {"norm.weight"}
 

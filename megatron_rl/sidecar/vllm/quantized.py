@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-_PACKAGE = ".quantization."
+# The packages whose methods are known, and a part of the names of those that keep numbers as they are.
+_KNOWN, _PLAIN = ("vllm", "vllm_ascend"), "Unquantized"
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
 _BLOCK = 128
 _CHUNK_ELEMENTS = 1 << 24
@@ -27,9 +28,16 @@ Held = Mapping[str, torch.Tensor]
 
 
 def find_quantizing(model: torch.nn.Module) -> set[str]:
-    """Return the names of the layers whose method belongs to vLLM's quantization; others keep numbers as they are."""
+    """Return the names of the layers whose method may quantize: all but vLLM's that keep numbers as they are."""
     methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
-    return {name for name, method in methods.items() if _PACKAGE in f"{type(method).__module__}."}
+    return {name for name, method in methods.items() if method is not None and not _is_plain(method)}
+
+
+def _is_plain(method: Any) -> bool:
+    """Check whether a method is one of vLLM's for weights that are not quantized."""
+    # A method may only choose a kernel for another one.
+    kind = type(getattr(method, "old_quant_method", method))
+    return kind.__module__.partition(".")[0] in _KNOWN and any(_PLAIN in base.__name__ for base in kind.__mro__)
 
 
 def describe_quantization(vllm_config: Any) -> str:
