@@ -113,6 +113,31 @@ def publish_and_lose_a_host(case: str, model: Path, folder: Path, is_apart: bool
         return None if hosts is None else (hosts.loaded, hosts.lost)
 
 
+def publish_past_a_host_that_one_rank_does_not_reach(model: Path, folder: Path) -> Any:
+    hosts_module._PATIENCE_SECONDS = 0.5
+    with publishing("TP2", model, folder, HostSettings(seconds=20.0), is_apart=True) as (hosts, _, publisher):
+        if hosts is None:
+            make = hosts_module.Target
+            # No process listens at port 1.
+            hosts_module.Target = lambda name, address, port: make(name, address, 1 if name == "host-1" else port)
+        publisher.publish(0)
+        return None if hosts is None else (hosts.loaded, hosts.lost)
+
+
+def test_a_host_that_one_rank_does_not_reach_is_left_out_with_that_ranks_reason(tmp_path: Path) -> None:
+    model = hf_models.draw("qwen3", tmp_path / "model")
+    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
+    try:
+        (loaded, [(name, version, reason)]), _ = run_ranks(
+            publish_past_a_host_that_one_rank_does_not_reach, 2, model, folder
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert (loaded, name, version) == ([1], "host-1", 0)
+    assert "host-1 was silent for" in reason
+    assert "127.0.0.1:1 does not answer" in reason
+
+
 @pytest.mark.parametrize(("case", "is_apart"), [("TP2", True), ("DP2+distopt", False)])
 def test_every_host_loads_what_ranks_send_and_a_lost_host_is_left_out(
     case: str, is_apart: bool, tmp_path: Path

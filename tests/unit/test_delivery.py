@@ -6,6 +6,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatron_rl.shared.weights.delivery import incoming
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, shut
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Portion, Refused, Strip, Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
+from megatron_rl.shared.weights.delivery.supply import Supply
 from megatron_rl.shared.weights.delivery.tree import list_below, plan_tree
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
@@ -53,12 +55,21 @@ def list_targets(receivers: list[Receiver]) -> list[Target]:
     return [Target(f"host-{number}", "127.0.0.1", one.port) for number, one in enumerate(receivers)]
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 class Relay:
     """A port that passes bytes on to a receiver, and counts or changes those that senders send."""
 
     def __init__(self, port: int, change: Callable[[bytearray, int], bytearray | None] = lambda data, _: data):
         """Pass on `change` of the bytes and of the number of bytes before them; None cuts the connection."""
         self.num_bytes = self.num_connections = 0
+        self._is_cut = False
+        self._ends: list[socket.socket] = []
         self._port, self._change, self._lock = port, change, threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -67,10 +78,23 @@ class Relay:
     def _listen(self) -> None:
         while True:
             sender, _ = self._listener.accept()
+            if self._is_cut:
+                sender.close()
+                continue
             self.num_connections += 1
             receiver = socket.create_connection(("127.0.0.1", self._port))
+            self._ends += [sender, receiver]
             for pair in ((sender, receiver, True), (receiver, sender, False)):
                 threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections, and pass on none until `mend`."""
+        self._is_cut = True
+        for end in self._ends:
+            shut(end)
+
+    def mend(self) -> None:
+        self._is_cut = False
 
     def _pass(self, source: socket.socket, target: socket.socket, is_counted: bool) -> None:
         with contextlib.suppress(OSError):
@@ -246,6 +270,50 @@ def test_engines_stop_waiting_when_the_trainer_has_gone(memory: Path, ranks: Ran
             control.close()
             assert not arrival.wait_for(ranks.specs[0].name)
         assert "no sender was connected" in receiver.describe()["ended"]
+
+
+@pytest.mark.parametrize("is_all_sent", [True, False])
+def test_a_host_that_begins_a_version_from_scratch_gets_all_of_it(
+    memory: Path, ranks: Ranks, is_all_sent: bool
+) -> None:
+    """Cut the link until the host ends the version, once a rank has sent its part, or all of that but a portion."""
+    ranks.write([Supply(ranks.contents, writer) for writer in range(2)])
+    with receiving(memory, 1, silent=0.3) as [receiver]:
+        relay = Relay(receiver.port)
+        target = Target("host-0", "127.0.0.1", relay.port)
+        control = ranks.begin([target], 1)
+        control.await_begun()
+        started = ranks.send([target], 1)
+        first, second = list_supplies(started)
+        sent = first.numbers if is_all_sent else first.numbers[:-1]
+        first.add(sent)
+        wait_for(lambda: relay.num_bytes > sum(ranks.contents.portions[number].num_bytes for number in sent))
+        if is_all_sent:
+            assert started[0][1].wait(SOON)
+        relay.cut()
+        wait_for(lambda: receiver.describe().get("ended"))
+        relay.mend()
+        # It has begun from scratch.
+        wait_for(lambda: receiver.describe().get("ended", "") is None)
+        first.add(first.numbers[len(sent) :])
+        second.add(second.numbers)
+        if is_all_sent:
+            assert control.await_round(SOON)
+            assert control.begin_round() == ["host-0"]
+            again = ranks.send([target], 1)
+            for supply in list_supplies(again):
+                supply.add(supply.numbers)
+            started += again
+        else:
+            wait_for(lambda: receiver.describe()["complete"])
+        assert control.await_round(SOON)
+        wait_for(lambda: not control.list_open())
+        assert control.list_lost() == {}
+        assert [sender.failure for _, sender in started] == [None] * len(started)
+        for _, sender in started:
+            sender.stop("the test is over")
+        control.close()
+        read_as_engine(ranks, receiver.folder / "version-1")
 
 
 def test_engines_stop_waiting_when_the_trainer_gives_a_host_up(memory: Path, ranks: Ranks) -> None:

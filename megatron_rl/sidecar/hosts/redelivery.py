@@ -59,7 +59,7 @@ class Redelivery:
 
     def _finish(self) -> None:
         sender = self._send()
-        if not self._control.await_round(_LONGEST_SECONDS):
+        if not self._control.await_round(_LONGEST_SECONDS) or self._control.list_open():
             self._control.give_up(self._target.name, "it did not receive all in time")
         sender.stop("the delivery is over")
         self._end()

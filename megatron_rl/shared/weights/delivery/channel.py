@@ -44,6 +44,7 @@ class FrameKind(enum.IntEnum):
 
     BEGIN = 1
     BEGUN = 2
+    """The version has begun, or is found again; the value tells one beginning from another."""
     FINISHED = 3
     ENDED = 4
     """The version will not be completed; the payload says why."""

@@ -1,8 +1,9 @@
 """The trainer's control of a delivery, on one rank: which hosts begin a version, and what becomes of it on each.
 
 A host is *complete* when it says so. It is *lost* if it refuses, gives up, or is silent for too long. It is *cut off*
-if it gets portions by way of a host that is lost or does not reach it: then another round brings it the rest by another
-tree. What it holds already is not sent again.
+if it gets portions by way of a host that is lost or does not reach it. It also is if it has begun the version from
+scratch, which its senders may not know. Then another round brings it the rest by another tree. What it holds already is
+not sent again.
 """
 
 import threading
@@ -39,6 +40,8 @@ class HostControl:
         """The reason why the version will not be complete there."""
         self.unreached: set[str] = set()
         """The hosts that it should forward to and does not reach."""
+        self.has_restarted = False
+        """True if it has begun the version from scratch in this round, without what it held before."""
         self.children: Sequence[str] = ()
         self._key = key
         self._hello = hello
@@ -46,6 +49,7 @@ class HostControl:
         self._patience = patience
         self._changed = changed
         self._channel: Channel | None = None
+        self._number: int | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -61,7 +65,7 @@ class HostControl:
     def begin_again(self, children: Sequence[str]) -> None:
         """Begin the version again, with other children."""
         with self._changed:
-            self.children, self.unreached = children, set()
+            self.children, self.unreached, self.has_restarted = children, set(), False
             channel = self._channel
         if channel is not None:
             channel.end()
@@ -122,7 +126,8 @@ class HostControl:
                     raise Refused(frame.payload.decode())
                 with self._changed:
                     if frame.kind is FrameKind.BEGUN:
-                        self.is_begun, self._channel = True, channel
+                        self.has_restarted |= self._number not in (None, frame.value)
+                        self.is_begun, self._channel, self._number = True, channel, frame.value
                         if self.children is not children:
                             channel.end()
                     elif frame.kind is FrameKind.FINISHED:
@@ -220,7 +225,8 @@ class Control:
         cut_off: set[str] = set()
         for name, host in self._hosts.items():
             # A host that was to forward in an earlier round cuts off no other one in this one.
-            gone = {name} if host.loss is not None else host.unreached.intersection(self._children[name])
+            is_gone = host.loss is not None or host.has_restarted
+            gone = {name} if is_gone else host.unreached.intersection(self._children[name])
             for one in gone:
                 cut_off |= {one, *list_below(one, self._children)}
         return (host.is_open and name not in cut_off for name, host in self._hosts.items())

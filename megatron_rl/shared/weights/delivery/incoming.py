@@ -9,6 +9,7 @@ Invariants:
 
 import collections
 import contextlib
+import secrets
 import threading
 import time
 import zlib
@@ -40,6 +41,8 @@ class Incoming:
     def __init__(self, folder: Path, hello: Hello, contents: Contents, opened: contextlib.ExitStack):
         """Hold the folder's lock, which is in `opened`, until the version is complete or has ended."""
         self.folder, self.hello, self.contents = folder, hello, contents
+        self.number = secrets.randbits(63)
+        """A number of its own, by which the trainer finds that the version was begun from scratch."""
         self._opened = opened
         self._mapped = MappedFiles(folder, contents.files, is_written=True)
         specs = [TensorSpec(name, (), "") for name in contents.tensors]

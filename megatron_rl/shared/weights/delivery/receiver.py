@@ -127,7 +127,7 @@ class Receiver:
             with contextlib.suppress(Broken):
                 channel.send(kind, payload=text.encode())
 
-        channel.send(FrameKind.BEGUN)
+        channel.send(FrameKind.BEGUN, incoming.number)
         with incoming.connected(channel, tell):
             incoming.forward(begin.children, self._key, begin.num_streams)
             incoming.tell_state(tell)
@@ -175,7 +175,8 @@ class Receiver:
                 # A host that forwards may be told of a version before this one is.
                 raise Broken(f"version {hello.version} has not begun here")
             if incoming.reason is not None:
-                raise Refused(incoming.reason)
+                # The trainer may begin it from scratch.
+                raise Broken(incoming.reason)
             with incoming.connected(channel):
                 channel.send(FrameKind.HELD, payload=incoming.list_held())
                 while True:

@@ -2,7 +2,8 @@
 
 Invariants:
 
-- the host says at each greeting which portions it holds, so a connection that is opened again resumes there;
+- the host says at each greeting which portions it holds, so a connection that is opened again resumes there. Portions
+  that the host no longer holds, because it has begun the version from scratch, are sent again;
 - a portion counts as sent once the host says that its digest is right, and is sent again if it was wrong;
 - the sender ends: with all portions sent, with the host's refusal, or when the host was silent for its patience.
 """
@@ -11,7 +12,7 @@ import collections
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, connect
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
@@ -53,6 +54,7 @@ class HostSender:
         self._patience = patience
         self._changed = threading.Condition()
         self._waiting: collections.deque[int] = collections.deque()
+        self._numbers = frozenset(supply.numbers)
         self._missing = set(supply.numbers)
         self._failure: str | None = None
         self._silent_since: float | None = None
@@ -126,12 +128,14 @@ class HostSender:
             return time.monotonic() - self._silent_since
 
     def _send_all(self, unanswered: collections.deque[int]) -> None:
+        with self._changed:
+            sent = self._numbers - self._missing
         channel = connect(self._address, self._port, self._key, self._hello)
         with channel.connection:
             with self._changed:
                 self._channels.add(channel)
             try:
-                self._note_held(channel)
+                self._note_held(channel, sent)
                 while (number := self._take(bool(unanswered))) is not None or unanswered:
                     if number is not None:
                         unanswered.append(number)
@@ -142,12 +146,17 @@ class HostSender:
                 with self._changed:
                     self._channels.remove(channel)
 
-    def _note_held(self, channel: Channel) -> None:
+    def _note_held(self, channel: Channel, sent: Set[int]) -> None:
+        """Note what the host holds; `sent` are the portions that it had before this connection."""
         frame = _receive(channel)
         if frame.kind is not FrameKind.HELD:
             raise Broken(f"a frame of kind {frame.kind.name} came first")
+        held = unpack_numbers(frame.payload, len(self._contents.portions))
         with self._changed:
-            self._missing -= unpack_numbers(frame.payload, len(self._contents.portions))
+            self._missing -= held
+            gone = sent - held - self._missing
+            self._missing |= gone
+            self._waiting.extend(gone)
             self._silent_since = None
             self._changed.notify_all()
 

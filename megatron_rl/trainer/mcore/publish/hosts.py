@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -26,9 +26,12 @@ from megatron_rl.shared.weights.delivery.supply import Supply
 from megatron_rl.trainer.mcore.model.weights import FilesBegun, ModelWeights
 from megatron_rl.trainer.mcore.session import Session
 
+T = TypeVar("T")
 LostHost = Literal["leave", "wait"]
 _PATIENCE_SECONDS = 20.0
 """Seconds of silence after which a host that may be left out is lost: longer than a link that is plugged in again."""
+_LOOK_SECONDS = 1.0
+"""Seconds between two looks at what ranks cannot send."""
 _NUM_FOLDERS = 2
 _log = logging.getLogger(__name__)
 
@@ -210,22 +213,35 @@ class Delivery:
     def finish(self, is_over: Callable[[], bool]) -> None:
         """Wait until each host holds the version or is left out, or until `is_over`."""
 
-        def finish_round() -> list[str]:
-            if self._control is None:
+        while (roots := self._finish_round(is_over)) is None or roots:
+            if roots:
+                self._stop()
+                self._send_to(roots)
+        self._stop()
+
+    def _finish_round(self, is_over: Callable[[], bool]) -> list[str] | None:
+        """Return the hosts that ranks send to in another round; None if this one runs on, an empty list at the end."""
+        failures = self._session.gather({sender.host: sender.failure for sender in self._senders if sender.failure})
+
+        def await_round() -> list[str] | None:
+            control, left = self._control, self._end - time.monotonic()
+            if control is None:
                 return []
-            if not self._control.await_round(self._end - time.monotonic(), is_over):
+            reasons = {name: reason for of_rank in failures for name, reason in of_rank.items()}
+            for name in reasons.keys() & control.list_open():
+                control.give_up(name, reasons[name])
+            if not control.await_round(min(left, _LOOK_SECONDS), is_over):
+                if left > _LOOK_SECONDS and not is_over():
+                    return None
                 reason = "the publish has failed" if is_over() else "it did not receive all in time"
-                for name in self._control.list_open():
-                    self._control.give_up(name, f"{name}: {reason}")
+                for name in control.list_open():
+                    control.give_up(name, f"{name}: {reason}")
             if is_over():
                 return []
             self._settle()
-            return self._control.begin_round() if self._control.list_open() else []
+            return control.begin_round() if control.list_open() else []
 
-        while roots := self._on_rank_0(finish_round):
-            self._stop()
-            self._send_to(roots)
-        self._stop()
+        return self._on_rank_0(await_round)
 
     def close(self) -> None:
         """End all that has not ended."""
@@ -235,7 +251,7 @@ class Delivery:
             self._control.close()
         self._stop()
 
-    def _on_rank_0(self, action: Callable[[], list[str]]) -> list[str]:
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
         return self._session.broadcast(self._session.run_or_raise_everywhere(action))
 
     def _send_to(self, names: Sequence[str]) -> None:
