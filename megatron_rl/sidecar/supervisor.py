@@ -397,32 +397,45 @@ class Supervisor:
         return True
 
     async def _catch_up(self, member: Member) -> None:
-        """Bring an engine to the current version from its copy, if one exists."""
-        async with self._lock:
-            _must_be_up(member)
-            published = self._published
-            if member.engine.state is EngineState.READY or published is None or not self._is_current:
-                return
-            if not await member.engine.host.has_copy(published.weights):
-                is_streamed = published.weights.transport != "shm"
-                reason = "a stream leaves no copy" if is_streamed else "its host was not given it, and no host has all"
-                member.error = (
-                    f"engine {member.name} waits for the next publish: version {published.weights.version} cannot be "
-                    f"sent to it, because {reason}"
-                )
-                _log.info("%s", member.error)
-                return
-            answer = None if published.answer is None else _given(published.answer)
-            try:
-                joined = await self._steps.publish([member.engine], published.weights, published, answer)
-            except StepFailed as failure:
-                if not isinstance(failure.errors[member.name], NotGiven):
-                    raise
-                # The trainer has begun the next version, which takes this one's place.
-                member.engine.state, member.error = EngineState.DIRTY, str(failure)
-                return
-            self.on_joined(joined.weights, joined.proofs)
-            self._note_up()
+        """Bring an engine to the current version from its copy, if one exists.
+
+        A copy may take long to arrive, and a publish must not wait for it. If one takes place meanwhile, the engine
+        takes part in it, or needs a copy of the new version.
+        """
+        while True:
+            wanted = self._published if self._is_current else None
+            has_copy = wanted is not None and await member.engine.host.has_copy(wanted.weights)
+            async with self._lock:
+                _must_be_up(member)
+                published = self._published
+                if member.engine.state is EngineState.READY or published is None or not self._is_current:
+                    return
+                if published is wanted:
+                    await self._load_copy(member, published, has_copy)
+                    return
+
+    async def _load_copy(self, member: Member, published: Published, has_copy: bool) -> None:
+        """Bring an engine to the current version, while no publish runs."""
+        if not has_copy:
+            is_streamed = published.weights.transport != "shm"
+            reason = "a stream leaves no copy" if is_streamed else "its host was not given it, and no host has all"
+            member.error = (
+                f"engine {member.name} waits for the next publish: version {published.weights.version} cannot be "
+                f"sent to it, because {reason}"
+            )
+            _log.info("%s", member.error)
+            return
+        answer = None if published.answer is None else _given(published.answer)
+        try:
+            joined = await self._steps.publish([member.engine], published.weights, published, answer)
+        except StepFailed as failure:
+            if not isinstance(failure.errors[member.name], NotGiven):
+                raise
+            # The trainer has begun the next version, which takes this one's place.
+            member.engine.state, member.error = EngineState.DIRTY, str(failure)
+            return
+        self.on_joined(joined.weights, joined.proofs)
+        self._note_up()
 
     def _note_up(self) -> None:
         """Record the downtime of engines that take groups again."""

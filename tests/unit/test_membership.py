@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -191,5 +192,28 @@ def test_a_version_is_brought_to_a_host_that_takes_weights_and_in_the_name_of_th
             assert await host.bring(host, WEIGHTS)
             key = hosts.list_for_delivery([]).token.encode()
             assert brought == [(WEIGHTS, Target(A.address, "127.0.0.1", 100), key, 7)]
+
+    asyncio.run(check())
+
+
+def test_engines_of_a_host_share_an_attempt_to_bring_a_version_which_ends_in_time(monkeypatch):
+    attempts, is_asked = [], []
+    monkeypatch.setattr(factory, "redeliver", lambda *arguments: attempts.append(arguments) or False)
+    monkeypatch.setattr(factory, "_BRING_SECONDS", 0.2)
+
+    async def hang(passing: Any) -> bool:
+        is_asked.append(passing)
+        await asyncio.Event().wait()
+        return True
+
+    async def check() -> None:
+        async with followed(A, B) as (hosts, _, _):
+            host, other = hosts.all
+            host.port, other.port, other.pass_on = 100, 101, hang
+            brought = await asyncio.wait_for(asyncio.gather(*(host.bring(host, WEIGHTS) for _ in range(3))), 60)
+            assert brought == [False] * 3
+            assert (len(attempts), len(is_asked)) == (1, 1)
+            assert not await host.bring(host, WEIGHTS)
+            assert len(attempts) == 2
 
     asyncio.run(check())

@@ -173,6 +173,31 @@ def test_an_engine_whose_next_version_has_begun_to_arrive_waits_for_it_and_is_no
     asyncio.run(check())
 
 
+def test_a_publish_does_not_wait_for_a_copy_of_the_version_before_that_does_not_arrive():
+    async def check() -> None:
+        factory = Factory()
+        async with supervised(factory, config=CONFIG) as supervisor:
+            await supervisor.publish(weights(1))
+            asked, arrives = asyncio.Event(), asyncio.Event()
+
+            async def has_copy(told: Weights) -> bool:
+                asked.set()
+                await arrives.wait()
+                return True
+
+            factory.host.has_copy = has_copy  # type: ignore[method-assign]
+            factory.killed["engine-0"] = True
+            await asyncio.wait_for(asked.wait(), 60)
+            published = await asyncio.wait_for(supervisor.publish(weights(2)), 60)
+            assert [proof.engine for proof in published.proofs] == ["engine-0", "engine-1"]
+            arrives.set()
+            await until(lambda: supervisor._members["engine-0"].task.done())
+            engine = factory.engine("engine-0")
+            assert (engine.state, engine.steps.count("load")) == (EngineState.READY, 1)
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_without_a_copy_a_host_that_returns_waits_for_the_next_version_and_the_last_one_ends_the_iteration(num_engines):
     async def check() -> None:

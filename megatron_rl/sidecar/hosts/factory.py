@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 _FIRST_PORT_OF_ENGINES = 2
 """The distance from an agent's port to that of the first engine whose parts meet there; the next one takes weights."""
 
+_BRING_SECONDS = 60.0
+"""Seconds to find a host that can send a version to another one, if that answers none of them."""
+
 
 class Hosts:
     """The other hosts of a service, from `open` to `close`."""
@@ -42,6 +45,7 @@ class Hosts:
         self._crowd = Crowd()
         self.all = [self._make(place, named) for place in named.hosts]
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._bringing: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
         self.find_trainer_lease: Callable[[], int] = lambda: 0
         """Finds the number of the lease of the trainer that the service works for."""
 
@@ -115,6 +119,22 @@ class Hosts:
         self._crowd.num_hosts = len(self.all)
 
     async def _bring(self, host: RemoteHost, weights: Weights) -> bool:
+        """Begin to send a version to a host, within a bound; its engines that ask at once share the attempt."""
+        name = host.name, weights.version, weights.fingerprint
+        if name not in self._bringing:
+            self._bringing[name] = asyncio.create_task(self._try_to_bring(host, weights))
+            self._bringing[name].add_done_callback(lambda _: self._bringing.pop(name))
+        return await asyncio.shield(self._bringing[name])
+
+    async def _try_to_bring(self, host: RemoteHost, weights: Weights) -> bool:
+        try:
+            async with asyncio.timeout(_BRING_SECONDS):
+                return await self._find_sender(host, weights)
+        except TimeoutError:
+            _log.warning("version %d was not sent to host %s in %g s", weights.version, host.name, _BRING_SECONDS)
+            return False
+
+    async def _find_sender(self, host: RemoteHost, weights: Weights) -> bool:
         if host.port is None:
             return False
         target, key, lease = (
