@@ -146,7 +146,8 @@ def test_each_host_gets_every_byte_once_from_the_ranks_that_own_it(
         targets = [Target(f"host-{number}", "127.0.0.1", relay.port) for number, relay in enumerate(relays)]
         deliver(ranks, 3, list_targets(receivers), targets)
         for receiver, relay in zip(receivers, relays, strict=True):
-            assert receiver.describe() == {"version": 3, "complete": True, "ended": None}
+            described = {"version": 3, "fingerprint": ranks.fingerprint, "complete": True, "ended": None}
+            assert receiver.describe() == described
             read_as_engine(ranks, receiver.folder / "version-3")
             # Beside each portion travel two frames and their codes.
             extra = 100 * len(ranks.contents.portions) + 1000 * relay.num_connections

@@ -66,7 +66,7 @@ class Receiver:
         self.is_closed = False
 
     def describe(self) -> dict[str, Any]:
-        return {"version": 4, "complete": True}
+        return {"version": 4, "fingerprint": "f", "complete": True}
 
     def close(self) -> None:
         self.is_closed = True

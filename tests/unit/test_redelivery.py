@@ -128,7 +128,7 @@ def test_a_host_that_is_not_complete_in_time_is_told_and_nothing_is_sent_any_mor
         assert time.monotonic() < end
         time.sleep(0.01)
     # The host hears of it in a frame of its own, which the warning does not wait for.
-    while receiver.describe() != {"version": 4, "complete": False, "ended": "it did not receive all in time"}:
+    while receiver.describe()["ended"] != "it did not receive all in time":
         assert time.monotonic() < end
         time.sleep(0.01)
     while set(threading.enumerate()) - before:
@@ -193,7 +193,7 @@ def test_a_version_that_no_rank_has_whole_is_passed_on_by_a_host_that_holds_it(t
             assert not await hosts._bring(holder, weights)
             assert receivers[2].describe()["version"] is None
             assert await joined.has_copy(weights)
-            await until(lambda: receivers[2].describe() == {"version": 4, "complete": True, "ended": None})
+            await until(lambda: receivers[2].describe()["complete"])
             assert list(read_tensors(receivers[2].folder / "version-4")) == list(read_tensors(ranks.folder))
             assert read_digests(receivers[2].folder / "version-4") == ranks.digests
             assert receivers[2]._current is not None

@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.arrival import writing
+from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.agent.application import build_agent_application
-from megatron_rl.sidecar.agent.messages import LeaseRequest
+from megatron_rl.sidecar.agent.messages import LeaseRequest, PassOn
 from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts import patience
 from megatron_rl.sidecar.hosts.factory import Hosts
@@ -265,6 +267,25 @@ def test_weights_lie_where_the_host_was_given_them(tmp_path):
             assert isinstance(error, NotGiven)
             assert "2 tensors are missing" in str(error)
             assert "its link was slow" in str(error)
+
+    asyncio.run(check())
+
+
+def test_a_version_of_a_former_trainer_is_not_taken_for_one_with_its_number(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (_, _, host):
+            (tmp_path / "weights" / "version-4").mkdir()
+            former, current = version(4), msgspec.structs.replace(version(4), fingerprint="g")
+            assert await host.is_given(former)
+            assert not await host.is_given(current)
+            assert not await host.has_copy(current)
+            with pytest.raises(NotGiven, match="was not given version 4"):
+                await host.find_weights(current)
+            target = Target("another", "127.0.0.1", 1)
+            assert not await host.pass_on(PassOn(weights=current, target=target, lease=1))
+            with writing(tmp_path / "weights" / "version-4", 1, 1):
+                await host.beat()
+                assert (host.is_being_written(former), host.is_being_written(current)) == (True, False)
 
     asyncio.run(check())
 

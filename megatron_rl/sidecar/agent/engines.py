@@ -70,7 +70,7 @@ class WeightsReceiver(Protocol):
     port: int
 
     def describe(self) -> dict[str, Any]:
-        """Return the newest `version`, or None, and whether it is `complete`."""
+        """Return the newest `version`, or None, its `fingerprint`, and whether it is `complete`."""
         ...
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class HostEngines:
     async def pass_on(self, passing: PassOn) -> PassedOn:
         """Begin to send a version of the weights to another host, if all of it has arrived here."""
         lease, arrived = self._lease, self._find_arrived(passing.weights.version)
-        if lease is None or arrived is None:
+        if lease is None or arrived is None or not arrived.is_of(passing.weights):
             return PassedOn(has_begun=False)
         weights = msgspec.structs.replace(passing.weights, location=arrived.folder)
         key = lease.token.encode()
@@ -258,8 +258,13 @@ class HostEngines:
         if receiver is None or not (folder := receiver.folder / f"version-{version}").is_dir():
             return None
         newest = receiver.describe()
-        is_complete = newest["version"] == version and bool(newest["complete"])
-        return Arrived(folder=str(folder), is_being_written=is_being_written(folder), is_complete=is_complete)
+        is_newest = newest["version"] == version
+        return Arrived(
+            folder=str(folder),
+            is_being_written=is_being_written(folder),
+            is_complete=is_newest and bool(newest["complete"]),
+            fingerprint=newest["fingerprint"] if is_newest else "",
+        )
 
     async def _close_receiver(self) -> None:
         """End the delivery of weights, and free their memory."""

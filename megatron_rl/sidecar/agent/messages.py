@@ -93,6 +93,12 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     is_being_written: bool
     is_complete: bool
+    fingerprint: str = ""
+    """The fingerprint of the newest version, and empty for an older one: a former trainer may have used its number."""
+
+    def is_of(self, weights: Weights) -> bool:
+        """Check whether it may be these weights, as far as its fingerprint is known."""
+        return self.fingerprint in ("", weights.fingerprint)
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):

@@ -310,7 +310,7 @@ class RemoteHost:
         if self._shares_folder:
             return OWN_HOST.is_being_written(weights)
         arrived = self._arrived if self._version == weights.version else None
-        return arrived is not None and arrived.is_being_written
+        return arrived is not None and arrived.is_of(weights) and arrived.is_being_written
 
     async def _arrives(self, weights: Weights) -> bool:
         found = await self._find_arrived(weights)
@@ -321,7 +321,8 @@ class RemoteHost:
         if self._version != weights.version:
             self._version, self._arrived = weights.version, None
         is_known = await self.answers() and self._version == weights.version
-        return self._arrived if is_known else None
+        arrived = self._arrived if is_known else None
+        return arrived if arrived is not None and arrived.is_of(weights) else None
 
     async def _take_lease(self) -> None:
         welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._patience.ending)

@@ -50,7 +50,12 @@ class Receiver:
         current = self._current
         if current is None:
             return {"version": None, "complete": False}
-        return {"version": current.hello.version, "complete": current.is_complete, "ended": current.reason}
+        return {
+            "version": current.hello.version,
+            "fingerprint": current.hello.fingerprint,
+            "complete": current.is_complete,
+            "ended": current.reason,
+        }
 
     def close(self) -> None:
         """End all connections and what they bring; the files remain."""
