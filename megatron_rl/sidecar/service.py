@@ -135,7 +135,7 @@ class RolloutService:
         self.engines = engines
         self.hosts = hosts
         if hosts is not None:
-            hosts.find_trainer_lease = lambda: self.lease.number
+            hosts.find_trainer_lease = lambda: self._publishing_lease
         self._records = records
         self._lease_seconds = lease_seconds
         self._only_run = run
@@ -154,6 +154,8 @@ class RolloutService:
         self.weights: wire.Weights | None = None
         self._task: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
+        self._publishing_lease = 0
+        """The number of the lease under which engines were last given a version."""
         self._publication: _Publication | None = None
         """The last publish, until an iteration shows that the trainer has got its answer."""
         self._probe = _AwaitedAnswer()
@@ -224,6 +226,7 @@ class RolloutService:
         async with self._publishing:
             # The lease may have changed during the publish before.
             probe.must_be_awaited()
+            lease = self.lease.number
             # It samples groups ahead that are no longer needed.
             await self._stop()
             self._trace.begin(weights.version)
@@ -238,7 +241,7 @@ class RolloutService:
             finally:
                 self._note("publish", start, weights.version)
             self._records.published(weights, published.proofs)
-            self.weights = weights
+            self.weights, self._publishing_lease = weights, lease
             self.counters.publishes += 1
             self.counters.publish_seconds = time.monotonic() - start
             return published.build_answer()

@@ -14,6 +14,8 @@ from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.group_maker import Scorer
+from megatron_rl.sidecar.hosts.factory import Hosts
+from megatron_rl.sidecar.hosts.static import StaticHosts
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.service import Conflict, RolloutService
@@ -540,6 +542,24 @@ def test_a_publish_is_called_off_with_its_lease_though_its_engines_still_load_or
         assert begins == [1]
 
     serve(check)
+
+
+def test_a_version_is_sent_to_hosts_under_the_lease_of_the_trainer_that_has_published_it() -> None:
+    """Hold this, because under the next lease it would keep earlier versions of the next trainer away."""
+
+    async def check() -> None:
+        hosts = Hosts(StaticHosts((), "token"), "run")
+        service = RolloutService(Engines(engine()), RewardLength(), Memory(), hosts=hosts)
+        first = await service.take_lease("run")
+        await service.publish(weights())
+        assert hosts.find_trainer_lease() == first
+        second = await service.take_lease("run")
+        assert hosts.find_trainer_lease() == first
+        await service.publish(weights())
+        assert hosts.find_trainer_lease() == second
+        await service.close()
+
+    asyncio.run(check())
 
 
 def test_a_trainer_that_returns_to_a_version_answers_its_probe_itself() -> None:

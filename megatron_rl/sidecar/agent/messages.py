@@ -115,7 +115,7 @@ class PassOn(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights
     target: Target
     lease: int
-    """The number of the lease of the trainer that the service works for."""
+    """The number of the lease of the trainer that has published it. A later trainer's versions take its place."""
 
 
 class PassedOn(msgspec.Struct, frozen=True, kw_only=True):

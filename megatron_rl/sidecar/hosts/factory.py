@@ -47,7 +47,7 @@ class Hosts:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._bringing: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
         self.find_trainer_lease: Callable[[], int] = lambda: 0
-        """Finds the number of the lease of the trainer that the service works for."""
+        """Finds the number of the lease under which the current version was published, which may be over by now."""
 
     @property
     def num_engines(self) -> int:

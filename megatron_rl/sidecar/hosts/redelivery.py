@@ -32,7 +32,7 @@ class Redelivery:
     """The delivery of one version to one host, from threads of its own."""
 
     def __init__(self, weights: Weights, contents: Contents, target: Target, key: bytes, lease: int) -> None:
-        """Begin the version on the host; `lease` is the trainer's."""
+        """Begin the version on the host; `lease` is that of the trainer that has published it."""
         self._weights = weights
         self._target = target
         folder = Path(weights.location)
