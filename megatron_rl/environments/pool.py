@@ -4,6 +4,7 @@ Invariants:
 
 - a conversation's environment is made for it, on one worker, and no other conversation sees it;
 - a conversation whose environment fails ends with EnvironmentFailed; one whose worker ended, with WorkerEnded;
+- a worker in which a call may outlive its conversation takes no new ones, and ends with its last one;
 - no process that an environment started outlives `close`.
 """
 
@@ -71,10 +72,15 @@ class Conversation:
         """Return the reward of the conversation."""
         return float(await self.call("reward"))
 
-    async def close(self) -> None:
-        """Let the environment end; one that cannot is left as it is."""
-        with contextlib.suppress(EnvironmentFailed):
-            await self.call("close")
+    async def close(self, timeout: float | None = None) -> None:
+        """Let a call that was broken off end, and then the environment; one that does not end wears its worker."""
+        try:
+            await self.call("close", timeout)
+        except EnvironmentFailed:
+            pass
+        except asyncio.CancelledError:
+            self._worker.is_worn = True
+            raise
 
     async def call(self, call: str, timeout: float | None = None, **content: Any) -> Any:
         """Make a call of the worker."""
@@ -103,6 +109,8 @@ class EnvironmentPool:
     """A pool of workers that hold environments. It belongs to the event loop that it is started in."""
 
     WORKER = EnvironmentWorker
+    CLOSE_SECONDS: float | None = None
+    """Seconds that a call that was broken off and `close` may take together; None for those of any call."""
 
     def __init__(
         self,
@@ -173,9 +181,11 @@ class EnvironmentPool:
                 is_stuck = isinstance(failure, TooSlow)
                 raise
             finally:
-                if not is_stuck:
-                    await conversation.close()
-                self._leave(worker, conversation)
+                try:
+                    if not is_stuck:
+                        await conversation.close(self.CLOSE_SECONDS)
+                finally:
+                    self._leave(worker, conversation)
 
     async def close(self) -> None:
         """End all workers."""

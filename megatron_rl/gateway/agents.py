@@ -20,6 +20,8 @@ class AgentPool(EnvironmentPool):
     """A pool of workers that run agents."""
 
     WORKER = AgentWorker
+    # An agent that is called off has this long to end: its calls of the gateway are refused.
+    CLOSE_SECONDS = 5.0
 
 
 class FunctionAgents:

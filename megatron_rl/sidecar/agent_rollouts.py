@@ -127,6 +127,8 @@ class AgentRollouts:
             return failure
         finally:
             ending.cancel()
+            # Refusals end an agent that is called off.
+            rollout.end()
             acting.cancel()
             with contextlib.suppress(asyncio.CancelledError, AgentFailed):
                 await acting

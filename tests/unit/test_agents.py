@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.gateway.agents import AgentPool
 from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.rewards.confinement import NETWORK, landlock_version
 from megatron_rl.rewards.types import PoolSettings
@@ -51,6 +52,7 @@ async def act(base_url, api_key, model, task, seed, **row):
     messages += [{"role": "assistant", "content": ask(*policy, messages)}, {"role": "user", "content": "20 21"}]
     if task == "raise": raise RuntimeError("no such move")
     if task == "hang": await asyncio.sleep(60)
+    if task == "stubborn": time.sleep(60)
     if task == "die": os._exit(3)
     if task == "malformed": ask(*policy, None, raw="{")
     if task == "none": return None
@@ -77,9 +79,13 @@ class Engines:
 
     def __init__(self) -> None:
         self.requests: list[GroupRequest] = []
+        self.longest = 1000
+        """The length of the longest prompt that is answered."""
 
     async def generate(self, request: GroupRequest) -> list[wire.Response]:
         self.requests.append(request)
+        if len(request.prompt_tokens) > self.longest:
+            await asyncio.sleep(3600)
         tokens = [len(request.prompt_tokens), request.seed % 50][: request.sampling.max_tokens]
         return [
             wire.Response(
@@ -193,6 +199,46 @@ def test_an_agent_whose_process_ends_begins_again_alone_and_a_slow_one_ends_by_i
             (response,) = await world.act("hang")
             assert "did not answer act within 3 seconds: its reward is -1" in caplog.text
             assert (response.finish_reason, response.reward) == ("failed", -1.0)
+            assert (await world.act("finish"))[0].reward == 1.0
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
+
+
+def list_workers(world: World) -> list[Any]:
+    return world.opening.agents._pool._workers
+
+
+def test_no_agent_outlives_a_group_that_is_called_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call_off(world: World, task: str, num_asked: int) -> None:
+        acting = asyncio.create_task(world.act(task, size=2))
+        while len(world.engines.requests) < num_asked:
+            await asyncio.sleep(0.01)
+        acting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await acting
+        world.engines.requests.clear()
+
+    async def run() -> None:
+        async with acting(tmp_path) as world:
+            (worker,) = list_workers(world)
+            # The refusal of its call ends an agent, and its process stays.
+            world.engines.longest = 2
+            await call_off(world, "finish", 4)
+            assert list_workers(world) == [worker]
+            assert not worker.is_worn
+            monkeypatch.setattr(AgentPool, "CLOSE_SECONDS", 0.1)
+            other = asyncio.create_task(world.act("finish"))
+            while len(world.engines.requests) < 2:
+                await asyncio.sleep(0.01)
+            # One that does not end is ended with its process, once no other agent acts there.
+            await call_off(world, "stubborn", 4)
+            assert worker.is_worn
+            assert worker.is_alive
+            other.cancel()
+            await asyncio.wait([other])
+            await asyncio.wait_for(worker._process.wait(), 60)
+            world.engines.longest = 1000
             assert (await world.act("finish"))[0].reward == 1.0
 
     asyncio.run(run())
