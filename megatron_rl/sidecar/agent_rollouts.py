@@ -53,14 +53,14 @@ class AgentRollouts:
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]:
         """Make the rollouts of a group, all at once."""
-        tasks = [asyncio.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
         try:
-            return await asyncio.gather(*tasks)
-        finally:
-            # The first failure is the reason; the others end with it.
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            # A task group cancels each task once: a second time would break off the end of its agent.
+            async with asyncio.TaskGroup() as tasks:
+                held = [tasks.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
+        except BaseExceptionGroup as group:
+            # The first failure is the reason; it cancelled the others.
+            raise group.exceptions[0] from None
+        return [task.result() for task in held]
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> wire.Response:
         for attempt in itertools.count(1):

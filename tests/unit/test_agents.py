@@ -53,6 +53,9 @@ async def act(base_url, api_key, model, task, seed, **row):
     if task == "raise": raise RuntimeError("no such move")
     if task == "hang": await asyncio.sleep(60)
     if task == "stubborn": time.sleep(60)
+    if task == "late":
+        try: ask(*policy, messages)
+        finally: time.sleep(seed % 10)
     if task == "die": os._exit(3)
     if task == "malformed": ask(*policy, None, raw="{")
     if task == "none": return None
@@ -209,16 +212,18 @@ def list_workers(world: World) -> list[Any]:
     return world.opening.agents._pool._workers
 
 
-def test_no_agent_outlives_a_group_that_is_called_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call_off(world: World, task: str, num_asked: int) -> None:
-        acting = asyncio.create_task(world.act(task, size=2))
-        while len(world.engines.requests) < num_asked:
-            await asyncio.sleep(0.01)
-        acting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await acting
-        world.engines.requests.clear()
+async def call_off(world: World, task: str, num_asked: int) -> None:
+    """Call a group of two agents off once the engines have had `num_asked` requests."""
+    acting = asyncio.create_task(world.act(task, size=2))
+    while len(world.engines.requests) < num_asked:
+        await asyncio.sleep(0.01)
+    acting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await acting
+    world.engines.requests.clear()
 
+
+def test_no_agent_outlives_a_group_that_is_called_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with acting(tmp_path) as world:
             (worker,) = list_workers(world)
@@ -243,6 +248,20 @@ def test_no_agent_outlives_a_group_that_is_called_off(tmp_path: Path, monkeypatc
 
     asyncio.run(run())
     assert not leftovers(WORKERS)
+
+
+def test_agents_of_a_group_that_is_called_off_end_each_in_its_own_time(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with acting(tmp_path) as world:
+            (worker,) = list_workers(world)
+            world.engines.longest = 2
+            # The second one takes a second longer.
+            await call_off(world, "late", 4)
+            assert list_workers(world) == [worker]
+            assert not worker.is_worn
+            assert worker.conversations == set()
+
+    asyncio.run(run())
 
 
 def test_agents_reach_the_gateway_alone_unless_they_may_reach_all(tmp_path: Path) -> None:
