@@ -107,9 +107,12 @@ class Rollout:
     def __init__(self) -> None:
         self._traces: dict[str, _Trace] = {}
         self.reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self.is_over = False
+        """True once the server has sent its reply."""
 
     def hear(self, kind: bytes, data: bytes) -> None:
         """Take in a message; one that cannot be read fails the rollout."""
+        self.is_over |= kind == b"reply"
         if self.reply.done():
             return
         try:
@@ -234,7 +237,7 @@ class VerifiersServer:
             raise AgentFailed(f"the server took longer than {self._timeout:g} seconds") from None
         finally:
             del self._rollouts[number]
-            if not rollout.reply.done() or rollout.reply.cancelled():
+            if not rollout.is_over:
                 # The server would act to its end otherwise.
                 await self._send(b"cancel", {"request_id": number.decode()})
 

@@ -83,7 +83,7 @@ def run(
         server, client = Server(address, messages), VerifiersServer(address, timeout, patience, concurrency=2)
         try:
             await client.start()
-            return await check(client, server)
+            return await asyncio.wait_for(check(client, server), 60)
         finally:
             await client.close()
             server.task.cancel()
@@ -215,6 +215,10 @@ def test_a_server_that_falls_silent_fails_its_rollouts(tmp_path: Path, monkeypat
         server.is_silent = True
         with pytest.raises(AgentFailed, match=r"said nothing for 0\.5 seconds"):
             await client.act(VISIT)
+        # It may only have been slow, and would act to the rollout's end.
+        while len(server.requests) < 2:
+            await asyncio.sleep(0.01)
+        assert [method for method, _ in server.requests] == [b"run", b"cancel"]
 
     run(tmp_path, [], check, patience=0.5)
 
