@@ -20,6 +20,7 @@ from megatron_rl.gateway.said import Answer, Call, CallRefused, CallUnreadable
 from megatron_rl.tool_calls.reading import JSON
 
 MAX_BODY_BYTES = 16 << 20
+_ENDED = "the rollout of this key has ended: its call is not answered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,9 @@ def _parse(data: bytes) -> JSON:
 
 async def _answer(request: Request, rollout: OpenRollout, call: Call) -> Answer:
     """Wait for the answer; give it up if the client leaves, or the rollout ends."""
+    if rollout.ended.is_set():
+        # It has ended while the body came.
+        raise CallRefused(_ENDED, 401, "ended")
     answering = rollout.start(rollout.answer(call))
     leaving = asyncio.create_task(_wait_for_leave(request))
     try:
@@ -142,7 +146,7 @@ async def _answer(request: Request, rollout: OpenRollout, call: Call) -> Answer:
             raise ClientDisconnect
         with contextlib.suppress(asyncio.CancelledError):
             return answering.result()
-        raise CallRefused("the rollout of this key has ended: its call is not answered", 401, "ended")
+        raise CallRefused(_ENDED, 401, "ended")
     finally:
         leaving.cancel()
         answering.cancel()

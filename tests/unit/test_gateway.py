@@ -314,6 +314,30 @@ def test_calls_that_cannot_be_read_end_their_rollout_and_foreign_and_late_ones_a
     run(test)
 
 
+def test_a_call_whose_body_arrives_after_its_rollouts_end_is_refused_and_not_sampled(tmp_path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, "5") as world:
+            body = json.dumps({"model": MODEL, "messages": [ASKED]}).encode()
+
+            async def send() -> AsyncIterator[bytes]:
+                yield body[:9]
+                await world.rollout.ended.wait()
+                yield body[9:]
+
+            finding = asyncio.Event()
+            find = world.gateway.find
+            world.gateway.find = lambda key: (finding.set(), find(key))[1]
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {world.key}"}) as client:
+                asking = asyncio.create_task(client.post(f"{world.url}/chat/completions", content=send()))
+                await finding.wait()
+                world.rollout.end()
+                answer = await asking
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "ended")
+            assert world.requests == []
+
+    run(test)
+
+
 def test_limits_of_tokens_and_turns_refuse_the_call_that_passes_them(tmp_path) -> None:
     async def test() -> None:
         room = 60
