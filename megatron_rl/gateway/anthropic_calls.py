@@ -184,7 +184,9 @@ def _list_blocks(answer: Answer) -> Iterator[JSON]:
 def _read_object(arguments: str) -> JSON:
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+        # Python reads numbers that JSON does not have.
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
         value = None
     # Clients of this interface read objects alone.
     return value if isinstance(value, dict) else {"arguments": arguments}

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_rl.gateway import anthropic_calls, openai_calls
@@ -18,6 +19,8 @@ from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import MODEL, OpenRollout
 from megatron_rl.gateway.said import Answer, Call, CallRefused, CallUnreadable
 from megatron_rl.tool_calls.reading import JSON
+
+_log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 _ENDED = "the rollout of this key has ended: its call is not answered"
@@ -62,7 +65,7 @@ def build_gateway_application(gateway: Gateway) -> Starlette:
         except CallRefused as refused:
             return _refuse(gateway, refused, OPENAI)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return _write({"object": "list", "data": [model]})
 
     routes = [
         Route("/v1/chat/completions", complete, methods=["POST"]),
@@ -75,27 +78,45 @@ def build_gateway_application(gateway: Gateway) -> Starlette:
 async def _report_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path} is not served: there are POST /v1/chat/completions, /v1/messages"
-    return JSONResponse(OPENAI.write_error(CallRefused(reason, error.status_code)), error.status_code)
+    return _write(OPENAI.write_error(CallRefused(reason, error.status_code)), error.status_code)
 
 
 async def _handle(gateway: Gateway, request: Request, interface: Interface) -> Response:
     try:
         rollout = gateway.find(_read_key(gateway, request))
+    except CallRefused as refused:
+        return _refuse(gateway, refused, interface)
+    try:
         call = interface.read_call(await _read_body(request, rollout), MODEL, rollout.terms.sampling.temperature)
         answer = await _answer(request, rollout, call)
+        if call.is_streamed:
+            return StreamingResponse(interface.stream_answer(answer, call), media_type="text/event-stream")
+        return _write(interface.write_answer(answer))
     except CallRefused as refused:
         return _refuse(gateway, refused, interface)
     except ClientDisconnect:
         # No client is left to read it.
         return Response(status_code=400)
-    if call.is_streamed:
-        return StreamingResponse(interface.stream_answer(answer, call), media_type="text/event-stream")
-    return JSONResponse(interface.write_answer(answer))
+    except Exception as error:
+        return _fail(gateway, rollout, error, interface)
 
 
 def _refuse(gateway: Gateway, refused: CallRefused, interface: Interface) -> Response:
     gateway.counters.refused += 1
-    return JSONResponse(interface.write_error(refused), refused.status)
+    return _write(interface.write_error(refused), refused.status)
+
+
+def _fail(gateway: Gateway, rollout: OpenRollout, error: Exception, interface: Interface) -> Response:
+    """End the rollout of a call that the gateway cannot answer: its turn may be recorded, and its client asks again."""
+    reason = f"a call of its agent was not answered, because the gateway raised {error!r:.500}"
+    _log.error("%s; this is a fault of the gateway", reason, exc_info=error)
+    rollout.break_off(reason)
+    return _refuse(gateway, CallRefused(reason, 410, "failed"), interface)
+
+
+def _write(content: JSON, status: int = 200) -> Response:
+    """Write ASCII: the policy may say half of a surrogate pair, which UTF-8 does not have."""
+    return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
 
 
 def _read_key(gateway: Gateway, request: Request) -> str:

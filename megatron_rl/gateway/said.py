@@ -92,7 +92,7 @@ def write_said(said: Said) -> JSON:
 def _read(arguments: str) -> Any:
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

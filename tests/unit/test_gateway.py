@@ -15,6 +15,7 @@ import pytest
 import transformers
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway import application
 from megatron_rl.gateway.application import MAX_BODY_BYTES, build_gateway_application
 from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.gateway.gateway import Gateway
@@ -35,9 +36,14 @@ TOOL: dict[str, Any] = {
 
 
 class Thinker:
-    """A reader that finds thoughts and calls of tools, in a form of its own."""
+    """A reader that finds thoughts and calls of tools, in a form of its own, or always the same call."""
+
+    def __init__(self, arguments: str | None = None) -> None:
+        self._arguments = arguments
 
     async def read(self, tokens, text: str, tools) -> Said:
+        if self._arguments is not None:
+            return Said("", None, (ToolCall("call-1", "add", self._arguments),))
         thought, _, rest = text.rpartition("~")
         name, is_call, arguments = rest.partition("!")
         calls = (ToolCall("call-1", name, arguments),) if is_call and tools else ()
@@ -230,6 +236,45 @@ def test_the_client_of_anthropic_talks_uses_tools_and_streams(tmp_path) -> None:
             # Its system message parts this chat from the group's prompt, and nothing does later.
             branches = world.rollout.record.build_response(5, "stop", {}).branches
             assert branches == [wire.Branch(start=0, after=1 - len(world.rollout.terms.prompt))]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"x": NaN}', {"arguments": '{"x": NaN}'}),
+        ('{"x": 1e999}', {"arguments": '{"x": 1e999}'}),
+        ('{"x": "\\ud83d"}', {"x": "\ud83d"}),
+        ("[" * 20_000, {"arguments": "[" * 20_000}),
+    ],
+)
+def test_arguments_that_the_policy_wrote_reach_clients_whatever_they_are(tmp_path, arguments: str, given) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, "5", reader=Thinker(arguments)) as world:
+            said = await world.anthropic.messages.create(
+                model=MODEL, max_tokens=9, messages=[ASKED], tools=[{"name": "add", "input_schema": {"type": "object"}}]
+            )
+            assert [block.input for block in said.content] == [given]
+            whole = await world.ask(ASKED, tools=[TOOL])
+            assert whole.choices[0].message.tool_calls[0].function.arguments == arguments
+
+    run(test)
+
+
+def test_a_call_that_the_gateway_cannot_answer_ends_its_rollout_by_name(tmp_path, monkeypatch) -> None:
+    def fail(answer: Any) -> Any:
+        raise ArithmeticError("no answer is written")
+
+    monkeypatch.setattr(application, "OPENAI", dataclasses.replace(application.OPENAI, write_answer=fail))
+
+    async def test() -> None:
+        async with serving(tmp_path, "5") as world:
+            with pytest.raises(openai.APIStatusError, match="the gateway raised ArithmeticError") as raised:
+                await world.ask(ASKED)
+            assert raised.value.status_code == 410
+            assert "no answer is written" in (world.rollout.broken or "")
+            assert world.gateway.counters.refused == 1
 
     run(test)
 
