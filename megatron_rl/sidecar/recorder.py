@@ -112,8 +112,13 @@ class RunRecorder:
         self.audit.close()
 
     def _group(self, submission: wire.Submission, group: wire.Group, is_restored: bool = False) -> None:
-        """Record a group; an engine that joined after the publish is reported with its first group."""
-        joined = {r.engine: r.fingerprint for r in group.responses if r.engine not in self._reported}
+        """Record a group; an engine that joined after the publish, or left before a restart, is reported with it."""
+        joined = {
+            engine: response.fingerprint
+            for response in group.responses
+            for engine in (response.engine, *(span.engine for span in response.spans))
+            if engine and engine not in self._reported
+        }
         if joined:
             reports = [
                 EngineReport(engine=name, version=submission.version, fingerprint=fingerprint)

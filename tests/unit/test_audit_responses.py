@@ -10,10 +10,14 @@ import pytest
 from megatron_rl.commands import audit
 from megatron_rl.errors import ExitCode
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.protocol.wire import Group, Sampling
+from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.shared.protocol.wire import Group, Sampling, VersionSpan, Weights, encode_log_probs
 from megatron_rl.shared.records.audit_events import EngineReport, ResponseRecord, SpanRecord, Submit
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.shared.records.audit_responses import find_response_problems
+from megatron_rl.sidecar.engines import WeightReport
+from megatron_rl.sidecar.publication import Proof
+from megatron_rl.sidecar.recorder import RunRecorder
 from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, with_response
 
 
@@ -79,3 +83,32 @@ def check(branches: Sequence[tuple[int, int]] = (), spans: Sequence[Any] = (), *
         spans=[SpanRecord(*span) for span in written], branches=list(branches), fingerprint="f", reward=0.0, **changes,
     )  # fmt: skip
     return [detail for _, detail in find_response_problems(record, submit, {"engine-0"})]
+
+
+def test_a_restored_conversation_is_no_breach_though_the_engine_of_a_turn_has_left(tmp_path, capsys) -> None:
+    sampling = Sampling(max_tokens=8, max_turns=2)
+    submission = msgspec.structs.replace(make_submission(make_plan(num_prompts=1, num_replicas=1)), sampling=sampling)
+    group = make_group(submission, 0)
+    spans = [
+        VersionSpan(version="3", start=0, end=1, engine="engine-1"),
+        VersionSpan(version=ENVIRONMENT, start=1, end=2),
+        VersionSpan(version="3", start=2, end=3),
+    ]
+    log_probs = encode_log_probs([-1.0, 0.0, -1.0])
+    responses = [msgspec.structs.replace(one, spans=spans, log_probs=log_probs) for one in group.responses]
+    for engines in (["engine-0", "engine-1"], ["engine-0"]):
+        recorder = RunRecorder(tmp_path, "run")
+        # The trainer resumes with the version before.
+        for version, fingerprint in ((2, "before"), (3, FINGERPRINT)):
+            weights = Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
+            recorder.published(weights, [Proof(engine, WeightReport(version, fingerprint)) for engine in engines])
+        groups, _ = recorder.begin(submission)
+        recorder.restored()
+        if not groups:
+            recorder.finished(Group(prompt=group.prompt, responses=responses))
+            recorder.close()
+    assert len(groups) == 1
+    recorder.claimed(Claim(replica=0, index=0, prompts=[0]))
+    recorder.completed(3)
+    recorder.close()
+    assert audit.main([str(tmp_path / FILE_NAME)]) == ExitCode.OK, capsys.readouterr()
