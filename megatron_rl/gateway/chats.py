@@ -13,17 +13,21 @@ from megatron_rl.tool_calls.reading import JSON
 _LONGEST_END = 8
 
 
+class ChatTooLong(Exception):
+    """A chat that has more tokens than it may have."""
+
+
 class Chats(Protocol):
-    """The texts and tokens of chats."""
+    """The texts and tokens of chats; those that surely have more than `most` tokens raise ChatTooLong."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
 
-    def render(self, messages: Sequence[JSON], tools: Sequence[JSON]) -> list[int]:
+    def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         """Return the tokens of a whole chat, up to the policy's turn; raise InputError if it cannot be written."""
 
     def extend(
-        self, messages: Sequence[JSON], tools: Sequence[JSON], said: Sequence[int], calls: Sequence[JSON]
+        self, messages: Sequence[JSON], tools: Sequence[JSON], said: Sequence[int], calls: Sequence[JSON], *, most: int
     ) -> list[int]:
         """Return what stands between a turn and the next one: messages, in their frame.
 
@@ -37,6 +41,8 @@ class TemplateChats:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._chat = ChatWriter(tokenizer)
+        # In characters. A token of a byte-level vocabulary has one for each byte, so it is not shorter than its text.
+        self._longest = max(map(len, tokenizer.get_vocab()))
 
     @classmethod
     def load(cls, folder: str) -> "TemplateChats":
@@ -49,23 +55,26 @@ class TemplateChats:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def render(self, messages: Sequence[JSON], tools: Sequence[JSON]) -> list[int]:
+    def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         def write() -> list[int]:
             self._chat.check_tools(tools)
             # The two parts are tokenized apart, as the prompts of rows are.
-            return self._encode(*self._chat.write_prompt(messages, tools))
+            return self._encode(most, *self._chat.write_prompt(messages, tools))
 
         return _write(write)
 
     def extend(
-        self, messages: Sequence[JSON], tools: Sequence[JSON], said: Sequence[int], calls: Sequence[JSON]
+        self, messages: Sequence[JSON], tools: Sequence[JSON], said: Sequence[int], calls: Sequence[JSON], *, most: int
     ) -> list[int]:
-        tokens = _write(lambda: self._encode(self._chat.write_turn(messages, tools, calls or None)))
+        tokens = _write(lambda: self._encode(most, self._chat.write_turn(messages, tools, calls or None)))
         # The policy ends its turn itself, with the tokens that the template would write.
         num_said = max((num for num in range(1, _LONGEST_END) if tokens[:num] == list(said[-num:])), default=0)
         return tokens[num_said:]
 
-    def _encode(self, *texts: str) -> list[int]:
+    def _encode(self, most: int, *texts: str) -> list[int]:
+        # Counted before it is tokenized, which takes seconds for a few MiB.
+        if sum(len(text) for text in texts) > most * self._longest:
+            raise ChatTooLong
         return [int(token) for text in texts for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
@@ -75,7 +84,7 @@ class NumberChats:
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
 
-    def render(self, messages: Sequence[JSON], tools: Sequence[JSON]) -> list[int]:
+    def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         texts = [str(message["content"]) for message in messages]
         words = [word for text in texts for word in text.split()]
         if wrong := [word for word in words if not word.isdigit()]:
@@ -83,9 +92,9 @@ class NumberChats:
         return [*range(2, 2 + len(tools)), *map(int, words)]
 
     def extend(
-        self, messages: Sequence[JSON], tools: Sequence[JSON], said: Sequence[int], calls: Sequence[JSON]
+        self, messages: Sequence[JSON], tools: Sequence[JSON], said: Sequence[int], calls: Sequence[JSON], *, most: int
     ) -> list[int]:
-        return self.render(messages, ())
+        return self.render(messages, (), most=most)
 
 
 def _write(write: Callable[[], list[int]]) -> list[int]:

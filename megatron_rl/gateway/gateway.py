@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.open_rollout import CallCounters, OpenRollout, Sample, Terms
@@ -21,6 +22,8 @@ class Gateway:
         self._chats = chats
         self._reader = reader
         self._reads_tools = reads_tools
+        # One thread: chats are tokenized one at a time, in the order of their calls.
+        self._writer = ThreadPoolExecutor(1, "chats")
         self._rollouts: dict[str, OpenRollout] = {}
         # All keys of this gateway begin with it, so that late calls can be told from foreign ones.
         self._mark = f"mrl-{secrets.token_hex(4)}-"
@@ -37,7 +40,7 @@ class Gateway:
             rollout.end()
 
     def _build(self, terms: Terms, sample: Sample) -> OpenRollout:
-        return OpenRollout(terms, sample, self._chats, self._reader, self.counters, self._reads_tools)
+        return OpenRollout(terms, sample, self._chats, self._reader, self.counters, self._reads_tools, self._writer)
 
     def has_given(self, key: str) -> bool:
         """Check whether this gateway has given the key, to a rollout that is open or has ended."""

@@ -10,16 +10,18 @@ Invariants:
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from concurrent.futures import Executor
+from typing import Any, NoReturn
 
 import numpy as np
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.gateway.chats import Chats
+from megatron_rl.gateway.chats import Chats, ChatTooLong
 from megatron_rl.gateway.record import CallRecord, cut_turn
 from megatron_rl.gateway.said import Answer, Call, CallRefused, digest_chat, write_said
 from megatron_rl.shared.protocol import wire
@@ -79,7 +81,9 @@ class OpenRollout:
         reader: Reader,
         counters: CallCounters,
         reads_tools: bool,
+        writer: Executor,
     ) -> None:
+        """Make it; `writer` has one thread, in which chats are written."""
         self.terms = terms
         self.record = CallRecord(terms.prompt)
         self.broken: str | None = None
@@ -96,6 +100,7 @@ class OpenRollout:
         self._reader = reader
         self._counters = counters
         self._reads_tools = reads_tools
+        self._writer = writer
         self._num_calls = 0
         self._num_taken = 0
         self._asked: dict[bytes, int] = {}
@@ -130,7 +135,8 @@ class OpenRollout:
                 "leave tools out",
                 parameter="tools",
             )
-        prompt, after, digests = self._compose(call)
+        self._check_turns()
+        prompt, after, digests = await self._compose(call)
         request = self._request(call, prompt, after)
         self._num_taken += 1
         try:
@@ -150,7 +156,7 @@ class OpenRollout:
         self._record(call, prompt, turn, said, digests)
         return self._write(call, len(prompt), turn, said)
 
-    def _compose(self, call: Call) -> tuple[np.ndarray, str | None, list[bytes]]:
+    async def _compose(self, call: Call) -> tuple[np.ndarray, str | None, list[bytes]]:
         """Return a call's prompt, the engine of the turn that it extends, and the digests of its chat."""
         digests = [*digest_chat(call.messages, call.tools)]
         try:
@@ -159,16 +165,32 @@ class OpenRollout:
                 if number is not None:
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
-                    new = self._chats.extend(call.messages[length:], call.tools, path.tolist(), calls)
                     turn = self.record.parts[number].turn
+                    new = await self._write_chat(
+                        self._chats.extend, call.messages[length:], call.tools, path.tolist(), calls
+                    )
                     assert turn is not None
                     return np.concatenate([path, np.asarray(new, dtype=path.dtype)]), turn.engine, digests
-            prompt = np.asarray(self._chats.render(call.messages, call.tools), dtype=self.terms.prompt.dtype)
+            tokens = await self._write_chat(self._chats.render, call.messages, call.tools)
+            prompt = np.asarray(tokens, dtype=self.terms.prompt.dtype)
+        except ChatTooLong:
+            self._refuse(f"this rollout may have {self.terms.sampling.max_tokens} tokens, and a call has more")
         except InputError as error:
             raise CallRefused(str(error), parameter="messages") from None
         if self._known:
             self._note_branch(call.messages, digests)
         return prompt, None, digests
+
+    async def _write_chat(self, write: Callable[..., list[int]], *parts: Any) -> list[int]:
+        """Write a chat in the writer's thread: it takes seconds for a long one, and the event loop has other calls.
+
+        Calls are written one at a time, in the order in which they came.
+        """
+        # No prompt of a call that is answered has more: what it shares is in the group's prompt or recorded.
+        most = len(self.terms.prompt) + self.terms.sampling.max_tokens
+        return await asyncio.get_running_loop().run_in_executor(
+            self._writer, functools.partial(write, *parts, most=most)
+        )
 
     def _note_branch(self, messages: Sequence[JSON], digests: Sequence[bytes]) -> None:
         self._counters.branches += 1
@@ -185,9 +207,13 @@ class OpenRollout:
             message["content"],
         )
 
-    def _request(self, call: Call, prompt: np.ndarray, after: str | None) -> TurnRequest:
+    def _check_turns(self) -> None:
         if self._num_taken >= self.terms.sampling.max_turns:
             self._refuse(f"all {self.terms.sampling.max_turns} turns of this rollout are taken")
+
+    def _request(self, call: Call, prompt: np.ndarray, after: str | None) -> TurnRequest:
+        # Others may have been taken while the chat was written.
+        self._check_turns()
         left = self._check_left(self._count_left(prompt))
         self._num_calls += 1
         key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
@@ -211,7 +237,7 @@ class OpenRollout:
             self._refuse(f"this rollout may have {most} tokens, prompts of its calls included, and none is left")
         return left
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
         self.limit = reason
         raise CallRefused(f"{reason}: end here", code="limit")
 

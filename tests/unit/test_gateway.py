@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -17,10 +18,10 @@ import transformers
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway import application
 from megatron_rl.gateway.application import MAX_BODY_BYTES, build_gateway_application
-from megatron_rl.gateway.chats import TemplateChats
+from megatron_rl.gateway.chats import NumberChats, TemplateChats
 from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
-from megatron_rl.gateway.said import CallRefused
+from megatron_rl.gateway.said import Call, CallRefused
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.http import serve
@@ -405,6 +406,58 @@ def test_limits_of_tokens_and_turns_refuse_the_call_that_passes_them(tmp_path) -
             assert world.requests[0].max_tokens == 400 - len(opening)
             with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
                 await world.ask(ASKED)
+
+    run(test)
+
+
+def test_a_call_beyond_the_limits_is_refused_before_it_is_tokenized(tmp_path, monkeypatch) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, "5", max_turns=1) as world:
+            tokenized: list[str] = []
+            encode = world.tokenizer.encode
+            monkeypatch.setattr(
+                world.tokenizer, "encode", lambda text, **rest: (tokenized.append(text), encode(text, **rest))[1]
+            )
+            with pytest.raises(openai.BadRequestError, match="may have 400 tokens, and a call has more: end here"):
+                await world.ask({"role": "user", "content": "x" * 50_000})
+            assert tokenized == []
+            await world.ask(ASKED)
+            tokenized.clear()
+            with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
+                await world.ask(ASKED)
+            assert tokenized == []
+
+    run(test)
+
+
+def test_chats_are_written_beside_the_event_loop_in_the_order_of_their_calls() -> None:
+    going = threading.Event()
+    written: list[str] = []
+
+    class SlowChats(NumberChats):
+        def render(self, messages, tools, **rest: Any) -> list[int]:
+            written.append(messages[0]["content"])
+            assert messages[0]["content"] != "1" or going.wait(10), "the event loop stands"
+            return super().render(messages, tools, **rest)
+
+    requests: list[TurnRequest] = []
+
+    async def sample(request: TurnRequest) -> wire.Response:
+        requests.append(request)
+        raise MegatronRLError("enough")
+
+    async def test() -> None:
+        gateway = Gateway(SlowChats(), PlainReader(), reads_tools=False)
+        terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=9, max_turns=4))
+        with gateway.open(terms, sample) as (_, rollout):
+            calls = [Call([{"role": "user", "content": text}], [], None) for text in "123"]
+            answering = [asyncio.create_task(rollout.answer(call)) for call in calls]
+            while not written:
+                await asyncio.sleep(0.01)
+            assert written == ["1"]
+            going.set()
+            await asyncio.wait(answering)
+        assert [(request.number, request.tokens) for request in requests] == [(0, (1,)), (1, (2,)), (2, (3,))]
 
     run(test)
 
