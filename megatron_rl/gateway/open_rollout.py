@@ -4,6 +4,8 @@ Invariants:
 
 - a call whose messages extend those of an answered call is sampled after the very tokens of that call;
 - every other call is written from the start, and is a branch where its tokens part from those that are recorded;
+- of answers that are equal but for what clients may change, a call extends the one that it sends back, and else the
+  same one in every order of arrival;
 - seeds follow from the rollout's seed and the tokens of the prompt, not from the order in which calls arrive;
 - nothing is recorded after the rollout's end, nor for a client that has left before it was answered.
 """
@@ -23,7 +25,7 @@ import numpy as np
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.gateway.chats import Chats, ChatTooLong
 from megatron_rl.gateway.record import CallRecord, cut_turn
-from megatron_rl.gateway.said import Answer, Call, CallRefused, digest_chat, write_said
+from megatron_rl.gateway.said import Answer, Call, CallRefused, digest_chat, get_exact, write_said
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls.reading import JSON, Reader, Said
 
@@ -104,8 +106,9 @@ class OpenRollout:
         self._num_calls = 0
         self._num_taken = 0
         self._asked: dict[bytes, int] = {}
-        # By the digest of a chat: the part that ends with its last message; None for the chats before.
-        self._known: dict[bytes, int | None] = {}
+        # By the digest of a chat: the parts that end with its last message, each with the exact messages of its chat;
+        # none for the chats before.
+        self._known: dict[bytes, list[tuple[int, list[JSON]]]] = {}
         self._answering: set[asyncio.Task[Any]] = set()
 
     def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
@@ -161,8 +164,8 @@ class OpenRollout:
         digests = [*digest_chat(call.messages, call.tools)]
         try:
             for length in range(len(digests) - 1, 0, -1):
-                number = self._known.get(digests[length - 1])
-                if number is not None:
+                if found := self._known.get(digests[length - 1]):
+                    number = self._choose(found, call.messages[:length])
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
                     turn = self.record.parts[number].turn
@@ -180,6 +183,19 @@ class OpenRollout:
         if self._known:
             self._note_branch(call.messages, digests)
         return prompt, None, digests
+
+    def _choose(self, found: Sequence[tuple[int, list[JSON]]], messages: Sequence[JSON]) -> int:
+        """Choose the part that a chat extends: of equal answers, those with the most messages as the client sent them.
+
+        Of those that are left, the first by its tokens is chosen, whenever it was answered.
+        """
+
+        def rank(one: tuple[int, list[JSON]]) -> tuple[Any, ...]:
+            number, exact = one
+            num_equal = sum(get_exact(sent) == get_exact(known) for sent, known in zip(messages, exact, strict=True))
+            return -num_equal, self.record.get_order(number)
+
+        return min(found, key=rank)[0]
 
     async def _write_chat(self, write: Callable[..., list[int]], *parts: Any) -> list[int]:
         """Write a chat in the writer's thread: it takes seconds for a long one, and the event loop has other calls.
@@ -249,10 +265,10 @@ class OpenRollout:
         number = self.record.add(prompt, turn)
         self.is_cut |= turn.finish_reason == "length"
         for digest in digests:
-            self._known.setdefault(digest, None)
-        *_, answered = digest_chat([*call.messages, write_said(said)], call.tools)
-        if self._known.get(answered) is None:
-            self._known[answered] = number
+            self._known.setdefault(digest, [])
+        messages = [*call.messages, write_said(said)]
+        *_, answered = digest_chat(messages, call.tools)
+        self._known.setdefault(answered, []).append((number, messages))
 
     def _write(self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said) -> Answer:
         tokens = wire.decode_tokens(turn.tokens).tolist()

@@ -10,6 +10,7 @@ Invariants:
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -108,15 +109,23 @@ class CallRecord:
             components={**components},
         )
 
+    def get_order(self, number: int) -> tuple[Any, ...]:
+        """Return a key that orders calls by their tokens: a call comes after those that it extends."""
+        prompt, turn = self._read_prompt(number), self.parts[number].turn
+        assert turn is not None
+        return len(prompt), prompt.tobytes(), turn.tokens, turn.log_probs
+
+    def _read_prompt(self, number: int) -> np.ndarray:
+        """Return the tokens that a call was sampled after."""
+        path, part = self.read_path(number), self.parts[number]
+        return path[: len(path) - len(part.tokens) + part.num_given]
+
     def _sort(self) -> "CallRecord":
         """Add all turns again in an order that follows from their tokens: a call comes after those that it extends."""
         calls = []
         for number, part in enumerate(self.parts):
             if part.turn is not None:
-                path = self.read_path(number)
-                prompt = path[: len(path) - len(part.tokens) + part.num_given]
-                order = (len(prompt), prompt.tobytes(), part.turn.tokens, part.turn.log_probs)
-                calls.append((order, prompt, part.turn))
+                calls.append((self.get_order(number), self._read_prompt(number), part.turn))
         calls.sort(key=lambda call: call[0])
         sorted_record = CallRecord(self.parts[0].tokens)
         for _, prompt, turn in calls:

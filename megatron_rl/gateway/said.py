@@ -76,6 +76,12 @@ def simplify_message(message: JSON) -> list[Any]:
     return [role, content, message.get("name"), message.get("tool_call_id")]
 
 
+def get_exact(message: JSON) -> tuple[Any, ...]:
+    """Return what `simplify_message` leaves out of an answer."""
+    calls = [(call.get("id"), call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return message["content"], message.get("reasoning_content"), calls
+
+
 def write_said(said: Said) -> JSON:
     """Write a turn as a message of a chat."""
     message: JSON = {"role": "assistant", "content": said.content}

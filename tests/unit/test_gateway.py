@@ -30,6 +30,7 @@ from megatron_rl.tool_calls.reading import PlainReader, Said, ToolCall
 from tests import chat_models
 
 ASKED = {"role": "user", "content": "2 + 3"}
+ASKED_NUMBER = {"role": "user", "content": "7"}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
@@ -460,6 +461,48 @@ def test_chats_are_written_beside_the_event_loop_in_the_order_of_their_calls() -
         assert [(request.number, request.tokens) for request in requests] == [(0, (1,)), (1, (2,)), (2, (3,))]
 
     run(test)
+
+
+@pytest.mark.parametrize("has_thoughts", [True, False])
+def test_a_call_extends_the_same_one_of_equal_answers_in_every_order_of_arrival(has_thoughts: bool) -> None:
+    class Thoughts:
+        async def read(self, tokens, text: str, tools) -> Said:
+            return Said(str(tokens[-1]), str(tokens[0]), ())
+
+    async def run(first: int) -> list[tuple[int, ...]]:
+        answered = [asyncio.Event(), asyncio.Event()]
+        requests: list[TurnRequest] = []
+
+        async def sample(request: TurnRequest) -> wire.Response:
+            requests.append(request)
+            if request.number < 2 and request.number != first:
+                await answered[first].wait()
+            return wire.Response(
+                tokens=wire.encode_tokens([12 - request.number, 50]), log_probs=wire.encode_log_probs([-1, -2]),
+                finish_reason="stop", seed=1, engine="e", fingerprint="w",
+                spans=[wire.VersionSpan(version="2", start=0, end=2)],
+            )  # fmt: skip
+
+        terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=50, max_turns=4))
+        gateway = Gateway(NumberChats(), Thoughts(), reads_tools=False)
+        with gateway.open(terms, sample) as (_, rollout):
+
+            async def ask(number: int) -> Any:
+                answer = await rollout.answer(Call([ASKED_NUMBER], [], None))
+                answered[number].set()
+                return answer
+
+            answers = await asyncio.gather(ask(0), ask(1))
+            for answer in answers:
+                said = {"role": "assistant", "content": answer.said.content}
+                if has_thoughts:
+                    said["reasoning_content"] = answer.said.reasoning
+                await rollout.answer(Call([ASKED_NUMBER, said, {"role": "user", "content": "20"}], [], None))
+        return [request.tokens for request in requests[2:]]
+
+    both = [asyncio.run(run(first)) for first in (0, 1)]
+    thoughts = (12, 11) if has_thoughts else (11, 11)
+    assert both == [[(7, thought, 50, 20) for thought in thoughts]] * 2
 
 
 def test_a_failure_of_the_engines_ends_the_rollout_and_nothing_is_recorded_for_a_client_that_left(tmp_path) -> None:
