@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -40,10 +41,11 @@ def test_an_engine_that_hangs_in_a_measured_step_is_restarted_long_before_the_co
             factory.fail("engine-1", step, "hang")
             published = await asyncio.wait_for(supervisor.publish(weights(2)), 60)
             assert [proof.report.version for proof in published.proofs] == [2, 2]
-            assert (
-                f"engine-1: {step} did not finish within 0.3 s\nlast words of engine-1"
-                in (supervisor.status()["engines"]["engine-1"]["error"])
-            )
+            error = supervisor.status()["engines"]["engine-1"]["error"]
+            late = re.search(rf"engine-1: {step} did not finish within ([\d.]+) s\nlast words of engine-1", error)
+            assert late is not None
+            # On a busy machine the measured step took longer than the least.
+            assert LEAST <= float(late[1]) < 60
 
     asyncio.run(check())
 
