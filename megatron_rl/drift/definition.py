@@ -21,11 +21,17 @@ class Definition:
     """The parts of a checkpoint's model, in one precision."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, weights_dtype: torch.dtype | None = None, quantizes: bool = False
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype | None = None,
+        quantizes: bool = False,
+        cuts: bool = False,
     ) -> None:
         """Load it; with `weights_dtype`, its weights are first rounded to this precision.
 
-        If it quantizes, numbers that the layers' products and attention multiply are first rounded to 8-bit floats.
+        If it quantizes, numbers that the layers' products and attention multiply are first rounded to 8-bit floats; if
+        it cuts, those of attention are cut off, as vLLM does on CPUs.
         """
         # Imported here: it takes a second.
         from transformers import AutoModelForCausalLM
@@ -46,7 +52,7 @@ class Definition:
                 "names of Llama and Qwen, which alone are known here"
             )
         self._family = importlib.import_module(type(self.model).__module__)
-        self.quantizes = quantizes
+        self.quantizes, self.cuts = quantizes, cuts
         if quantizes:
             for module in self.base.layers.modules():
                 if isinstance(module, torch.nn.Linear):
@@ -89,6 +95,16 @@ def round_rows(values: torch.Tensor) -> torch.Tensor:
     scales = values.abs().amax(dim=-1, keepdim=True) / torch.finfo(FP8).max
     scales = scales.where(scales > 0, 1)
     return (values / scales).to(FP8).to(values.dtype) * scales
+
+
+def round_numbers(values: torch.Tensor, cuts: bool) -> torch.Tensor:
+    """Round to 8-bit floats without a scale, to the nearest or, if it cuts, towards zero."""
+    rounded = values.to(FP8)
+    if cuts:
+        # The bits below the sign are ordered as the numbers are.
+        is_over = rounded.to(values.dtype).abs() > values.abs()
+        rounded = (rounded.view(torch.uint8) - is_over.to(torch.uint8)).view(FP8)
+    return rounded.to(values.dtype)
 
 
 def attend(
@@ -192,7 +208,7 @@ def _attention(definition: Definition, layer: Any, given: Outputs) -> Outputs:
     one = layer.self_attn
     queries, keys, values = (_heads(definition, given[name]) for name in ("queries", "keys", "values"))
     if definition.quantizes:
-        keys, values = (one.to(FP8).to(one.dtype) for one in (keys, values))
+        keys, values = (round_numbers(one, definition.cuts) for one in (keys, values))
     return {"out": _flat(attend(queries, keys, values, one.scaling, getattr(one, "sliding_window", None)))}
 
 

@@ -123,7 +123,7 @@ class Examiner:
     definition: Definition
     """In the precision of what is examined."""
     num_ranks: int = 1
-    _coarse: dict[torch.dtype, Definition] = dataclasses.field(default_factory=dict, init=False)
+    _coarse: dict[torch.dtype, list[Definition]] = dataclasses.field(default_factory=dict, init=False)
 
     def diagnose(self, responses: Sequence[Recorded]) -> Diagnosis:
         found: dict[str, PartFinding] = {}
@@ -208,16 +208,24 @@ class Examiner:
             return True
         if dtype not in self._coarse:
             self._coarse[dtype] = self._load_coarse(dtype)
-        truth, coarse = self.truth.compute(point, recorded), self._coarse[dtype].compute(point, recorded)
+        truth = self.truth.compute(point, recorded)
         ours = torch.cat([errors[name].flatten() for name in errors])
-        theirs = torch.cat([(coarse[name].double() - truth[name])[kept].flatten() for name in errors])
-        return bool(ours @ theirs > _ALIKE * ours.norm() * theirs.norm())
+        for definition in self._coarse[dtype]:
+            coarse = definition.compute(point, recorded)
+            theirs = torch.cat([(coarse[name].double() - truth[name])[kept].flatten() for name in errors])
+            if ours @ theirs > _ALIKE * ours.norm() * theirs.norm():
+                return True
+        return False
 
-    def _load_coarse(self, dtype: torch.dtype) -> Definition:
-        """Load the definition in a coarser precision; nothing but products and attention is computed in 8 bits."""
+    def _load_coarse(self, dtype: torch.dtype) -> list[Definition]:
+        """Load the definition in a coarser precision; nothing but products and attention is computed in 8 bits.
+
+        An engine rounds numbers to 8 bits or cuts them off.
+        """
         if dtype is not FP8:
-            return Definition(self.truth.folder, dtype)
-        return Definition(self.truth.folder, self.truth.dtype, self.definition.dtype, quantizes=True)
+            return [Definition(self.truth.folder, dtype)]
+        places = self.truth.folder, self.truth.dtype, self.definition.dtype
+        return [Definition(*places, quantizes=True, cuts=cuts) for cuts in (False, True)]
 
     def _compare_sampler(self, one: Recorded, found: dict[str, PartFinding]) -> torch.Tensor:
         """Compare the reported log-probs with those of the recorded logits."""

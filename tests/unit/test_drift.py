@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.drift.command import configure, describe, main
-from megatron_rl.drift.definition import Definition
+from megatron_rl.drift.definition import Definition, round_numbers
 from megatron_rl.drift.diagnosis import BETWEEN, SAMPLER, Diagnosis, Examiner, Recorded
 from megatron_rl.drift.effects import propagate_errors
 from megatron_rl.drift.recording import DIVIDED, LayerPart, ModelPart, Recording, join_ranks
@@ -133,6 +133,11 @@ def cache_in_8_bits(definition: Exact, point: LayerPart, given: dict) -> dict:
     return definition.compute(point, {**given, **kept})
 
 
+def cache_cut_to_8_bits(definition: Exact, point: LayerPart, given: dict) -> dict:
+    kept = {name: round_numbers(given[name].float(), cuts=True) for name in ("keys", "values")}
+    return definition.compute(point, {**given, **kept})
+
+
 def one_rank_left_out(definition: Exact, point: LayerPart, given: dict) -> dict:
     half = given["in"].clone()
     half[:, half.shape[1] // 2 :] = 0
@@ -204,6 +209,16 @@ def test_the_definition_in_8_bits_rounds_weights_and_inputs(folders) -> None:
     assert away.median() < 1e-5 * wanted.abs().max()
 
 
+def test_numbers_are_rounded_to_the_nearest_8_bit_float_or_to_the_next_towards_zero() -> None:
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    values = torch.cat([torch.randn(4096, dtype=torch.float64) * 3, every, -every])
+    sizes = values.abs()
+    below = every[torch.searchsorted(every, sizes, right=True) - 1]
+    assert torch.equal(round_numbers(values, cuts=True), below * values.sign())
+    nearest = (sizes[:, None] - every).abs().amin(dim=1)
+    assert torch.equal((round_numbers(values, cuts=False) - values).abs(), nearest)
+
+
 def in_layer(layer: int, change: Callable[[Any, LayerPart, dict], dict]) -> Callable[[Any, LayerPart, dict], dict]:
     return lambda exact, point, given: (
         change(exact, point, given) if point.layer == layer else exact.compute(point, given)
@@ -219,6 +234,13 @@ def test_8_bits_are_named_where_their_errors_are_within_what_16_bits_allow(folde
     (cause,) = diagnose(folders["qwen3"], engine).causes
     assert (cause.name, cause.reason) == (part, "it computes in float8_e4m3fn")
     assert cause.excess <= 1
+
+
+def test_keys_and_values_that_are_cut_off_to_8_bits_are_named(folders) -> None:
+    engine = StandIn(folders["qwen3"], torch.bfloat16)
+    engine.changes[ModelPart.ATTENTION] = cache_cut_to_8_bits
+    (cause,) = diagnose(folders["qwen3"], engine).causes
+    assert (cause.name, cause.reason) == (ModelPart.ATTENTION, "it computes in float8_e4m3fn")
 
 
 def test_another_temperature_is_named(folders) -> None:
