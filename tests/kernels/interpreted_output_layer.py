@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,10 +116,16 @@ class Problem:
         theirs, truth = self.naive(self.dtype), self.naive(torch.float64)
         for place, (one, other, exact) in enumerate(zip(found, theirs, truth, strict=True)):
             if self.dtype is FP32:
-                assert error_over_bound(one, other, exact) <= 1, place
+                # Gradients are sums of terms of the size of one, which cancel where a row has two columns.
+                assert error_over_bound(*map(beside_one, (one, other, exact))) <= 1, place
             else:
                 assert distance(one, exact) <= 2 * distance(other, exact), place
         assert (found[2][self.vocab_size :] == 0).all()
+
+
+def beside_one(values: torch.Tensor) -> torch.Tensor:
+    """Put a one beside the values, so that their error may be as large as that of a one."""
+    return torch.cat([values.flatten(), values.new_ones(1)])
 
 
 @settings(max_examples=15, deadline=None)
@@ -130,6 +136,7 @@ class Problem:
     temperature=st.sampled_from([1.0, 0.7, 1.3]),
     with_entropies=st.booleans(),
 )
+@example(num_rows=1, vocab_size=2, block_columns=1, temperature=0.7, with_entropies=True)
 def test_any_rows_columns_and_blocks_give_the_naive_results(
     num_rows: int, vocab_size: int, block_columns: int, temperature: float, with_entropies: bool
 ) -> None:
