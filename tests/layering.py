@@ -19,7 +19,7 @@ LAYERS = (
     {"ops.main_gradients"},
     {"config", "platforms"},
     {"ops"},
-    {"shared.protocol", "shared.weights", "shared.chat"},
+    {"shared.protocol", "shared.weights", "shared.chat", "shared.garbage"},
     {"shared.records", "drift.recording"},
     {"rewards", "tool_calls"},
     {"environments"},

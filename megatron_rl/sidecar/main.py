@@ -24,6 +24,7 @@ from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
 from megatron_rl.gateway.visits import Agents
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, parse_on_error, parse_specs
+from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import parent, starting
@@ -171,7 +172,8 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
-        await _serve(service, settings, ended)
+        with leaving_out_what_exists():
+            await _serve(service, settings, ended)
 
 
 async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:

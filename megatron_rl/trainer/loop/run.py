@@ -21,6 +21,7 @@ from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops import main_gradients
+from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
@@ -167,7 +168,7 @@ def _train(
     """Run the loop, tidied if this process is ended, and on rank 0 print the summary."""
     places = RankPlaces(settings.folder) if watch.rank == 0 else None
     watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
-    with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer):
+    with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer), leaving_out_what_exists():
         trainer.train()
     stop.over()
     if watch.rank == 0:
