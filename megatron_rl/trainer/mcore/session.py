@@ -123,11 +123,15 @@ class Session:
     def gather(self, item: T) -> list[T]:
         """Return every rank's item, on every rank."""
         items: list[T] = [item] * self.world_size
+        if self.world_size == 1:
+            return items
         dist.all_gather_object(items, item, group=self.control_group)
         return items
 
     def broadcast(self, item: T) -> T:
         """Return rank 0's item, on every rank."""
+        if self.world_size == 1:
+            return item
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
@@ -172,8 +176,7 @@ class Session:
         except Exception as caught:
             error = caught
         outcome = (_describe_failure(error, self.rank), None if error is not None else share(result))
-        outcomes: list[tuple[tuple[type[MegatronRLError], str] | None, Any]] = [outcome] * self.world_size
-        dist.all_gather_object(outcomes, outcome, group=self.control_group)
+        outcomes: list[tuple[tuple[type[MegatronRLError], str] | None, Any]] = self.gather(outcome)
         if error is not None:
             raise error
         for failure, _ in outcomes:
