@@ -48,6 +48,21 @@ def test_a_tensor_is_waited_for_until_all_its_writers_have_written_it(tmp_path: 
         assert found.wait_for("a")
 
 
+@pytest.mark.parametrize("num_writers", [1, 3, 2000])
+def test_a_look_at_one_tensor_finds_those_after_it_that_are_complete_and_no_others(
+    tmp_path: Path, num_writers: int
+) -> None:
+    specs = [TensorSpec(f"{number:04}", (2,), "float32") for number in range(700)]
+    with arrival.writing(tmp_path, len(specs), num_writers), Arrival(tmp_path, specs, never) as found:
+        with Counter(tmp_path, specs, 0, num_writers) as counter:
+            for spec in specs[::2]:
+                counter.add(spec.name, 1)
+            with Counter(tmp_path, specs, num_writers - 1, num_writers) as other:
+                for spec in specs[::2]:
+                    (counter if num_writers == 1 else other).add(spec.name, 1)
+        assert [found._is_whole(spec.name) for spec in specs] == [number % 2 == 0 for number in range(len(specs))]
+
+
 def test_a_folder_that_no_process_writes_any_more_is_not_waited_for(tmp_path: Path) -> None:
     with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
         counter.add("a", 3)
