@@ -37,8 +37,7 @@ class Ranks:
         self.contents: Contents = describe_contents(self.plan, len(ranks), portions)
         sums = Digests(self.specs)
         for shards in ranks:
-            for shard in shards:
-                sums.add_shard(shard)
+            sums.add_shards(shards)
         self.digests = sums.combine()
         self.fingerprint = compute_fingerprint(self.specs, self.digests)
         files.create(folder, self.plan, private=True)

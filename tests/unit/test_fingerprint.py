@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
+from megatron_rl.ops.slices import naive
 from megatron_rl.shared.weights import fingerprint, shards
 from megatron_rl.shared.weights.fingerprint import NUM_LANES, compute_fingerprint, digest, digests_by_row
 from megatron_rl.shared.weights.mapping import Piece, ShardMap, TensorSpec
@@ -124,7 +125,7 @@ def test_the_pieces_of_a_parameter_are_digested_as_the_slices_that_they_are(
     assert torch.equal(shard.digest_pieces(fingerprint.DTYPES[dtype]), torch.stack(expected))
     of_blocks, of_shard = (Digests([TensorSpec(name, (16, 9), dtype) for name in ("q", "k")]) for _ in range(2))
     export([shard], of_blocks.specs, [of_blocks.add])
-    of_shard.add_shard(shard)
+    of_shard.add_shards([shard])
     assert torch.equal(of_blocks._sums, of_shard._sums)
 
 
@@ -133,9 +134,39 @@ def test_a_parameter_of_many_pieces_is_digested_in_one_pass() -> None:
     shard = Shard("qkv.weight", torch.randn(300, 8), ShardMap((300, 8), pieces, owned=True))
     digests = Digests([TensorSpec(name, (100, 8), "float32") for name in "qkv"])
     with mock.patch.object(torch, "mv", wraps=torch.mv) as products:
-        digests.add_shard(shard)
+        digests.add_shards([shard])
     assert products.call_count == 1
     assert digests.combine().keys() == {"q", "k", "v"}
+
+
+@pytest.mark.parametrize("most", [1, 20, 1 << 20])
+def test_slices_that_are_digested_together_have_the_digests_that_they_have_alone(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(naive, "_MOST_STACKED", most)
+    torch.manual_seed(0)
+    wide = torch.randn(6, 9)
+    slices = [
+        (torch.randn(4, 8), 0, 0), (torch.randn(4, 8), 0, 0), (torch.randn(4, 8), 2, 0), (torch.randn(4, 8), 0, 4),
+        (torch.randn(4, 8).bfloat16(), 0, 0), (torch.randn(7), 1, 0), (torch.randn(7), 1, 0), (wide[:4, 1:9], 0, 0),
+        (torch.randn(3, 2, 5), 0, 0), (torch.randn(3, 2, 5), 0, 0), (wide.T[:5], 3, 0),
+    ]  # fmt: skip
+    assert torch.equal(naive.digest_each(slices), torch.stack([digest(*one) for one in slices]))
+    assert naive.digest_each([]).shape == (0, NUM_LANES)
+
+
+def test_small_parameters_are_digested_in_a_few_passes() -> None:
+    shapes = [(8, 16), (32, 8)] * 20 + [(16, 8), (400, 400)]
+    parts = [
+        Shard(f"{i}", torch.randn(s), ShardMap(s, (Piece(f"{i}", 0, 0, 0, s[0]),), True)) for i, s in enumerate(shapes)
+    ]
+    specs = [TensorSpec(shard.parameter_name, shard.map.shape, "float32") for shard in parts]
+    together, alone = Digests(specs), Digests(specs)
+    with mock.patch.object(torch, "mv", wraps=torch.mv) as products:
+        together.add_shards(parts)
+    assert products.call_count == 4
+    export(parts, specs, [alone.add])
+    assert together.combine() == alone.combine()
 
 
 def test_a_slice_left_out_or_counted_twice_is_an_error_that_names_the_tensor() -> None:

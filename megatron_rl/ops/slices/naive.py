@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megatron_rl.ops.slices import Move, Placed, Slice
 
 NUM_LANES = 2
+_MOST_STACKED = 1 << 20
+"""The most elements of a stack of slices: few enough that a CPU still has them in its cache when it digests them."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers that hold the bits of elements, by the elements' bytes."""
@@ -88,6 +90,30 @@ def digest(slice_RC: torch.Tensor, first_row: int = 0, first_column: int = 0) ->
     sums_R = _sum_rows(slice_RC.detach().reshape(slice_RC.shape[0], -1), first_column)
     rows = [get_factors(axis, first_row + len(sums_R), sums_R.device)[first_row:] for axis in ROWS]
     return torch.stack([(sums_R * rows_R).sum() for rows_R in rows])
+
+
+def digest_each(slices: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
+    """Digest each slice on its own; it is given with its first row and first column: int64, (slices, lanes).
+
+    An operation takes longer to begin than to run on a few thousand numbers. So slices of one shape and place, as those
+    of a model's layers are, are stacked and digested together.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, (slice_RC, first_row, first_column) in enumerate(slices):
+        kind = (slice_RC.shape, slice_RC.dtype, slice_RC.device, first_row, first_column)
+        alike.setdefault(kind, []).append(number)
+    lanes = torch.zeros(len(slices), NUM_LANES, dtype=torch.int64, device=slices[0][0].device if slices else None)
+    for numbers in alike.values():
+        first_RC, first_row, first_column = slices[numbers[0]]
+        most = max(1, _MOST_STACKED // max(1, first_RC.numel()))
+        for some in (numbers[start : start + most] for start in range(0, len(numbers), most)):
+            parts = [slices[number][0].detach() for number in some]
+            stack_SRC = torch.stack(parts) if len(parts) > 1 else parts[0][None]
+            sums_R = _sum_rows(stack_SRC.reshape(len(some) * len(first_RC), -1), first_column)
+            sums_SR = sums_R.view(len(some), -1)
+            rows = [get_factors(axis, first_row + len(first_RC), sums_R.device)[first_row:] for axis in ROWS]
+            lanes[some] = torch.stack([(sums_SR * rows_R).sum(1) for rows_R in rows], dim=1)
+    return lanes
 
 
 def digests_by_row(

@@ -130,6 +130,26 @@ class Writer:
         num_rows = block_RC.shape[0]
         whole_RC[first_row : first_row + num_rows, first_column : first_column + block_RC.shape[1]].copy_(block_RC)
 
+    def put_whole(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write whole tensors, in their own dtypes; those that follow each other in a file are written in one pass."""
+        if self._plan.stacks_experts:
+            for name, tensor in tensors:
+                self.put(name, 0, 0, tensor)
+            return
+        runs: list[list[torch.Tensor]] = []
+        begins: list[tuple[str, int]] = []
+        end = ("", 0)
+        for (file, offset), tensor in sorted(
+            ((self._plan.offsets[name], tensor) for name, tensor in tensors), key=lambda placed: placed[0]
+        ):
+            if (file, offset) != end or tensor.dtype != runs[-1][0].dtype:
+                runs.append([])
+                begins.append((file, offset))
+            runs[-1].append(tensor.detach().reshape(-1))
+            end = (file, offset + tensor.nbytes)
+        for (file, offset), run in zip(begins, runs, strict=True):
+            self._write(self._descriptors[file], offset, torch.cat(run))
+
     def _put_expert(self, place: StackedPlace, first_row: int, first_column: int, block: torch.Tensor) -> None:
         spec = self._plan.stored[place.stored]
         file, offset = self._plan.offsets[place.stored]

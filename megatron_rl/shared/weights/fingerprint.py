@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from megatron_rl.ops.slices.naive import NUM_LANES, digest, digests_by_row
+from megatron_rl.ops.slices.naive import NUM_LANES, digest, digest_each, digests_by_row
 from megatron_rl.shared.weights.mapping import TensorSpec
 
-__all__ = ["DTYPES", "NUM_LANES", "compute_fingerprint", "digest", "digests_by_row"]
+__all__ = ["DTYPES", "NUM_LANES", "compute_fingerprint", "digest", "digest_each", "digests_by_row"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

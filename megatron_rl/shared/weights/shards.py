@@ -5,18 +5,22 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Mapping as MappingABC
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.files import Checkpoint
-from megatron_rl.shared.weights.fingerprint import DTYPES, NUM_LANES, digest, digests_by_row
+from megatron_rl.shared.weights.fingerprint import DTYPES, NUM_LANES, digest, digest_each, digests_by_row
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
 # Large enough to amortize a call and, on a CPU, small enough that blocks are still in cache when they are digested.
 _BLOCK_ELEMENTS_CPU = 1 << 20
 _BLOCK_ELEMENTS_DEVICE = 1 << 26
+# Shards of one piece below this size are digested together, some at a time.
+_SMALL_ELEMENTS = 1 << 17
+_SHARDS_AT_A_TIME = 256
 
 Put = Callable[[str, int, int, torch.Tensor], None]
 
@@ -32,6 +36,11 @@ class Shard:
     def values(self) -> torch.Tensor:
         """Return the numbers that are exported; a caller that needs several slices calls it once."""
         return self.parameter.detach()
+
+    @property
+    def is_small(self) -> bool:
+        """True if it is one piece, for which an operation takes longer to begin than to run."""
+        return len(self.map.pieces) == 1 and self.parameter.numel() < _SMALL_ELEMENTS
 
     def fill(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Fill the parameter from the checkpoint; rows that pad the vocabulary become zero.
@@ -172,10 +181,33 @@ class Digests:
         sums[:NUM_LANES] += digest(block, first_row, first_column).cpu()
         sums[NUM_LANES] += block.numel()
 
-    def add_shard(self, shard: Shard) -> None:
-        """Add all pieces of a parameter."""
-        if not shard.map.owned or not shard.map.pieces:
-            return
+    def add_shards(self, shards: Sequence[Shard]) -> None:
+        """Add all pieces of parameters, as far as this rank owns them."""
+        small: list[Shard] = []
+        for shard in shards:
+            if not shard.map.owned or not shard.map.pieces:
+                continue
+            if shard.is_small:
+                small.append(shard)
+            else:
+                self._add_shard(shard)
+        for start in range(0, len(small), _SHARDS_AT_A_TIME):
+            self._add_small(small[start : start + _SHARDS_AT_A_TIME])
+
+    def _add_small(self, shards: Sequence[Shard]) -> None:
+        """Add parameters of one piece each."""
+        slices, counts, indices = [], [], []
+        for shard in shards:
+            (piece,) = shard.map.pieces
+            index = self._index[piece.name]
+            values = shard.values().narrow(piece.dim, piece.target, piece.length).to(DTYPES[self.specs[index].dtype])
+            slices.append((values, *((piece.source, 0) if piece.dim == 0 else (0, piece.source))))
+            counts.append(values.numel())
+            indices.append(index)
+        added = torch.cat([digest_each(slices).cpu(), torch.tensor(counts)[:, None]], dim=1)
+        self._sums.index_add_(0, torch.tensor(indices), added)
+
+    def _add_shard(self, shard: Shard) -> None:
         indices = [self._index[piece.name] for piece in shard.map.pieces]
         dtype = DTYPES[self.specs[indices[0]].dtype]
         lanes = shard.digest_pieces(dtype).cpu()
@@ -192,13 +224,15 @@ class Digests:
         """Return every tensor's digest over all ranks; raise if a slice is missing or was counted twice."""
         if group is not None:
             dist.all_reduce(self._sums, group=group)
-        for spec, sums in zip(self.specs, self._sums.tolist(), strict=True):
-            if sums[NUM_LANES] != spec.num_elements:
+        digests = {}
+        for spec, (*lanes, num_elements) in zip(self.specs, self._sums.tolist(), strict=True):
+            if num_elements != spec.num_elements:
                 raise InputError(
-                    f"{spec.name} has {spec.num_elements} elements, and the ranks exported {sums[NUM_LANES]}: "
+                    f"{spec.name} has {spec.num_elements} elements, and the ranks exported {num_elements}: "
                     f"together they must hold each element of the model once"
                 )
-        return {spec.name: self._sums[i, :NUM_LANES].tolist() for i, spec in enumerate(self.specs)}
+            digests[spec.name] = lanes
+        return digests
 
 
 def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[Put], first: int = 0) -> None:
@@ -216,6 +250,20 @@ def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[
                 block = values.to(dtypes[piece.name])
                 for put in puts:
                     put(piece.name, first_row, first_column, block)
+
+
+def divide_small(
+    shards: Sequence[Shard], specs: MappingABC[str, TensorSpec]
+) -> tuple[list[tuple[str, torch.Tensor]], list[Shard]]:
+    """Return the small tensors that this rank owns whole, in the dtype of the export, and the other shards."""
+    small, others = [], []
+    for shard in shards:
+        name = shard.map.pieces[0].name if shard.map.owned and shard.is_small else ""
+        if name and tuple(shard.parameter.shape) == specs[name].shape:
+            small.append((name, shard.values().to(DTYPES[specs[name].dtype])))
+        else:
+            others.append(shard)
+    return small, others
 
 
 Bucket = list[tuple[str, torch.Tensor]]

@@ -20,7 +20,7 @@ import torch
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint
-from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
+from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest, digest_each
 from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
@@ -54,12 +54,6 @@ class HeldFactor:
     values: torch.Tensor
     first_row: int
     first_column: int
-
-    def digest(self) -> torch.Tensor:
-        """Digest it in the dtype that the factor came in; a number that this dtype would round changes the digest."""
-        given = self.values.to(DTYPES[self.spec.dtype])
-        num_rounded = (given.to(self.values.dtype) != self.values).sum()
-        return digest(given, self.first_row, self.first_column) + num_rounded
 
     @property
     def is_comparable(self) -> bool:
@@ -129,7 +123,7 @@ class AdapterSlot:
         held = [self._read(spec) for spec in specs]
         self._must_hold_nothing_else(held)
         compared = [one for one in held if one.is_comparable]
-        lines = torch.stack([one.digest() for one in compared]).tolist() if compared else []
+        lines = _digest_each(compared).tolist()
         wrong, proved, shares = [], set(), {}
         for one, lanes in zip(compared, lines, strict=True):
             if one.values.numel() < one.spec.num_elements:
@@ -148,9 +142,13 @@ class AdapterSlot:
 
     def _must_hold_nothing_else(self, held: Sequence[HeldFactor]) -> None:
         """Raise NotHeld unless all numbers of the layers' tensors but those of these factors are zero."""
+        sizes = {one.values.data_ptr(): one.values.numel() for one in held}
         stacks = [stack for layer in self._manager.modules.values() for stack in _list_stacks(layer)]
-        all_of_them = torch.stack([stack.count_nonzero() for stack in stacks]).sum()
-        if int(all_of_them) != int(torch.stack([one.values.count_nonzero() for one in held]).sum()):
+        # A tensor that a factor fills has room for nothing else.
+        filled = {stack.data_ptr() for stack in stacks if sizes.get(stack.data_ptr()) == stack.numel()}
+        other_stacks = [stack for stack in stacks if stack.data_ptr() not in filled]
+        others = [one.values for one in held if one.values.data_ptr() not in filled]
+        if _count_nonzero(other_stacks) != _count_nonzero(others):
             raise NotHeld("the layers hold other adapters too, or more rows of these")
 
     def _read(self, spec: TensorSpec) -> HeldFactor:
@@ -204,6 +202,16 @@ class AdapterSlot:
         runner._set_active_loras = activate_checked
 
 
+def _digest_each(held: Sequence[HeldFactor]) -> torch.Tensor:
+    """Digest factors in the dtype in which they came; a number that this dtype would round changes the digest."""
+    given = [one.values.to(DTYPES[one.spec.dtype]) for one in held]
+    lanes = digest_each([(some, one.first_row, one.first_column) for some, one in zip(given, held, strict=True)])
+    for some, one, lanes_of_one in zip(given, held, lanes, strict=True):
+        if some.dtype != one.values.dtype:
+            lanes_of_one += (some.to(one.values.dtype) != one.values).sum()
+    return lanes
+
+
 def _is_read(layer: Any) -> bool:
     """Check whether it is known which part of each factor the layer holds."""
     kind = type(layer).__name__
@@ -222,6 +230,10 @@ def _find_origin(layer: Any, index: int, is_a: bool) -> tuple[int, int]:
         number = layer.output_ids[index] if hasattr(layer, "output_ids") else layer.tp_rank
         return number * layer.lora_b_stacked[index].shape[2], 0
     return 0, 0
+
+
+def _count_nonzero(tensors: Sequence[torch.Tensor]) -> int:
+    return int(torch.stack([tensor.count_nonzero() for tensor in tensors]).sum()) if tensors else 0
 
 
 def _list_stacks(layer: Any) -> list[torch.Tensor]:
@@ -264,7 +276,7 @@ class AdapterLoader(LoadProver):
         specs = list_specs(received)
         must_be_announced(specs, digests, expected, base)
         of_base, shared = self.megatron_rl_prove_base(base, specs[0].dtype)
-        with arriving(folder, received) as tensors:
+        with arriving(folder, received, specs) as tensors:
             given = dict(tensors)
         slot.put(number, given)
         try:

@@ -159,10 +159,12 @@ def wait_for_each(
 
 
 @contextlib.contextmanager
-def arriving(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+def arriving(
+    folder: Path, tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
+) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Yield an iterator over the tensors of a folder, each once it is written; raise NotWritten if some never are."""
     missing: list[str] = []
-    with Arrival(folder, list_specs(tensors)) as arrival:
+    with Arrival(folder, specs) as arrival:
         if not arrival.is_coming():
             raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
         yield wait_for_each(tensors, arrival, missing)

@@ -1,8 +1,8 @@
 """Our extension of vLLM's workers: it receives, loads and proves weights, and reports which weights it holds.
 
-vLLM mixes this class into its worker. Its methods are called through /collective_rpc with strings, and answer plain
-data. A refusal is the answer `{"error": ..., "code": ...}` and not an exception, because vLLM would report an exception
-only as "worker failed".
+vLLM mixes this class into its worker. Its methods are called with strings, and answer plain data. A refusal is the
+answer `{"error": ..., "code": ...}` and not an exception, because vLLM would report an exception only as "worker
+failed".
 
 This module has these methods, and the ways in which weights reach the parameters. A load is proved before the worker
 reports its weights (`proofs.py`). If a load breaks off in the model, the worker is torn and reports nothing.
@@ -183,7 +183,7 @@ class WorkerExtension(AdapterLoader):
         must_be_announced(specs, digests, expected)
         self.megatron_rl_check_complete(specs)
         self.megatron_rl_learn(specs)
-        with arriving(folder, received) as tensors:
+        with arriving(folder, received, specs) as tensors:
             obstacles = self.megatron_rl_find_obstacles(specs)
             record = self.megatron_rl_replace_weights(tensors, not obstacles)
         proof = self.megatron_rl_prove_files(record, received, digests)

@@ -29,6 +29,7 @@ from megatron_rl.shared.weights.shards import (
     Shard,
     StageRank,
     WeightStream,
+    divide_small,
     export,
     load_shards,
     map_shards,
@@ -59,6 +60,9 @@ class ModelWeights:
         """The dtype of the parameters. The architecture has the dtype of the Hugging Face folder."""
         self._padded_vocab_size = chunks[0].vocab_size
         self._device_weights: dict[str | None, DeviceWeights] = {}
+        # The layout of published files, by their dtype.
+        self._plans: dict[str | None, files.FilePlan] = {}
+        self._writers: list[int] | None = None
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
         self.adapters: Adapters | None = None
@@ -72,7 +76,7 @@ class ModelWeights:
     def merged_with(self, adapters: Adapters) -> "ModelWeights":
         """Return these weights as they are with the adapters merged into them. The parameters stay as they are."""
         merged = copy.copy(self)
-        merged._device_weights, merged._stream = {}, None
+        merged._forget_plans()
         merged.adapters, of_weights = adapters, adapters.by_parameter
         merged.shards = [
             MergedShard(shard.parameter_name, shard.parameter, shard.map, of_weights[shard.parameter_name])
@@ -85,9 +89,13 @@ class ModelWeights:
     def without_base(self, adapters: Adapters, dtype: str | None) -> "ModelWeights":
         """Return the adapters of these weights in their place, for engines that hold the weights in this dtype."""
         alone = copy.copy(self)
-        alone._device_weights, alone._stream = {}, None
+        alone._forget_plans()
         alone.adapters, alone.base, alone.shards = adapters, self.fingerprint(dtype), list_scaled(adapters)
         return alone
+
+    def _forget_plans(self) -> None:
+        """Forget what follows from the tensors and their places."""
+        self._device_weights, self._plans, self._stream, self._writers = {}, {}, None, None
 
     def list_specs(self, dtype: str | None = None) -> list[TensorSpec]:
         """List the tensors that are exported."""
@@ -205,9 +213,8 @@ class ModelWeights:
         is renamed, and its files are overwritten. Ranks other than rank 0 lay files out too if `is_laid_out_here`: a
         folder of another host, which only gets what that host's ranks own.
         """
-        plan = files.FilePlan(self.list_specs(dtype))
-        digests, session = self._digest(dtype), self._session
-        writers = [rank for rank, is_writer in enumerate(session.gather(self.is_written_here)) if is_writer]
+        plan = self._plan_files(dtype)
+        digests, session, writers = self._digest(dtype), self._session, self._find_writers()
         opened = contextlib.ExitStack()
         lays_out = session.rank == 0 if is_laid_out_here is None else is_laid_out_here
 
@@ -233,13 +240,24 @@ class ModelWeights:
         return FilesBegun(self, session, folder, plan, dtype, digests, writers, is_read_early, opened, lays_out)
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
-        digests = Digests(self.list_specs(dtype))
+        digests = Digests(list(self._plan_files(dtype).specs.values()))
         if self._is_exported_from_host:
-            for shard in self.shards:
-                digests.add_shard(shard)
+            digests.add_shards(self.shards)
         else:
             self._on_device(dtype).add_digests(digests)
         return digests.combine(self._session.control_group)
+
+    def _find_writers(self) -> list[int]:
+        """Return the ranks that write tensors, which stay the same."""
+        if self._writers is None:
+            are_writers = self._session.gather(self.is_written_here)
+            self._writers = [rank for rank, is_writer in enumerate(are_writers) if is_writer]
+        return self._writers
+
+    def _plan_files(self, dtype: str | None) -> files.FilePlan:
+        if dtype not in self._plans:
+            self._plans[dtype] = files.FilePlan(self.list_specs(dtype))
+        return self._plans[dtype]
 
     @property
     def _is_exported_from_host(self) -> bool:
@@ -306,24 +324,40 @@ class ModelWeights:
             for rank in dist.get_process_group_ranks(session.stage_group)
         ]
 
-    def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put], in_order: bool = False) -> None:
+    def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put]) -> None:
         """Write the tensors that this rank owns, and hand them to `puts` too."""
-        coordinates = self._session.coordinates
-        # Ranks that begin at different files do not wait for each other. But then the first tensors do not come first.
-        first = 0 if in_order else len(self.shards) * coordinates.tensor_rank // coordinates.tensor_size
         # A rank that writes nothing may be on a host that does not have the folder.
         if not self.is_written_here:
             return
         with _writing_to(folder), files.Writer(folder, plan) as writer:
-            export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
+            export(self.shards, list(plan.specs.values()), [writer.put, *puts], self._find_first(self.shards))
+
+    def _find_first(self, shards: Sequence[Shard]) -> int:
+        """Return the shard to write first: ranks that begin at different files do not wait for each other."""
+        coordinates = self._session.coordinates
+        return len(shards) * coordinates.tensor_rank // coordinates.tensor_size
 
     def _write_for_engines(self, folder: Path, plan: files.FilePlan, dtype: str | None, count: Count | None) -> None:
         """Write the tensors that this rank owns; `count` learns of the elements that have been written."""
-        if self._is_exported_from_host:
-            self._write(folder, plan, [] if count is None else [_put(count)], in_order=count is not None)
-        elif self.is_written_here:
-            with _writing_to(folder):
+        if not self.is_written_here:
+            return
+        with _writing_to(folder):
+            if not self._is_exported_from_host:
                 self._on_device(dtype).write(folder, count)
+                return
+            with files.Writer(folder, plan) as writer:
+                self._write_from_host(writer, plan, count)
+
+    def _write_from_host(self, writer: files.Writer, plan: files.FilePlan, count: Count | None) -> None:
+        small, others = divide_small(self.shards, plan.specs)
+        writer.put_whole(small)
+        if count is None:
+            export(others, list(plan.specs.values()), [writer.put], self._find_first(others))
+            return
+        for name, tensor in small:
+            count(name, tensor.numel())
+        # Readers take the first tensors first.
+        export(others, list(plan.specs.values()), [writer.put, _put(count)])
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
