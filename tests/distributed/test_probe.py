@@ -101,7 +101,7 @@ def test_every_layout_answers_a_probe_with_the_log_probs_of_transformers(folders
             )
             ours = torch.from_numpy(decode_log_probs(answer.log_probs).copy())
             assert error_over_bound(ours, theirs, truth) <= 1, (family, layout)
-    assert found["adapters", "TP2+SP"] == [(64, 63), (16, 15), (16, 15), (16, 15)]
+    assert found["adapters", "TP2+SP"] == [(64, 63), (8, 7), (8, 7), (8, 7)]
     assert "replica 1 differs from replica 0: with version 3" in found["error", "DP2+distopt"]
 
 

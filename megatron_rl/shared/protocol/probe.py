@@ -14,8 +14,9 @@ import numpy as np
 from megatron_rl.shared.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
-# The share of them that later versions of adapters need: the base was probed with all, and has not changed.
-_OF_ADAPTERS = 4
+# The share of them that later versions of adapters need: the base was probed with all, and has not changed. Eight are
+# enough for the spread of their log-probs (`limit_by_spread`) to be that of the model; three or four may lie together.
+_OF_ADAPTERS = 8
 
 _COARSER = ("float64", "float32", "float16", "bfloat16")
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
