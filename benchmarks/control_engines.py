@@ -6,7 +6,6 @@ Each has a socket of its own, or belongs to a stand-in for the agent of a host.
 import asyncio
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
@@ -19,7 +18,15 @@ import numpy as np
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent import messages
 from megatron_rl.sidecar.vllm import routes
-from megatron_rl.sidecar.vllm.routes import Commit, GroupAnswer, GroupCall, GroupChoice, GroupSpan
+from megatron_rl.sidecar.vllm.routes import (
+    Commit,
+    Committed,
+    GroupAnswer,
+    GroupCall,
+    GroupChoice,
+    GroupSpan,
+    WorkersCall,
+)
 from tests.sidecar import standin_vllm
 
 FACTS: dict[str, Any] = standin_vllm.FACTS
@@ -63,19 +70,17 @@ class _Server:
             return b"vllm:steps %d\n" % self._num_answers
         if path == routes.COMMIT:
             self._tag = msgspec.json.decode(body, type=Commit).tag
-            return b""
-        if path == routes.HELD:
-            return msgspec.msgpack.encode(Commit(self._tag))
+            return msgspec.msgpack.encode(Committed(self._tag, [{"fingerprint": self._held}], is_reset=True))
         if path == routes.GENERATE:
             return msgspec.msgpack.encode(self._sample(msgspec.msgpack.decode(body, type=GroupCall)))
         if path.startswith("/reset_prefix_cache"):
             return b'{"success": true}'
-        if path != "/collective_rpc":
+        if path != routes.WORKERS:
             return b""
-        call = json.loads(body)
-        if call["method"] == "megatron_rl_load":
-            self._held = call["args"][1]
-        return json.dumps({"results": [{**FACTS, "pid": 1, "fingerprint": self._held}]}).encode()
+        call = msgspec.msgpack.decode(body, type=WorkersCall)
+        if call.method == "megatron_rl_load":
+            self._held = call.arguments[1]
+        return msgspec.msgpack.encode([{**FACTS, "pid": 1, "fingerprint": self._held}])
 
     def _sample(self, call: GroupCall) -> GroupAnswer:
         prompt = np.frombuffer(call.prompt, dtype="<i4")

@@ -85,8 +85,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.EngineCoreOutputs": ("outputs", "scheduler_stats", "finished_requests"),
     "vllm.v1.engine.FinishReason": ("ABORT",),
     "vllm.v1.engine.async_llm.AsyncLLM": (
-        "abort", "engine_core", "generate", "get_weight_version", "output_processor", "update_weight_version",
-        "vllm_config",
+        "abort", "collective_rpc", "engine_core", "generate", "get_weight_version", "output_processor",
+        "reset_prefix_cache", "resume_generation", "update_weight_version", "vllm_config",
     ),
     "vllm.v1.engine.core_client.AsyncMPClient": (
         "abort_requests_async", "pause_generation_async", "pause_scheduler_async",
@@ -131,14 +131,14 @@ FLAG_FILES = (
 VARIABLES = (
     "VLLM_SERVER_DEV_MODE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH",
     "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ENABLE_STARTUP_PLAN",
-    "VLLM_BATCH_INVARIANT",
+    "VLLM_BATCH_INVARIANT", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
 )  # fmt: skip
 COUNTERS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTES = re.compile(r"""@router\.(get|post)\(\s*["'](/[\w/]+)["']""")
 USED_ROUTES = (
-    "GET /health", "POST /collective_rpc", "POST /finish_weight_update", "POST /init_weight_transfer_engine",
-    "POST /reset_prefix_cache", "POST /resume", "POST /shutdown_weight_transfer_engine", "POST /start_weight_update",
+    "GET /health", "POST /finish_weight_update", "POST /init_weight_transfer_engine", "POST /reset_prefix_cache",
+    "POST /shutdown_weight_transfer_engine", "POST /start_weight_update", "POST /update_weight_version",
     "POST /update_weights",
 )  # fmt: skip
 MAIN = "vllm.entrypoints.openai.api_server"

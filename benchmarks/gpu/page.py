@@ -12,7 +12,7 @@ from benchmarks.gpu.tables import TABLES, Row, Table
 
 PAGE, PICTURE = "RESULTS-GPU.md", "results-gpu.svg"
 # The columns of publish's table that are its parts.
-PUBLISH_PARTS = ("announce", "pause", "load", "commit", "verify", "probe", "open", "other")
+PUBLISH_PARTS = ("announce", "pause", "load", "commit", "probe", "open", "other")
 
 
 @dataclasses.dataclass(frozen=True)

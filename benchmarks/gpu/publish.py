@@ -19,7 +19,7 @@ from megatron_rl.observe.trace import SERVICE, Span, read_trace
 from tests.sidecar.sidecar_process import sidecar
 
 NUM_ROUNDS = 4
-STEPS = ("pause", "load", "commit", "verify", "probe", "open")
+STEPS = ("pause", "load", "commit", "probe", "open")
 # A publish has its files and those of the version before.
 NUM_COPIES = 2.2
 # Bytes of keys and values for the probe alone.

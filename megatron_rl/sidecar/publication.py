@@ -1,6 +1,6 @@
 """One attempt to bring a version to a set of engines. Each engine takes the steps by itself; all wait at every bar.
 
-    pause | reach | load | commit, verify, probe | open
+    pause | reach | load | commit, probe | open
 
 Only engines that get a stream take the step `reach`: their workers connect to the trainer before any of them joins its
 group. A group cannot lose a member, so the others are cut off soon after the first one fails in it.
@@ -61,7 +61,6 @@ class StepDeadlines:
     pause: float = 60
     load: float = 600
     commit: float = 60
-    verify: float = 60
     probe: float = 120
     trainer: float = 600
     """Seconds to wait for the trainer's log-probs of the probe, once engines have given theirs."""
@@ -250,8 +249,8 @@ class Steps:
         self, engine: Engine, weights: Weights, report: WeightReport, tokens: Sequence[int]
     ) -> list[float]:
         """Tag a loaded engine with the version, and return its log-probs of the probe."""
-        await self._take("commit", engine, lambda: engine.commit(report))
-        _must_equal("verify", engine, await self._take("verify", engine, engine.verify), weights)
+        held = await self._take("commit", engine, lambda: engine.commit(report))
+        _must_equal("commit", engine, held, weights)
         probed = await self._take("probe", engine, lambda: engine.probe(tokens))
         _must_be_sampled_with(engine, probed.response, weights)
         return probed.log_probs
@@ -362,7 +361,8 @@ async def _timeout_after(seconds: float, waits: Callable[[], bool]) -> AsyncIter
 
 
 async def _until_lost(engine: Engine) -> EngineLost:
-    """Wait until an engine is lost, and return the error."""
+    """Wait until an engine is lost, and return the error. It has just answered, and is not asked at once."""
+    await asyncio.sleep(_POLL_SECONDS)
     while (fault := await engine.find_fault()) is None:
         await asyncio.sleep(_POLL_SECONDS)
     return EngineLost(f"engine {engine.name}: {fault}, while the trainer was awaited\n{engine.last_words()}")

@@ -22,7 +22,7 @@ from megatron_rl.sidecar.engines import (
 )
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 
-STEPS = ("pause", "load", "commit", "verify", "probe")
+STEPS = ("pause", "load", "commit", "probe")
 
 
 class FakeEngine(ScriptedEngine):

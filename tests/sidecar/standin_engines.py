@@ -168,7 +168,7 @@ async def _nothing(_: World) -> None: ...
 
 
 STEPS = {
-    **{name: _of_publish(name) for name in ("pause", "load", "commit", "verify", "probe")},
+    **{name: _of_publish(name) for name in ("pause", "load", "commit", "probe")},
     "trainer": Step(
         {}, _start, _publish_and_wait_for_the_trainer, lambda world: "probe" in world.supervisor._steps._seconds
     ),

@@ -131,8 +131,24 @@ class Client:
         self.tag = tag
 
     async def get_weight_version(self) -> str:
-        await self.ask("verify")
+        await self.ask("read")
         return self.tag
+
+    async def collective_rpc(
+        self, method: str, timeout: object = None, args: tuple[str, ...] = ()
+    ) -> list[dict[str, Any]]:
+        step = method.removeprefix("megatron_rl_")
+        answer = await self.ask({"report": "read"}.get(step, step))
+        if step == "load":
+            self.held = args[1]
+        return [{**FACTS, "pid": answer["pid"], "fingerprint": self.held}]
+
+    async def reset_prefix_cache(self, of_running: bool, of_connector: bool) -> bool:
+        await self.ask("read")
+        return True
+
+    async def resume_generation(self) -> None:
+        await self.ask("resume")
 
     async def abort(self, request_id: str) -> None:
         await asyncio.sleep(0)
@@ -181,13 +197,14 @@ class Server:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         status, content = 200, b"{}"
         try:
-            content = await self._answer(scope["path"], await routes._read_body(receive))
+            await routes._read_body(receive)
+            content = await self._answer(scope["path"])
         except EngineDeadError:
             status = 503
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": content})
 
-    async def _answer(self, path: str, body: bytes) -> bytes:
+    async def _answer(self, path: str) -> bytes:
         client = self._client
         if path == "/metrics":
             return f"vllm:steps {client.num_steps}\n".encode()
@@ -196,20 +213,9 @@ class Server:
                 raise EngineDeadError
             return b""
         if path == "/reset_prefix_cache":
-            await client.ask("commit")
             return b'{"success": true}'
-        if path == "/resume":
-            await client.ask("resume")
-            return b"{}"
-        if path in TRANSFERS:
-            await client.ask(TRANSFERS[path])
-            return b"{}"
-        call = json.loads(body)
-        step = call["method"].removeprefix("megatron_rl_")
-        answer = await client.ask({"report": "verify"}.get(step, step))
-        if step == "load":
-            client.held = call["args"][1]
-        return json.dumps({"results": [{**FACTS, "pid": answer["pid"], "fingerprint": client.held}]}).encode()
+        await client.ask(TRANSFERS[path])
+        return b"{}"
 
 
 TRANSFERS = {

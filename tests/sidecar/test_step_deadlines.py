@@ -19,7 +19,7 @@ from tests.sidecar.standin_engines import standing_in
 from tests.sidecar.supervised import CONFIG, supervised, until
 
 LEAST = 0.3
-HOURS = StepDeadlines(*[3600.0] * 6)
+HOURS = StepDeadlines(*[3600.0] * 5)
 
 
 @contextlib.asynccontextmanager

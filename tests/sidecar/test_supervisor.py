@@ -37,7 +37,6 @@ def test_a_publish_takes_every_engine_through_every_step():
                 "pause",
                 "load",
                 "commit",
-                "verify",
                 "probe",
                 "trainer",
             ]

@@ -33,6 +33,7 @@ from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.sidecar.vllm.received import list_specs
+from megatron_rl.sidecar.vllm.routes import COMMIT, Committed
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
     VOCAB_SIZE,
@@ -212,7 +213,7 @@ def test_a_published_engine_probes_the_same_for_the_same_weights_only(run, engin
     assert first != second
 
 
-def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch):
+def test_a_publish_asks_an_engine_four_things(run, engine, models, monkeypatch):
     asked = []
     send = httpx.AsyncClient.send
 
@@ -224,17 +225,21 @@ def test_a_publish_asks_an_engine_eight_things(run, engine, models, monkeypatch)
     monkeypatch.setattr(httpx.AsyncClient, "send", counted)
     put(run, engine, models.first, 12)
     assert sorted(asked) == [
-        "/collective_rpc", "/collective_rpc", "/megatron_rl/commit", "/megatron_rl/generate", "/megatron_rl/held",
-        "/megatron_rl/pause", "/reset_prefix_cache", "/resume",
+        "/megatron_rl/commit", "/megatron_rl/generate", "/megatron_rl/pause", "/megatron_rl/workers",
     ]  # fmt: skip
 
 
 def test_a_prefix_of_old_weights_is_never_used_while_a_salt_or_a_reset_guards_it(run, engine, models, monkeypatch):
     """Plant a stale prefix: what was cached stays, and has the salt of every version; each guard alone must do."""
-    post = engine._connection.post
+    send = engine._connection.send
 
-    async def keep_cache(step: str, route: str, content: object = None) -> object:
-        return {"success": True} if route.startswith("/reset_prefix_cache") else await post(step, route, content)
+    async def keep_cache(step: str, route: str, content: object = None) -> bytes:
+        if route != COMMIT:
+            return await send(step, route, content)
+        # vLLM's own route names the weights and does nothing else.
+        await send(step, "/update_weight_version", {"new_version": content.tag})
+        fingerprint = content.tag.partition(":")[2]
+        return msgspec.msgpack.encode(Committed(content.tag, [{"fingerprint": fingerprint}], is_reset=True))
 
     def build_without_version(asked, limits, tag, *adapters):
         return build_call(asked, limits, tag if tag.startswith("probe") else "any version", *adapters)
@@ -250,7 +255,7 @@ def test_a_prefix_of_old_weights_is_never_used_while_a_salt_or_a_reset_guards_it
             put(run, engine, models.first, 30)
             generate(run, engine, asked)
             if not has_reset:
-                patch.setattr(engine._connection, "post", keep_cache)
+                patch.setattr(engine._connection, "send", keep_cache)
             put(run, engine, models.second, 31)
             hits = run(read_metric(engine, "vllm:prefix_cache_hits_total"))
             ((response,),) = generate(run, engine, asked)

@@ -32,7 +32,7 @@ from tests.unit.test_publish_to_hosts import Factory
 from tests.unit.test_remote_host import connected, version
 from tests.unit.test_static_hosts import write
 
-HOURS = dataclasses.replace(CONFIG, deadlines=StepDeadlines(*[3600.0] * 7))
+HOURS = dataclasses.replace(CONFIG, deadlines=StepDeadlines(*[3600.0] * 6))
 ROUTES = {
     "127.0.0.1": "127.0.0.1", "127.0.0.2": "127.0.0.1", "localhost": "::1", "own": "10.0.0.1", "host-2": "10.0.0.1",
     "10.0.0.3": "10.0.0.1", "192.168.0.2": "192.168.0.1", "2001:db8::2": "2001:db8::1",

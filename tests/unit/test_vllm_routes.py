@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from megatron_rl.shared.protocol.wire import Sampling
-from megatron_rl.sidecar.engines import EngineBusy, EngineState, GroupRequest, WrongWeights
+from megatron_rl.sidecar.engines import (
+    EngineBusy,
+    EngineRefused,
+    EngineState,
+    GroupRequest,
+    WeightReport,
+    WrongWeights,
+)
 from megatron_rl.sidecar.vllm import routes
 from megatron_rl.sidecar.vllm.answers import Limits
 from megatron_rl.sidecar.vllm.engine import VllmEngine
@@ -266,7 +273,7 @@ def test_a_request_whose_client_has_left_is_cancelled_and_not_answered(monkeypat
 def test_a_probe_that_is_not_finite_proves_the_weights_wrong():
     log_probs = np.asarray([-1, np.nan], dtype="<f4").tobytes()
     answer = GroupAnswer([], np.asarray([4, 5], dtype="<i4").tobytes(), log_probs)
-    bodies = {"/resume": b"{}", routes.GENERATE: msgspec.msgpack.encode(answer)}
+    bodies = {routes.GENERATE: msgspec.msgpack.encode(answer)}
     engine = VllmEngine("engine-0", "/nowhere")
     engine.limits = Limits(max_model_len=8, max_num_seqs=1, vocab_size=9)
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=bodies[request.url.path]))
@@ -281,12 +288,22 @@ class Server:
     def __init__(self) -> None:
         self.routes = Routes(self.load)
         self.finish, self.loads = asyncio.Event(), asyncio.Event()
-        self.engine = SimpleNamespace(engine_core=self)
+        self.engine = SimpleNamespace(
+            engine_core=self, collective_rpc=self.report, reset_prefix_cache=self.reset_prefix_cache
+        )
+        self.is_reset = True
 
     async def load(self, scope, receive, send) -> None:
         await self.loads.wait()
 
     async def pause_scheduler_async(self, **arguments) -> None: ...
+
+    async def reset_prefix_cache(self, of_running: bool, of_connector: bool) -> bool:
+        assert (of_running, of_connector) == (False, True)
+        return self.is_reset
+
+    async def report(self, method, timeout=None, args=()) -> list[dict[str, str]]:
+        return [{"asked for": " ".join((method, *args))}]
 
     async def sample(self, client, call) -> GroupAnswer:
         await self.finish.wait()
@@ -307,8 +324,8 @@ class Server:
         await self.routes({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
         return sent[-1]["body"] if sent else b""
 
-    async def commit(self, tag: str, adapters: str = "") -> None:
-        await self.post(routes.COMMIT, msgspec.json.encode({"tag": tag, "adapters": adapters}))
+    async def commit(self, tag: str, adapters: str = "") -> bytes:
+        return await self.post(routes.COMMIT, msgspec.json.encode({"tag": tag, "adapters": adapters}))
 
     async def spans(self) -> list[tuple] | None:
         answer = msgspec.msgpack.decode(await self.post(routes.GENERATE, CALL), type=GroupAnswer)
@@ -375,8 +392,8 @@ def test_a_group_that_begins_while_weights_are_not_committed_has_no_version(monk
 
 
 @pytest.mark.parametrize("keeps_a_name", [True, False])
-def test_the_committed_weights_can_be_asked_for(keeps_a_name):
-    async def scenario() -> str:
+def test_a_commit_answers_with_the_name_that_is_kept_and_with_the_workers_reports(keeps_a_name):
+    async def scenario() -> bytes:
         server = Server()
         if keeps_a_name:
             kept: list[str] = []
@@ -387,11 +404,58 @@ def test_the_committed_weights_can_be_asked_for(keeps_a_name):
             async def get():
                 return kept[-1]
 
-            server.engine = SimpleNamespace(update_weight_version=update, get_weight_version=get)
-        await server.commit("3:abc")
-        return msgspec.msgpack.decode(await server.post(routes.HELD))["tag"]
+            server.engine.update_weight_version, server.engine.get_weight_version = update, get
+        return await server.commit("3:abc")
 
-    assert asyncio.run(scenario()) == ("vLLM's 3:abc" if keeps_a_name else "3:abc")
+    held = msgspec.msgpack.decode(asyncio.run(scenario()), type=routes.Committed)
+    assert held == routes.Committed(
+        "vLLM's 3:abc" if keeps_a_name else "3:abc", [{"asked for": "megatron_rl_report"}], True
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "refusal"),
+    [
+        (routes.Committed("3:abc", [{"fingerprint": "abc"}, {"fingerprint": "abc"}], is_reset=False), "was not reset"),
+        (
+            routes.Committed("2:abc", [{"fingerprint": "abd"}], is_reset=True),
+            "tagged '2:abc', but its workers hold .* 'abd'",
+        ),
+        (
+            routes.Committed("3:abc", [{"fingerprint": "abc"}, {"fingerprint": "abd"}], is_reset=True),
+            "its workers differ",
+        ),
+        (routes.Committed("3:abc", [{"error": "torn", "code": "refused"}], is_reset=True), "worker 0, commit: torn"),
+    ],
+)
+def test_an_engine_that_holds_other_things_after_a_commit_is_refused(held, refusal):
+    engine = VllmEngine("engine-0", "/nowhere")
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=msgspec.msgpack.encode(held)))
+    engine._connection._http = httpx.AsyncClient(transport=transport, base_url="http://engine")
+    with pytest.raises(EngineRefused, match=f"engine-0.*{refusal}"):
+        asyncio.run(engine.commit(WeightReport(3, "abc")))
+    assert engine.state is not EngineState.READY
+
+
+def test_a_call_that_resumes_changes_weights_for_no_response_of_its_own(monkeypatch):
+    resumed: list[bool] = []
+
+    async def resume() -> None:
+        resumed.append(True)
+
+    async def scenario() -> list[tuple] | None:
+        server = Server()
+        server.engine.resume_generation = resume
+        monkeypatch.setattr(routes, "sample_group", server.sample)
+        server.finish.set()
+        await server.commit("3:abc")
+        call = msgspec.msgpack.encode(
+            msgspec.structs.replace(msgspec.msgpack.decode(CALL, type=GroupCall), resumes=True)
+        )
+        answer = msgspec.msgpack.decode(await server.post(routes.GENERATE, call), type=GroupAnswer)
+        return [(span.version, span.start, span.end) for span in answer.choices[0].spans or ()]
+
+    assert (asyncio.run(scenario()), resumed) == ([("3:abc", 0, 3)], [True])
 
 
 def test_reading_changes_nothing():

@@ -22,6 +22,7 @@ from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.parts import encode_places
+from megatron_rl.sidecar.vllm.routes import WorkersCall
 from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
 from tests.unit.test_streams import (
     DIGESTS,
@@ -299,14 +300,15 @@ def test_a_tensor_that_workers_hold_wrongly_together_is_laid_to_the_engine_only_
     refusal = {"error": "1 tensors do not match the digests sent with them: b.weight", "code": "refused"}
     called = []
 
-    async def post(step, route, content):
-        called.append((content["method"], content["args"][1:]))
-        if content["method"] == "megatron_rl_load":
-            return {"results": [FROM_FILES | {"obstacles": [], "shares": shares}]}
-        return {"results": [{} if are_files_right else refusal]}
+    async def send(step, route, content):
+        call = msgspec.msgpack.decode(content, type=WorkersCall)
+        called.append((call.method, call.arguments[1:]))
+        if call.method == "megatron_rl_load":
+            return msgspec.msgpack.encode([FROM_FILES | {"obstacles": [], "shares": shares}])
+        return msgspec.msgpack.encode([{} if are_files_right else refusal])
 
     engine = VllmEngine("e", "/no/socket")
-    engine._connection.post = post
+    engine._connection.send = send
     weights = msgspec.structs.replace(WEIGHTS, transport="shm", location="/folder")
     with pytest.raises(WrongWeights if are_files_right else EngineRefused, match="b.weight") as caught:
         asyncio.run(engine.load(weights))
@@ -418,12 +420,12 @@ def test_a_refusal_with_an_unknown_code_is_an_error_that_says_so():
 def call_workers(answers):
     """Have an engine call workers that give these answers."""
 
-    async def post(*_):
-        return {"results": answers}
+    async def send(*_):
+        return msgspec.msgpack.encode(answers)
 
     async def call():
         engine = VllmEngine("e", "/no/socket")
-        engine._connection.post = post
+        engine._connection.send = send
         return await engine._workers("load", "megatron_rl_load")
 
     return asyncio.run(call())

@@ -196,7 +196,9 @@ class HostEngines:
                 f"{config.python} cannot be started: {error}: name the Python that has vLLM on this host with "
                 'python = "..." in the file of --rollout-hosts'
             ) from None
-        client = httpx.AsyncClient(transport=reach_socket(handle.address), base_url="http://engine", timeout=None)
+        client = httpx.AsyncClient(
+            transport=reach_socket(handle.address, is_ours=True), base_url="http://engine", timeout=None
+        )
         self._engines[name] = _Running(handle, client)
         _log.info("engine %s of the run %r is started; its log is %s", name, lease.run, spec.log)
         return Started(log=str(spec.log))

@@ -144,12 +144,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def commit(self, report: WeightReport) -> None:
-        """Reset the prefix cache, and tag the engine with the version and the fingerprint that it reported."""
-        ...
+    async def commit(self, report: WeightReport) -> WeightReport:
+        """Reset the prefix cache, and tag the engine with the version and the fingerprint that it reported.
 
-    async def verify(self) -> WeightReport:
-        """Return the engine's tag, as a report."""
+        Return what it then holds: the tag that it keeps, which its workers confirm.
+        """
         ...
 
     async def probe(self, tokens: Sequence[int]) -> ProbeReport:

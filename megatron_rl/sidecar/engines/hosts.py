@@ -12,17 +12,21 @@ from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten
 
 # No connection is kept: the server may close an idle one at the moment of its next use.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+# Servers of our own keep an idle connection for an hour, and it is used again within seconds or not at all. So even one
+# that is busy with something else for minutes does not close it at its next use.
+_KEEPING = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
+SERVER_KEEPS_SECONDS = 3600
 
 STEP = "step"
 """The extension of a request that names the step of an engine to which it belongs."""
-STEPS = ("pause", "reach", "load", "commit", "verify", "probe")
+STEPS = ("pause", "reach", "load", "commit", "probe")
 """The steps of a publish, which all engines take at nearly the same time."""
 
 
-def reach_socket(path: str) -> httpx.AsyncBaseTransport:
-    """Make a transport for requests to a unix socket of this host."""
+def reach_socket(path: str, is_ours: bool) -> httpx.AsyncBaseTransport:
+    """Make a transport for requests to a unix socket of this host, whose server may have been started elsewhere."""
     # Certificates, which a socket of this host has no use for, take 17 ms to read.
-    return httpx.AsyncHTTPTransport(uds=path, limits=LIMITS, verify=False)
+    return httpx.AsyncHTTPTransport(uds=path, limits=_KEEPING if is_ours else LIMITS, verify=False)
 
 
 class WeightsPlace(NamedTuple):
@@ -44,8 +48,8 @@ class EngineHost(Protocol):
         """Wait until the host answers."""
         ...
 
-    def connect(self, address: str) -> httpx.AsyncBaseTransport:
-        """Make a transport for requests to the engine at this address."""
+    def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
+        """Make a transport for requests to the engine at this address; `is_ours` if it was not adopted."""
         ...
 
     async def is_given(self, weights: Weights) -> bool:
@@ -77,8 +81,8 @@ class OwnHost:
 
     async def until_back(self) -> None: ...
 
-    def connect(self, address: str) -> httpx.AsyncBaseTransport:
-        return reach_socket(address)
+    def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
+        return reach_socket(address, is_ours)
 
     async def is_given(self, weights: Weights) -> bool:
         return True

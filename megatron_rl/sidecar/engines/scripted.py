@@ -34,7 +34,7 @@ from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]
-Step = Literal["pause", "reach", "load", "commit", "verify", "probe"]
+Step = Literal["pause", "reach", "load", "commit", "probe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +125,11 @@ class ScriptedEngine:
             self._sampled_with = weights.fingerprint
         return WeightReport(weights.version, self._sampled_with)
 
-    async def commit(self, report: WeightReport) -> None:
+    async def commit(self, report: WeightReport) -> WeightReport:
         await self._step("commit")
         self._report = report
         self.state = EngineState.PUBLISHING
-
-    async def verify(self) -> WeightReport:
-        await self._step("verify")
-        return self._report
+        return report
 
     async def probe(self, tokens: Sequence[int]) -> ProbeReport:
         await self._step("probe")

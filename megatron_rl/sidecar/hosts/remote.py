@@ -265,7 +265,7 @@ class RemoteHost:
         if (handle := self._handles.get(name)) is not None and not handle.starting.done():
             await asyncio.wait((handle.starting,))
 
-    def connect(self, address: str) -> httpx.AsyncBaseTransport:
+    def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
         return Forwarded(self, address, self._transport, self._authorization)
 
     async def is_given(self, weights: Weights) -> bool:

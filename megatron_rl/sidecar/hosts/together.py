@@ -33,8 +33,8 @@ class HostsTogether:
     async def until_back(self) -> None:
         await asyncio.gather(*(host.until_back() for host in self._hosts))
 
-    def connect(self, address: str) -> httpx.AsyncBaseTransport:
-        return self._hosts[0].connect(address)
+    def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
+        return self._hosts[0].connect(address, is_ours)
 
     async def is_given(self, weights: Weights) -> bool:
         return all(await asyncio.gather(*(host.is_given(weights) for host in self._hosts)))

@@ -49,18 +49,18 @@ from megatron_rl.sidecar.vllm.routes import (
     COMMIT,
     END,
     GENERATE,
-    HELD,
     MIDDLEWARE,
     PAUSE,
     AdaptersName,
     Commit,
+    Committed,
     Cut,
     GroupAnswer,
     GroupCall,
 )
 from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_ROTATION
 from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
-from megatron_rl.sidecar.vllm.updates import RESET, Updates
+from megatron_rl.sidecar.vllm.updates import Updates
 from megatron_rl.sidecar.vllm.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class VllmEngine:
         self._note_start = note_start
         self._scoring = scoring
         self._replays_routing = replays_routing
-        self._connection = Connection(name, host.connect(address), handle, deadlines.health)
+        self._connection = Connection(name, host.connect(address, handle is not None), handle, deadlines.health)
         self._workers = Workers(name, self._connection)
         self._drafts = DraftMeter(name, self._connection)
 
@@ -254,30 +254,23 @@ class VllmEngine:
             reasons=tuple(dict.fromkeys(reason for answer in answers for reason in answer.get("reasons", ()))),
         )
 
-    async def commit(self, report: WeightReport) -> None:
+    async def commit(self, report: WeightReport) -> WeightReport:
         tag = f"{report.version}:{report.fingerprint}"
-        reset, _ = await asyncio.gather(
-            self._connection.post("commit", RESET),
-            self._connection.send("commit", COMMIT, Commit(tag, tag if self._has_adapters else "")),
-        )
-        if reset.get("success") is not True:
+        data = await self._connection.send("commit", COMMIT, Commit(tag, tag if self._has_adapters else ""))
+        held = msgspec.msgpack.decode(data, type=Committed)
+        if not held.is_reset:
             raise EngineRefused(
                 f"engine {self.name}: its prefix cache was not reset: a request still uses it, or a connector of "
                 "vLLM's has kept its own"
             )
         self._version, self._tag = report.version, tag
         self.state = EngineState.PUBLISHING
-
-    async def verify(self) -> WeightReport:
-        data, answers = await asyncio.gather(
-            self._connection.send("verify", HELD), self._workers("verify", "megatron_rl_report")
-        )
-        tag = msgspec.msgpack.decode(data, type=Commit).tag
-        version, _, fingerprint = tag.partition(":")
-        held = self._workers.get_common("verify", answers, "fingerprint")
-        if held != fingerprint or not version.isdecimal():
+        version, _, fingerprint = held.tag.partition(":")
+        of_workers = self._workers.get_common("commit", self._workers.check("commit", held.workers), "fingerprint")
+        if of_workers != fingerprint or not version.isdecimal():
             raise EngineRefused(
-                f"engine {self.name} is tagged {tag!r}, but its workers hold the weights of fingerprint {held!r}"
+                f"engine {self.name} is tagged {held.tag!r}, but its workers hold the weights of fingerprint "
+                f"{of_workers!r}"
             )
         return WeightReport(int(version), fingerprint)
 
@@ -286,8 +279,7 @@ class VllmEngine:
         prompt = tuple(chosen[: self.limits.max_model_len - 1])
         request = GroupRequest(f"probe-{self.name}-{self._version}", prompt, 1, 0, Sampling(max_tokens=1))
         call = build_call(request, self.limits, f"probe {time.monotonic_ns()}", self._adapters)
-        call = msgspec.structs.replace(call, sampling={**call.sampling, "prompt_logprobs": 0})
-        await self._connection.post("probe", "/resume")
+        call = msgspec.structs.replace(call, sampling={**call.sampling, "prompt_logprobs": 0}, resumes=True)
         answer = await self._ask("probe", call)
         self._must_be_sampled_as_named(answer, call)
         if answer.prompt_log_prob_tokens != encode_tokens(prompt[1:]):
@@ -311,8 +303,7 @@ class VllmEngine:
 
     async def answer(self, request: GroupRequest) -> list[Response]:
         """Sample with the weights that it was started with, which no version has."""
-        await self._connection.post("watch", "/resume")
-        call = build_call(request, self.limits, "", self._adapters)
+        call = msgspec.structs.replace(build_call(request, self.limits, "", self._adapters), resumes=True)
         return read_responses(await self._sample(call), request, self.name, self._version, self._tag)
 
     def open(self) -> None:

@@ -7,8 +7,12 @@
   answers elsewhere. Until the engine resumes, vLLM 0.33 refuses groups and the answer is 503; an older vLLM keeps them.
   A pause clears no cache: nothing is computed before the commit, which resets the prefix cache. A reset visits every
   block of the cache, so two of them would take most of the time of a small publish.
-- A commit names the loaded weights, and a caller can ask for the name. A vLLM before 0.32 cannot keep this name, so it
-  is kept here. Such a vLLM does not record either which weights sampled a token; `ServedWeights` proves it.
+- A commit resets the prefix cache and names the loaded weights; the answer says which name is then kept, and what the
+  workers hold. A vLLM before
+  0.32 cannot keep this name, so it is kept here. Such a vLLM does not record either which weights sampled a token;
+  `ServedWeights` proves it.
+- A call may resume the engine, and is then its first.
+- A method of our extension is called in all workers without JSON, in half the time of vLLM's own route.
 
 vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
 """
@@ -29,7 +33,7 @@ GENERATE = "/megatron_rl/generate"
 PAUSE = "/megatron_rl/pause"
 END = "/megatron_rl/end"
 COMMIT = "/megatron_rl/commit"
-HELD = "/megatron_rl/held"
+WORKERS = "/megatron_rl/workers"
 MIDDLEWARE = f"{__name__}.Routes"
 CUT = "abort"
 """vLLM's finish reason of a response that was cut."""
@@ -98,6 +102,8 @@ class GroupCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str
     adapters: AdaptersName | None = None
     """The adapters to sample with; None for the model alone."""
+    resumes: bool = False
+    """True if it ends a pause."""
 
 
 class GroupSpan(msgspec.Struct, frozen=True):
@@ -125,12 +131,30 @@ class GroupChoice(msgspec.Struct, frozen=True):
     """The experts of each token but the last, as `encode_experts` encodes them; None if this vLLM gives none."""
 
 
+class WorkersCall(msgspec.Struct, frozen=True):
+    """A call of a method of our extension in every worker."""
+
+    method: str
+    arguments: list[str]
+
+
 class Commit(msgspec.Struct, frozen=True):
     """The name of the loaded weights."""
 
     tag: str
     adapters: str = ""
     """The name of the adapters among them; empty for whole weights."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """The state of an engine after a commit."""
+
+    tag: str
+    """The name that its server keeps."""
+    workers: list[dict[str, Any]]
+    """The report of each of its workers."""
+    is_reset: bool
+    """True if its prefix cache was reset."""
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -201,8 +225,11 @@ async def _answer(route: Route, client: Any, held: ServedWeights, body: bytes) -
 
 
 async def _generate(client: Any, held: ServedWeights, body: bytes) -> GroupAnswer:
-    tag, num_begun = held.tag, held.num_begun
     call = msgspec.msgpack.decode(body, type=GroupCall)
+    if call.resumes:
+        with held.changing():
+            await client.resume_generation()
+    tag, num_begun = held.tag, held.num_begun
     named = "" if call.adapters is None else call.adapters.name
     if named != held.adapters:
         raise ValueError(
@@ -235,21 +262,27 @@ async def _pause(client: Any, held: ServedWeights, _: bytes) -> None:
     held.tag = held.adapters = ""
 
 
-async def _commit(client: Any, held: ServedWeights, body: bytes) -> None:
-    commit = msgspec.json.decode(body, type=Commit)
-    tag = commit.tag
+async def _call_workers(client: Any, held: ServedWeights, body: bytes) -> list[dict[str, Any]]:
+    call = msgspec.msgpack.decode(body, type=WorkersCall)
     with held.changing():
+        answers: list[dict[str, Any]] = await client.collective_rpc(call.method, None, tuple(call.arguments))
+        return answers
+
+
+async def _commit(client: Any, held: ServedWeights, body: bytes) -> Committed:
+    commit = msgspec.json.decode(body, type=Commit)
+    with held.changing():
+        # Prefixes that a connector of vLLM's stores outside the engine belong to the old weights too.
+        asked = [client.reset_prefix_cache(False, True), client.collective_rpc("megatron_rl_report")]
         if hasattr(client, "update_weight_version"):
-            await client.update_weight_version(tag)
-        held.tag, held.adapters = tag, commit.adapters
+            # The core takes messages in the order in which they are sent, and does not wait for the answers to be read.
+            asked += [client.update_weight_version(commit.tag), client.get_weight_version()]
+        is_reset, workers, *tags = await asyncio.gather(*asked)
+        held.tag, held.adapters = commit.tag, commit.adapters
+    return Committed(tags[-1] if tags else commit.tag, workers, is_reset is True)
 
 
-async def _report(client: Any, held: ServedWeights, _: bytes) -> Commit:
-    is_known = hasattr(client, "get_weight_version")
-    return Commit(await client.get_weight_version() if is_known else held.tag)
-
-
-_ROUTES: dict[str, Route] = {GENERATE: _generate, END: _end, PAUSE: _pause, COMMIT: _commit, HELD: _report}
+_ROUTES: dict[str, Route] = {GENERATE: _generate, END: _end, PAUSE: _pause, COMMIT: _commit, WORKERS: _call_workers}
 
 
 async def sample_group(client: Any, call: GroupCall) -> GroupAnswer:

@@ -26,6 +26,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.wire import Transport
 from megatron_rl.shared.weights.families import find_family, read_architecture
+from megatron_rl.sidecar.engines.hosts import SERVER_KEEPS_SECONDS
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.vllm import memory as vllm_memory
 from megatron_rl.sidecar.vllm import parts as vllm_parts
@@ -235,6 +236,7 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
         "TMPDIR": str(folder),
         # The routes that pause and update. They need no key, because the private folder keeps other users out.
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPS_SECONDS),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import msgspec
+
 from megatron_rl.sidecar.engines import EngineRefused, RefusalCode, WeightsNotWritten, WrongWeights
 from megatron_rl.sidecar.vllm.connection import Connection
+from megatron_rl.sidecar.vllm.routes import WORKERS, WorkersCall
 
 _REFUSALS: dict[str, type[EngineRefused]] = {
     RefusalCode.REFUSED: EngineRefused,
@@ -24,8 +27,11 @@ class Workers:
 
     async def __call__(self, step: str, method: str, *arguments: str) -> list[Answer]:
         """Call a method in every worker, for a step; raise a worker's refusal as the error that its code stands for."""
-        content = {"method": method, "args": list(arguments)}
-        answers: list[Answer] = (await self._connection.post(step, "/collective_rpc", content))["results"]
+        call = msgspec.msgpack.encode(WorkersCall(method, list(arguments)))
+        return self.check(step, msgspec.msgpack.decode(await self._connection.send(step, WORKERS, call)))
+
+    def check(self, step: str, answers: list[Answer]) -> list[Answer]:
+        """Return the workers' answers to a call for a step; raise a refusal among them."""
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 code, text = answer.get("code"), f"engine {self._name}, worker {rank}, {step}: {answer['error']}"
