@@ -27,7 +27,8 @@ def test_tensors_that_are_written_together_lie_where_each_would(tmp_path: Path) 
     specs = [TensorSpec(name, shape, "bfloat16" if name == "d" else "float32") for name, shape in SHAPES.items()]
     plan = files.FilePlan(specs)
     shards = build_shards(torch.float32)
-    small, others = divide_small(shards, plan.specs)
+    batches, others = divide_small(shards, plan.specs)
+    (small,) = batches
     assert [name for name, _ in small] == ["a", "b", "d"]
     assert [shard.parameter_name for shard in others] == ["c", "e", "f"]
     contents = []

@@ -148,7 +148,7 @@ class Writer:
             runs[-1].append(tensor.detach().reshape(-1))
             end = (file, offset + tensor.nbytes)
         for (file, offset), run in zip(begins, runs, strict=True):
-            self._write(self._descriptors[file], offset, torch.cat(run))
+            self._write(self._descriptors[file], offset, torch.cat(run).cpu())
 
     def _put_expert(self, place: StackedPlace, first_row: int, first_column: int, block: torch.Tensor) -> None:
         spec = self._plan.stored[place.stored]

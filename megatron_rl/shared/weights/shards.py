@@ -254,16 +254,20 @@ def export(shards: Sequence[Shard], specs: Sequence[TensorSpec], puts: Sequence[
 
 def divide_small(
     shards: Sequence[Shard], specs: MappingABC[str, TensorSpec]
-) -> tuple[list[tuple[str, torch.Tensor]], list[Shard]]:
-    """Return the small tensors that this rank owns whole, in the dtype of the export, and the other shards."""
-    small, others = [], []
+) -> tuple[Iterator[list[tuple[str, torch.Tensor]]], list[Shard]]:
+    """Return the small tensors that this rank owns whole, some at a time in the dtype of the export, and the rest."""
+    small: list[Shard] = []
+    others: list[Shard] = []
     for shard in shards:
-        name = shard.map.pieces[0].name if shard.map.owned and shard.is_small else ""
-        if name and tuple(shard.parameter.shape) == specs[name].shape:
-            small.append((name, shard.values().to(DTYPES[specs[name].dtype])))
-        else:
-            others.append(shard)
-    return small, others
+        is_whole = shard.is_small and tuple(shard.parameter.shape) == specs[shard.map.pieces[0].name].shape
+        (small if is_whole and shard.map.owned else others).append(shard)
+
+    def read() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for start in range(0, len(small), _SHARDS_AT_A_TIME):
+            some = [(shard.map.pieces[0].name, shard) for shard in small[start : start + _SHARDS_AT_A_TIME]]
+            yield [(name, shard.values().to(DTYPES[specs[name].dtype])) for name, shard in some]
+
+    return read(), others
 
 
 Bucket = list[tuple[str, torch.Tensor]]

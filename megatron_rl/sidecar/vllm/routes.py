@@ -7,12 +7,11 @@
   answers elsewhere. Until the engine resumes, vLLM 0.33 refuses groups and the answer is 503; an older vLLM keeps them.
   A pause clears no cache: nothing is computed before the commit, which resets the prefix cache. A reset visits every
   block of the cache, so two of them would take most of the time of a small publish.
-- A commit resets the prefix cache and names the loaded weights; the answer says which name is then kept, and what the
-  workers hold. A vLLM before
-  0.32 cannot keep this name, so it is kept here. Such a vLLM does not record either which weights sampled a token;
-  `ServedWeights` proves it.
-- A call may resume the engine, and is then its first.
-- A method of our extension is called in all workers without JSON, in half the time of vLLM's own route.
+- A commit resets the prefix cache and names the loaded weights. The answer says which name is then kept, and what the
+  workers hold. A vLLM before 0.32 cannot keep this name, so it is kept here. Such a vLLM does not record either which
+  weights sampled a token; `ServedWeights` proves it.
+- A call for a group may resume the engine, and is then its first.
+- A method of our extension is called in all workers without JSON.
 
 vLLM loads `Routes` by its flag --middleware. This module is imported by the server's process and by the sidecar.
 """

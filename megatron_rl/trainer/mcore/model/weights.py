@@ -350,12 +350,14 @@ class ModelWeights:
 
     def _write_from_host(self, writer: files.Writer, plan: files.FilePlan, count: Count | None) -> None:
         small, others = divide_small(self.shards, plan.specs)
-        writer.put_whole(small)
+        for some in small:
+            writer.put_whole(some)
+            if count is not None:
+                for name, tensor in some:
+                    count(name, tensor.numel())
         if count is None:
             export(others, list(plan.specs.values()), [writer.put], self._find_first(others))
             return
-        for name, tensor in small:
-            count(name, tensor.numel())
         # Readers take the first tensors first.
         export(others, list(plan.specs.values()), [writer.put, _put(count)])
 
