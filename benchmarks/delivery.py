@@ -1,7 +1,7 @@
 """Measure the delivery of weights to a host over TCP, on loopback, beside a plain copy and beside bare sockets.
 
-All go from files in memory to files in memory. Bare sockets neither digest nor answer: they show what the system's
-TCP does between two processes. The delivery digests all bytes on both sides, on the same cores.
+All go from files in memory to files in memory. Bare sockets neither compute codes nor answer: they show what the
+system's TCP does between two processes. The delivery computes codes of all bytes on both sides, on the same cores.
 """
 
 import argparse

@@ -7,6 +7,7 @@ import struct
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from megatron_rl.shared.weights.arrival import Arrival, is_being_written
 from megatron_rl.shared.weights.delivery import incoming
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, shut
-from megatron_rl.shared.weights.delivery.messages import Contents, File, Portion, Refused, Strip, Target
+from megatron_rl.shared.weights.delivery.messages import PROTOCOL, Contents, File, Portion, Refused, Strip, Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.delivery.supply import Supply
 from megatron_rl.shared.weights.delivery.tree import list_below, plan_tree
@@ -201,14 +202,22 @@ def test_portions_that_arrive_corrupted_are_sent_again_and_never_counted(memory:
         assert list(read_tensors(receiver.folder / "version-1")) == list(read_tensors(ranks.folder))
 
 
-def test_a_host_that_always_gets_corrupted_bytes_is_named_and_its_lock_released(memory: Path) -> None:
+BITS_OF_CRC_32 = "100000100110000010001110110110111"
+# Bytes that differ by this pattern have the same CRC-32: an error of the network does not look so, a forgery may.
+SAME_CRC_32 = int(BITS_OF_CRC_32[::-1], 2).to_bytes(5, "little")
+
+
+@pytest.mark.parametrize("pattern", [b"\x01", SAME_CRC_32])
+def test_a_host_that_always_gets_changed_bytes_is_named_and_its_lock_released(memory: Path, pattern: bytes) -> None:
+    assert zlib.crc32(SAME_CRC_32) == zlib.crc32(bytes(5))
     # Whole rows of the embedding fill a portion, so a byte in the middle of 64 KiB is one of weights.
     wide = dataclasses.replace(SMALL, hidden_size=2048)
     ranks = Ranks(memory / "trainer", wide, draw_shards(wide), 1 << 20)
 
     def change(data: bytearray, _: int) -> bytearray:
         if len(data) == 1 << 16:
-            data[1 << 15] ^= 1
+            for place, bits in enumerate(pattern, 1 << 15):
+                data[place] ^= bits
         return data
 
     with receiving(memory, 1) as [receiver]:
@@ -445,7 +454,11 @@ def test_a_tree_reaches_each_host_once_and_no_host_forwards_to_more_than_one() -
     ("name", "portion", "message"),
     [
         ("../x.safetensors", Portion(0, 0, (Strip(8, 1, 16, 16),), ((0, 4),)), "must be the plain name"),
-        ("x.safetensors", Portion(0, 0, (Strip(8, 1, 12, 12),), ((0, 3),)), "have 12 bytes, and it needs 16"),
+        ("x.safetensors", Portion(0, 0, (Strip(8, 1, 12, 12),), ((0, 3),)), "cover byte 20 of .* not at all"),
+        ("x.safetensors", Portion(0, 0, (Strip(12, 1, 12, 12),), ((0, 3),)), "cover byte 8 of .* not at all"),
+        ("x.safetensors", Portion(0, 0, (Strip(8, 1, 16, 16), Strip(12, 1, 4, 4)), ((0, 5),)), "byte 12 .* twice"),
+        # Two equal parts and a gap have as many bytes as the file needs.
+        ("x.safetensors", Portion(0, 0, (Strip(8, 1, 8, 8),) * 2, ((0, 4),)), "cover byte 8 of x.safetensors twice"),
         ("x.safetensors", Portion(0, 0, (Strip(4, 1, 16, 16),), ((0, 4),)), "lies outside"),
         ("x.safetensors", Portion(0, 0, (Strip(8, 2, 8, 16),), ((0, 4),)), "lies outside"),
         ("x.safetensors", Portion(1, 0, (Strip(8, 1, 16, 16),), ((0, 4),)), "names a file or a rank"),
@@ -466,7 +479,7 @@ def test_a_receiver_that_does_not_know_the_token_gets_nothing_from_a_sender(rank
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                connection.sendall(struct.pack("<10sH32s", b"mrlweights", 1, bytes(32)))
+                connection.sendall(struct.pack("<10sH32s", b"mrlweights", PROTOCOL, bytes(32)))
                 connection.recv(1 << 16)
                 connection.sendall(bytes(33))
                 heard.extend(connection.recv(1 << 16))

@@ -1,4 +1,4 @@
-"""Connections of a delivery: both ends prove that they know a key, and all but the weights' bytes is authenticated.
+"""Connections of a delivery: both ends prove that they know a key, and everything else is authenticated with it.
 
     receiver -> sender   magic, protocol, challenge
     sender -> receiver   magic, protocol, challenge, hello, proof of hello and challenges
@@ -6,12 +6,11 @@
 
 The key itself never travels. From the two challenges follows the key of the session. Each frame after these carries a
 code over its bytes, its direction and its number, so a changed, repeated or reordered frame ends the connection. A
-frame may announce bytes of weights, which follow as they are: their digest is in a frame of its own.
+frame may announce bytes of weights, which follow as they are: their code is in the frame that comes next.
 """
 
 import contextlib
 import enum
-import hashlib
 import hmac
 import secrets
 import socket
@@ -20,6 +19,7 @@ import threading
 from typing import NamedTuple
 
 import msgspec
+from blake3 import blake3
 
 from megatron_rl.shared.weights.delivery.messages import PROTOCOL, DeliveryError, Hello, Refused
 
@@ -51,10 +51,11 @@ class FrameKind(enum.IntEnum):
     GIVE_UP = 5
     HELD = 6
     PORTION = 7
-    DIGEST = 8
+    CODE = 8
+    """The code of the bytes that came before it."""
     TAKEN = 9
     AGAIN = 10
-    """A portion's bytes did not have their digest."""
+    """A portion's bytes did not have their code."""
     REFUSED = 11
     CUT_OFF = 12
     """A host does not reach its child; the payload names the child."""
@@ -99,6 +100,10 @@ class Channel:
         except OSError as error:
             raise Broken(f"the connection broke: {error}") from None
 
+    def begin_code(self) -> blake3:
+        """Begin the code of bytes that are sent as they are."""
+        return blake3(b"w", key=self._key)
+
     def receive(self) -> Frame:
         """Receive the next frame."""
         header = self.receive_exactly(_HEADER.size)
@@ -133,9 +138,8 @@ class Channel:
             raise Broken("a frame arrived corrupted")
 
     def _code(self, direction: bytes, number: int, part: bytes, data: bytes | bytearray) -> bytes:
-        code = hashlib.blake2b(direction + part + number.to_bytes(8, "little"), digest_size=_CODE_BYTES, key=self._key)
-        code.update(data)
-        return code.digest()
+        code = blake3(direction + part + number.to_bytes(8, "little"), key=self._key)
+        return code.update(data).digest(length=_CODE_BYTES)
 
 
 def shut(connection: socket.socket) -> None:

@@ -2,17 +2,17 @@
 
 Invariants:
 
-- a portion is counted once, after all of its bytes have been written and had their digest;
+- a portion is counted once, after all of its bytes have been written and had their code;
 - the folder's lock is held until every portion is counted, or the version is ended for a reason;
 - once `end` has returned, no thread writes into the files or reads them.
 """
 
 import collections
 import contextlib
+import hmac
 import secrets
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -110,11 +110,11 @@ class Incoming:
         is_held = self._claim(channel, number)
         try:
             portion = self.contents.portions[number]
-            found = self._receive(channel, portion, is_dropped=is_held)
-            digest = channel.receive()
-            if digest.kind is not FrameKind.DIGEST:
-                raise Broken(f"a frame of kind {digest.kind.name} came for a digest")
-            if found != digest.value:
+            code = self._receive(channel, portion, is_dropped=is_held)
+            frame = channel.receive()
+            if frame.kind is not FrameKind.CODE:
+                raise Broken(f"a frame of kind {frame.kind.name} came for a code")
+            if not hmac.compare_digest(code, frame.payload):
                 self._note_wrong(number, portion, channel)
                 return FrameKind.AGAIN
             if not is_held:
@@ -166,7 +166,7 @@ class Incoming:
             tell(FrameKind.ENDED, reason)
 
     def _note_wrong(self, number: int, portion: Portion, channel: Channel) -> None:
-        """Note a portion whose digest is wrong; after several times the version is ended."""
+        """Note a portion whose code is wrong; after several times the version is ended."""
         self._num_wrong[number] += 1
         if self._num_wrong[number] >= _MOST_ATTEMPTS:
             sender, _ = channel.connection.getpeername()[:2]
@@ -188,14 +188,13 @@ class Incoming:
             self._claims[number] = channel
             return self._held[number]
 
-    def _receive(self, channel: Channel, portion: Portion, is_dropped: bool) -> int:
-        """Receive a portion's bytes and return their digest."""
-        digest = 0
+    def _receive(self, channel: Channel, portion: Portion, is_dropped: bool) -> bytes:
+        """Receive a portion's bytes and return their code."""
+        code = channel.begin_code()
 
         def receive(target: memoryview) -> None:
-            nonlocal digest
             channel.receive_into(target)
-            digest = zlib.crc32(target, digest)
+            code.update(target)
 
         if is_dropped:
             scratch = np.empty(min(BLOCK_BYTES, portion.num_bytes), np.uint8).data
@@ -203,7 +202,7 @@ class Incoming:
                 receive(scratch[: portion.num_bytes - start])
         else:
             self._mapped.fill(portion, receive)
-        return digest
+        return code.digest()
 
     def _count(self, number: int, portion: Portion) -> None:
         with self._changed:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from megatron_rl.errors import MegatronRLError
 
-PROTOCOL = 1
+PROTOCOL = 2
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
@@ -76,8 +77,8 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {file.name: file.header for file in self.files}
 
     def check(self) -> None:
-        """Raise unless each file's portions lie in it after its header and have as many bytes as remain there."""
-        found = [0] * len(self.files)
+        """Raise unless the portions cover each byte of each file after its header once."""
+        strips: list[list[Strip]] = [[] for _ in self.files]
         for portion in self.portions:
             if not (0 <= portion.file < len(self.files) and 0 <= portion.writer < self.num_writers):
                 raise Refused("a portion names a file or a rank that the version does not have")
@@ -86,15 +87,11 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise Refused(f"a portion lies outside of {file.name}")
             if not all(0 <= tensor < len(self.tensors) and number > 0 for tensor, number in portion.elements):
                 raise Refused("a portion names a tensor that the version does not have")
-            found[portion.file] += portion.num_bytes
-        for file, num_bytes in zip(self.files, found, strict=True):
+            strips[portion.file] += portion.strips
+        for file, its_strips in zip(self.files, strips, strict=True):
             if not _FILE_NAME.fullmatch(file.name):
                 raise Refused(f"{file.name!r} must be the plain name of a .safetensors file")
-            if len(file.header) + num_bytes != file.num_bytes:
-                raise Refused(
-                    f"the portions of {file.name} have {num_bytes} bytes, and it needs "
-                    f"{file.num_bytes - len(file.header)}: the ranks must own each element once"
-                )
+            _must_cover(its_strips, file)
 
 
 def _lies_in(strip: Strip, file: File) -> bool:
@@ -102,6 +99,20 @@ def _lies_in(strip: Strip, file: File) -> bool:
         return False
     end = strip.first_byte + (strip.num_rows - 1) * strip.pitch_bytes + strip.row_bytes
     return len(file.header) <= strip.first_byte and end <= file.num_bytes
+
+
+def _must_cover(strips: Sequence[Strip], file: File) -> None:
+    """Raise unless the rows, in the order of their places, follow one another from the header to the end."""
+    starts = [np.arange(strip.num_rows) * strip.pitch_bytes + strip.first_byte for strip in strips]
+    lengths = [np.full(strip.num_rows, strip.row_bytes) for strip in strips]
+    start = np.concatenate([*starts, [file.num_bytes]])
+    order = np.argsort(start, kind="stable")
+    end = np.concatenate([[len(file.header)], (start + np.concatenate([*lengths, [0]]))[order[:-1]]])
+    wrong = np.flatnonzero(start[order] != end)
+    if wrong.size:
+        what = "twice" if start[order][wrong[0]] < end[wrong[0]] else "not at all"
+        byte = min(start[order][wrong[0]], end[wrong[0]])
+        raise Refused(f"the portions cover byte {byte} of {file.name} {what}: the ranks must own each element once")
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

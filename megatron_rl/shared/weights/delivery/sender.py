@@ -4,14 +4,13 @@ Invariants:
 
 - the host says at each greeting which portions it holds, so a connection that is opened again resumes there. Portions
   that the host no longer holds, because it has begun the version from scratch, are sent again;
-- a portion counts as sent once the host says that its digest is right, and is sent again if it was wrong;
+- a portion counts as sent once the host says that its code is right, and is sent again if it was wrong;
 - the sender ends: with all portions sent, with the host's refusal, or when the host was silent for its patience.
 """
 
 import collections
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Set
 
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, connect
@@ -175,11 +174,11 @@ class HostSender:
 
     def _send(self, channel: Channel, number: int) -> None:
         channel.send(FrameKind.PORTION, number)
-        digest = 0
+        code = channel.begin_code()
         for block in self._mapped.read(self._contents.portions[number]):
-            digest = zlib.crc32(block, digest)
+            code.update(block)
             channel.send_bytes(block)
-        channel.send(FrameKind.DIGEST, digest)
+        channel.send(FrameKind.CODE, payload=code.digest())
 
     def _read_answer(self, channel: Channel, unanswered: collections.deque[int]) -> None:
         frame = _receive(channel)
