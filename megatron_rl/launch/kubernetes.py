@@ -89,10 +89,11 @@ def build_manifests(settings: _KubernetesSettings) -> Iterator[Object]:
 
 def _build_engines(settings: _KubernetesSettings) -> Object:
     common = settings.common
+    # An address of IPv6 is written in brackets.
     container = _build_container(
         settings,
         _ENGINES,
-        f"exec {common.agent('$POD_IP', f'{_MOUNT}/{TOKEN_FILE}', _LOGS)}",
+        f"exec {common.agent('${POD_IP/*:*/[$POD_IP]}', f'{_MOUNT}/{TOKEN_FILE}', _LOGS)}",
         [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
     )
     container["ports"] = [

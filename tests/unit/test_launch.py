@@ -16,6 +16,7 @@ from megatron_rl.launch.yaml import write_yaml
 from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import HostPlace
+from megatron_rl.sidecar.listening import parse_place
 from tests.processes import ROOT
 
 WORDS = ["pretrain_grpo.py", "--hf-model", "my model", "--rollout-tensor-parallel-size", "2", "--save"]
@@ -114,6 +115,21 @@ def test_the_manifests_name_each_other_and_the_secret_alone_has_the_token(place,
     assert first == f"{trainer['metadata']['name']}-0.{ranks['subdomain']}"
     assert ranks["subdomain"] == service["metadata"]["name"]
     assert trainer["spec"]["completions"] == trainer["spec"]["parallelism"] == int(words[words.index("--nnodes") + 1])
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "fd00::7"])
+def test_an_agent_listens_at_the_address_of_its_pod(place, tmp_path, address):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o700)
+    assert launch("kubernetes", "--dry-run", "--image", "image", "--python", str(python)) == 0
+    _, _, engines, _ = yaml.safe_load_all((place / "maths-launch" / "run.yaml").read_text())
+    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    run = subprocess.run(
+        container["command"], env=os.environ | {"POD_IP": address}, check=True, capture_output=True, text=True
+    )
+    words = run.stdout.split("\n")
+    assert parse_place(words[words.index("--listen") + 1]) == (address, 7100)
 
 
 def test_the_example_is_what_its_command_prints(place):
