@@ -278,7 +278,17 @@ async def _commit(client: Any, held: ServedWeights, body: bytes) -> Committed:
             asked += [client.update_weight_version(commit.tag), client.get_weight_version()]
         is_reset, workers, *tags = await asyncio.gather(*asked)
         held.tag, held.adapters = commit.tag, commit.adapters
+        _forget_adapters(client)
     return Committed(tags[-1] if tags else commit.tag, workers, is_reset is True)
+
+
+def _forget_adapters(client: Any) -> None:
+    """Clear the metric that gets a time series for each name of adapters, as each version has one of its own."""
+    manager = getattr(client, "logger_manager", None)
+    for logger in () if manager is None else manager.stat_loggers:
+        gauge = getattr(logger, "gauge_lora_info", None)
+        if gauge is not None:
+            gauge.clear()
 
 
 _ROUTES: dict[str, Route] = {GENERATE: _generate, END: _end, PAUSE: _pause, COMMIT: _commit, WORKERS: _call_workers}
