@@ -24,9 +24,10 @@ from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.shared.protocol.wire import Response, Sampling, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.types import Architecture
 
 ARCHITECTURE = Architecture(
@@ -109,7 +110,7 @@ def measure(num_tokens: int, dtype: str, is_invariant: bool) -> Difference:
 
 async def _sample(model: Path, num_tokens: int, dtype: str, is_invariant: bool) -> tuple[list[Group], float]:
     """Sample groups until there are enough of each batch size; return the tokens a second of the largest one too."""
-    folder = run_folder()
+    folder = make_socket_folder()
     config = ServerConfig(
         model=str(model),
         max_model_len=MAX_LENGTH,

@@ -36,8 +36,9 @@ from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests.sidecar.scripted_service import RewardLength, weights
 
 NUM_REPLICAS, NUM_GROUPS, GROUP_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 64, 4096, 16, 256, 64
@@ -109,7 +110,7 @@ TITLES = {
 def measure(num_engines: int, num_groups: int, idle_seconds: float) -> Cost:
     """Start engines and a service, publish, and pull an iteration."""
     context = multiprocessing.get_context("spawn")
-    folder = run_folder()
+    folder = make_socket_folder()
     ours, theirs = multiprocessing.Pipe()
     sockets = [folder / f"engine-{number}" for number in range(num_engines)]
     processes = [
@@ -164,7 +165,7 @@ def _publish_to_hosts(addresses: Sequence[str], rounds: int, pipe: Pipe) -> None
 
 
 async def _publish_rounds(addresses: Sequence[str], rounds: int, pipe: Pipe) -> None:
-    folder = run_folder()
+    folder = make_socket_folder()
     config = ServerConfig(model=str(folder), max_model_len=FACTS["max_model_len"])
     places = tuple(HostPlace(address, ENGINES_OF_HOST) for address in addresses)
     hosts = Hosts(StaticHosts(places, TOKEN), "run")

@@ -23,9 +23,10 @@ from benchmarks.publish import ARCHITECTURES, SMALLEST
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import Drafts
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig
 from megatron_rl.sidecar.vllm.speculation import describe_for_vllm
 from tests.sidecar import vllm_models
 
@@ -100,7 +101,7 @@ def _make_repetitive(model: Path) -> None:
 async def _engines(name: str) -> AsyncIterator[dict[str, VllmEngine]]:
     """Start an engine for each way; both hold the same version."""
     async with contextlib.AsyncExitStack() as stack:
-        sockets = run_folder()
+        sockets = make_socket_folder()
         stack.callback(shutil.rmtree, sockets)
         model = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
         random_models.make(model, ARCHITECTURES[name])

@@ -38,9 +38,10 @@ from megatron_rl.sidecar.child import MESSAGE_FILE
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.settings import MESSAGE_FLAG, SidecarSettings, read_settings
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import FLAGS_OF_DRAFTS, drop_flags
-from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server
 from megatron_rl.sidecar.vllm.watching import EXTENSION
 
 # A prompt's first blocks would not be computed if an earlier one had them.
@@ -121,7 +122,7 @@ def configure(settings: SidecarSettings, folder: Path) -> ServerConfig:
 
 async def record(config: ServerConfig, samples: Sequence[Sample]) -> list[Recorded]:
     """Record how an engine samples responses, one after another."""
-    folder = run_folder()
+    folder = make_socket_folder()
     recordings = Path(tempfile.mkdtemp(prefix="megatron-rl-drift-"))
     engine = VllmFactory(config, folder, LocalLauncher()).create("drift")
     try:

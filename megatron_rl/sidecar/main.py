@@ -48,12 +48,13 @@ from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
 from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.texts import NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
-from megatron_rl.sidecar.vllm.server import configure_server, find_packages, run_folder
+from megatron_rl.sidecar.vllm.server import configure_server, find_packages
 from megatron_rl.tool_calls.reading import PlainReader
 
 TOKEN_FILE = "token"
@@ -271,7 +272,7 @@ def _build_factory(
         settings.memory,
         settings.weights_bridge,
     )
-    sockets = run_folder()
+    sockets = make_socket_folder()
     stack.callback(shutil.rmtree, sockets, ignore_errors=True)
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)

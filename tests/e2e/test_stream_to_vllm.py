@@ -20,9 +20,9 @@ from megatron_rl.shared.protocol.wire import ProbeAnswer, PublishAnswer, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import Steps
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import run_folder
 from megatron_rl.trainer.mcore.model.gpt import unwrap
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
@@ -95,7 +95,7 @@ def engines_of(
 ) -> Iterator[Engines]:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    sockets = run_folder()
+    sockets = make_socket_folder()
     config = dataclasses.replace(
         vllm_models.CONFIG,
         model=str(model),

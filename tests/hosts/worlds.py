@@ -24,8 +24,9 @@ from megatron_rl.sidecar.hosts.patience import PATIENCE, Patience
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests.hosts.standin_agent import SLOW
 from tests.processes import ROOT
 from tests.sidecar.fake_engines import weights
@@ -166,7 +167,7 @@ async def serving(
     model = folder / "model"
     model.mkdir(exist_ok=True)
     config = ServerConfig(model=str(model), max_model_len=512)
-    sockets = run_folder()
+    sockets = make_socket_folder()
     hosts = Hosts(StaticHosts(tuple(HostPlace(address) for address in addresses), token), run, patience)
     own = VllmFactory(config, sockets, LocalLauncher())
     factory = HostsFactory(own, 0, hosts.all, config)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import run_folder
 from tests.sidecar import vllm_models
 from tests.sidecar.vllm_models import Models
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="session")
 def sockets() -> Iterator[Path]:
     """Make a private folder whose path is short enough for sockets."""
-    folder = run_folder()
+    folder = make_socket_folder()
     yield folder
     shutil.rmtree(folder)
 

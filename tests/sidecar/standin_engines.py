@@ -16,8 +16,9 @@ from megatron_rl.shared.protocol.wire import ProbeAnswer, Sampling, encode_log_p
 from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher, ProcessSpec
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests.sidecar.fake_engines import weights
 from tests.sidecar.naming import NAMED_SECONDS, Named, naming
 from tests.sidecar.sidecar_process import alive
@@ -86,7 +87,7 @@ Act = Callable[[World], Coroutine[Any, Any, object]]
 
 @contextlib.asynccontextmanager
 async def standing_in(folder: Path, slow: dict[str, float], **config: Any) -> AsyncIterator[World]:
-    sockets = run_folder()
+    sockets = make_socket_folder()
     factory = RecordingFactory(ServerConfig(model="", max_model_len=512), sockets, StandInLauncher(slow))
     supervisor = Supervisor(factory, SupervisorConfig(first_pause=0.1, **config))
     try:

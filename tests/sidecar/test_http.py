@@ -35,9 +35,16 @@ from megatron_rl.sidecar.iteration import IterationFailed, NoSuchSlot
 from megatron_rl.sidecar.listening import open_listener
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
+from megatron_rl.sidecar.temporary import make_socket_folder
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights
 
 TOKEN = "secret"
+
+
+@pytest.fixture
+def tmp_path() -> Path:
+    """Make a folder with a short path, for the socket of a service."""
+    return make_socket_folder()
 
 
 class Server:

@@ -20,10 +20,10 @@ from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.offer import Offer, write_offer
 from megatron_rl.sidecar.engines import WeightReport, WrongWeights
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.received import list_specs
-from megatron_rl.sidecar.vllm.server import run_folder
 from tests.offers import Ranks
 from tests.ranks import run_ranks
 from tests.sidecar import vllm_models
@@ -45,7 +45,7 @@ def copying(run: Run, models: Models) -> Iterator[VllmEngine]:
         flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.in_place_extension.Extension"),
         environment={"PYTHONPATH": str(Path(__file__).parents[2]), **_kernels()},
     )
-    folder = run_folder()
+    folder = make_socket_folder()
     engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
     try:
         run(engine.start())

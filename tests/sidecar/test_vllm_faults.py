@@ -27,9 +27,9 @@ from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import run_folder
 from tests import hf_models
 from tests.sidecar import vllm_models
 from tests.sidecar.naming import NAMED_SECONDS, naming
@@ -76,7 +76,7 @@ def supervised(run, models: Models, **settings: Any) -> Iterator[Supervisor]:
         vllm_models.CONFIG, model=str(models.first), attends_plainly=architecture.latents is not None,
         is_text_only=is_text_only, **settings,
     )  # fmt: skip
-    factory = VllmFactory(config, run_folder(), LocalLauncher(), deadlines=Deadlines(stall=4))
+    factory = VllmFactory(config, make_socket_folder(), LocalLauncher(), deadlines=Deadlines(stall=4))
 
     async def make() -> Supervisor:
         return Supervisor(factory, CONFIG)
@@ -410,7 +410,7 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
         flags=("--worker-extension-cls", "unpatched.WorkerExtension"),
         environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
     )
-    folder = run_folder()
+    folder = make_socket_folder()
     factory = VllmFactory(config, folder, LocalLauncher())
     engine = factory.create("engine-0")
     try:
@@ -448,7 +448,7 @@ def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path
         flags=("--worker-extension-cls", "stale.WorkerExtension"),
         environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
     )
-    folder = run_folder()
+    folder = make_socket_folder()
     engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
     try:
         run(engine.start())
@@ -464,7 +464,7 @@ def test_an_engine_on_a_cpu_that_rotates_queries_by_wrong_positions_does_not_sta
     changes = {**LATENT_SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
     models = vllm_models.draw("glm4_moe_lite", tmp_path, **changes)
     config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
-    folder = run_folder()
+    folder = make_socket_folder()
     engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
     try:
         with pytest.raises(PlatformError, match="rotates queries and keys by wrong positions: start it with --compil"):
@@ -478,7 +478,7 @@ def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_k
     # The sidecar refuses this model before it starts an engine; vLLM starts, and fails when it attends.
     models = vllm_models.draw("qwen3", tmp_path / "models", head_dim=16)
     config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
-    folder, logs = run_folder(), tmp_path / "logs"
+    folder, logs = make_socket_folder(), tmp_path / "logs"
     logs.mkdir()
     factory = VllmFactory(config, folder, LocalLauncher(), logs=logs)
     try:
@@ -508,7 +508,7 @@ def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_k
     ],
 )
 def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name(run, models, victim, seconds, said):
-    folder = run_folder()
+    folder = make_socket_folder()
     factory = VllmFactory(dataclasses.replace(vllm_models.CONFIG, model=str(models.first)), folder, LocalLauncher())
     engine = factory.create("engine-0")
 
@@ -541,11 +541,12 @@ def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):
         from megatron_rl.sidecar.launcher import LocalLauncher
         from megatron_rl.sidecar.supervisor import Supervisor
         from megatron_rl.sidecar.vllm.factory import VllmFactory
-        from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+        from megatron_rl.sidecar.temporary import make_socket_folder
+        from megatron_rl.sidecar.vllm.server import ServerConfig
 
         async def main():
             config = ServerConfig(model={str(models.first)!r}, max_model_len=512, tensor_parallel_size=2)
-            await Supervisor(VllmFactory(config, run_folder(), LocalLauncher())).start(1)
+            await Supervisor(VllmFactory(config, make_socket_folder(), LocalLauncher())).start(1)
             print("ready", flush=True)
             await asyncio.sleep(600)
 

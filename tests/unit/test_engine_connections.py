@@ -1,17 +1,17 @@
 """Connections to an engine's server are used again if the server is ours, and can keep them."""
 
 import asyncio
-from pathlib import Path
 
 import httpx
 import pytest
 
 from megatron_rl.sidecar.engines import hosts
 from megatron_rl.sidecar.engines.hosts import OWN_HOST, SERVER_KEEPS_SECONDS
+from megatron_rl.sidecar.temporary import make_socket_folder
 
 
 @pytest.mark.parametrize(("is_ours", "num_connections"), [(True, 1), (False, 3)])
-def test_requests_to_a_server_of_ours_share_a_connection(tmp_path: Path, is_ours: bool, num_connections: int) -> None:
+def test_requests_to_a_server_of_ours_share_a_connection(is_ours: bool, num_connections: int) -> None:
     met: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -23,7 +23,7 @@ def test_requests_to_a_server_of_ours_share_a_connection(tmp_path: Path, is_ours
         writer.close()
 
     async def ask() -> None:
-        address = str(tmp_path / "socket")
+        address = str(make_socket_folder() / "socket")
         transport = OWN_HOST.connect(address, is_ours)
         async with (
             await asyncio.start_unix_server(serve, address),

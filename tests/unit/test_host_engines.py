@@ -15,7 +15,8 @@ from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.main import parse
 from megatron_rl.sidecar.agent.messages import LEASE_HEADER, PROTOCOL, Beat, EngineStart, LeaseRequest
-from megatron_rl.sidecar.vllm.server import ServerConfig, run_folder
+from megatron_rl.sidecar.temporary import make_socket_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig
 
 
 class Handle:
@@ -87,7 +88,7 @@ class World:
             self.receivers.append(Receiver(folder / "weights", token))
             return self.receivers[-1]
 
-        self.sockets = run_folder()
+        self.sockets = make_socket_folder()
         self.engines = HostEngines(self.sockets, folder, launcher, make, lambda: self.now)
 
     def close(self) -> None:

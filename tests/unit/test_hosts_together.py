@@ -14,6 +14,7 @@ from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts, read_hosts
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.parts import encode_places, find_interface, pick_place
 from megatron_rl.sidecar.vllm.server import ServerConfig
@@ -38,7 +39,11 @@ async def two_hosts(folder: Path, engines: int = 1) -> AsyncIterator[tuple[list[
     hosts.open()
     try:
         await until(lambda: all(host.lease for host in hosts.all))
-        yield agents, hosts, HostsFactory(VllmFactory(config, folder, LocalLauncher()), 0, hosts.all, config)
+        yield (
+            agents,
+            hosts,
+            HostsFactory(VllmFactory(config, make_socket_folder(), LocalLauncher()), 0, hosts.all, config),
+        )
     finally:
         await hosts.close()
         for agent in agents:

@@ -16,8 +16,9 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_left_out, read_architecture
 from megatron_rl.shared.weights.mapping import Mapping, measure_model
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.proofs import read_started_from
-from megatron_rl.sidecar.vllm.server import configure_server, make_process_spec, run_folder
+from megatron_rl.sidecar.vllm.server import configure_server, make_process_spec
 from megatron_rl.trainer.data.prompts import load_prompts
 from megatron_rl.types import Rope, RopeKind
 from tests import hf_models
@@ -138,7 +139,7 @@ def test_engines_start_without_the_vision_model(folder: Path, tmp_path: Path) ->
     config = configure_server(RolloutConfig(), folder, 64, "cpu", 1)
     assert config.is_text_only
     # Its path is short enough for sockets.
-    sockets = run_folder()
+    sockets = make_socket_folder()
     try:
         assert "--language-model-only" in make_process_spec(config, "engine-0", sockets, tmp_path / "log").command
         other = dataclasses.replace(config, is_text_only=False)

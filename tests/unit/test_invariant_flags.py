@@ -13,6 +13,7 @@ from megatron_rl.config.command_line import invariant_checks
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import EngineKind
 from megatron_rl.shared.weights import families
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 from megatron_rl.trainer.loop.mismatch import build_mismatch_bounds
@@ -143,6 +144,6 @@ def test_engines_refuse_what_was_not_compared() -> None:
 def test_an_engine_gets_our_worker_on_a_cpu_and_vllms_own_mode_on_cuda(tmp_path: Path) -> None:
     for device, words, variable in (("cpu", True, None), ("cuda", False, "1")):
         config = ServerConfig(model="model", max_model_len=64, device=device, is_batch_invariant=True)  # type: ignore[arg-type]
-        spec = make_process_spec(config, "engine", tmp_path / "e", tmp_path / "log")
+        spec = make_process_spec(config, "engine", make_socket_folder(), tmp_path / "log")
         assert ("megatron_rl.sidecar.vllm.invariant.InvariantWorker" in spec.command) == words
         assert spec.environment.get("VLLM_BATCH_INVARIANT") == variable

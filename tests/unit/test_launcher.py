@@ -19,8 +19,9 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.launcher import LOG_FILES, LOG_LINES, LocalLauncher, Log, ProcessSpec
 from megatron_rl.sidecar.supervisor import SupervisorConfig
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
-from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec
 
 CONFIG = ServerConfig(model="/models/qwen", max_model_len=128)
 
@@ -91,7 +92,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_whichever_process_is_killed_those_below_it_end(fake_vllm, method, victim):
-    handle = started(dataclasses.replace(CONFIG, model=method), run_folder(), fake_vllm)
+    handle = started(dataclasses.replace(CONFIG, model=method), make_socket_folder(), fake_vllm)
     try:
         members = pids(handle)
         assert all(is_running(pid) for pid in members)
@@ -107,10 +108,10 @@ def test_nothing_outlives_a_starter_that_is_killed(fake_vllm, tmp_path):
     code = f"""
         import time
         from pathlib import Path
-        from megatron_rl.sidecar.vllm.server import run_folder
+        from megatron_rl.sidecar.temporary import make_socket_folder
         from tests.unit.test_launcher import CONFIG, pids, started
         import dataclasses
-        handle = started(dataclasses.replace(CONFIG, model="spawn"), run_folder(), Path({str(fake_vllm)!r}))
+        handle = started(dataclasses.replace(CONFIG, model="spawn"), make_socket_folder(), Path({str(fake_vllm)!r}))
         print(*pids(handle), flush=True)
         time.sleep(600)
     """
@@ -195,7 +196,7 @@ def test_the_lines_of_a_log_that_were_not_seen_are_told_once_and_the_last_of_ver
 def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    start = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log"))
+    start = make_process_spec(CONFIG, "engine-0", make_socket_folder(), Path("log"))
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=False))
     assert flags["--uds"] == start.address
     assert "--host" not in start.command
@@ -217,12 +218,12 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
     withheld |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     for name, value in (handed_on | withheld).items():
         monkeypatch.setenv(name, value)
-    environment = make_process_spec(CONFIG, "engine-0", run_folder(), Path("log")).environment
+    environment = make_process_spec(CONFIG, "engine-0", make_socket_folder(), Path("log")).environment
     assert {name: environment.get(name) for name in handed_on} == handed_on
     assert not withheld.keys() & environment.keys()
     # The engine's own settings win over such variables.
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
-    folder = run_folder()
+    folder = make_socket_folder()
     assert make_process_spec(CONFIG, "engine-0", folder, Path("log")).environment["VLLM_RPC_BASE_PATH"] == str(folder)
 
 
@@ -230,7 +231,7 @@ def test_an_engine_finds_the_users_packages_unless_it_has_an_interpreter_of_its_
     monkeypatch.setenv("PYTHONPATH", "/users/packages:/more")
     for python, is_handed_on in ((sys.executable, True), ("/another/python", False)):
         config = dataclasses.replace(CONFIG, python=python)
-        environment = make_process_spec(config, "engine-0", run_folder(), Path("log")).environment
+        environment = make_process_spec(config, "engine-0", make_socket_folder(), Path("log")).environment
         first, *others = environment["PYTHONPATH"].split(os.pathsep)
         assert os.listdir(first) == ["megatron_rl"]
         assert others == (["/users/packages", "/more"] if is_handed_on else [])
@@ -240,17 +241,17 @@ def test_an_engine_finds_the_users_packages_unless_it_has_an_interpreter_of_its_
 def test_an_engine_on_a_cpu_asks_for_large_pages(device, expected, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     config = dataclasses.replace(CONFIG, device=device)
-    environment = make_process_spec(config, "engine-0", run_folder(), Path("log")).environment
+    environment = make_process_spec(config, "engine-0", make_socket_folder(), Path("log")).environment
     assert environment.get("GLIBC_TUNABLES") == expected
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("cuda", "1"), ("npu", None)])
 def test_an_engine_on_a_gpu_reads_how_much_memory_remains_if_an_earlier_one_measured_it(device, expected, monkeypatch):
     config = dataclasses.replace(CONFIG, device=device)
-    spec = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    spec = make_process_spec(config, "engine-0", make_socket_folder(), Path("log"))
     assert spec.environment.get("VLLM_ENABLE_STARTUP_PLAN") == expected
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "0")
-    spec = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    spec = make_process_spec(config, "engine-0", make_socket_folder(), Path("log"))
     assert spec.environment["VLLM_ENABLE_STARTUP_PLAN"] == "0", "the user decides"
 
 
@@ -275,7 +276,7 @@ def test_the_users_scheduler_takes_the_place_of_ours_and_the_log_says_so_once(
     rollout = RolloutConfig(vllm_args=flags, dtype="float32")
     config = configure_server(rollout, write_config(tmp_path, {}), 128, device, num_threads=1)
     for name in ("engine-0", "engine-1", "engine-0"):
-        command = make_process_spec(config, name, run_folder(), Path("log")).command
+        command = make_process_spec(config, name, make_socket_folder(), Path("log")).command
         start = next((i for i, word in enumerate(command) if word.startswith(("--scheduler-c", "--scheduler_c"))), None)
         found = [] if start is None else [*command[start : start + len(expected)]]
         assert found == expected
@@ -318,7 +319,7 @@ def test_an_engine_with_latents_on_a_cpu_rotates_in_torch_unless_the_user_config
 ):
     rollout = RolloutConfig(vllm_args=flags)
     config = configure_server(rollout, write_config(tmp_path, changes), 128, device, num_threads=1)
-    command = make_process_spec(config, "engine-0", run_folder(), Path("log")).command
+    command = make_process_spec(config, "engine-0", make_socket_folder(), Path("log")).command
     found = [value for flag, value in itertools.pairwise(command) if flag == "--compilation-config"]
     assert found == expected
     backends = [value for flag, value in itertools.pairwise(command) if flag == "--attention-backend"]
@@ -341,7 +342,7 @@ def test_a_folder_too_deep_for_sockets_is_refused(tmp_path):
 )
 def test_an_engine_sees_its_own_accelerators(device, variable):
     config = dataclasses.replace(CONFIG, device=device, devices=(2, 3), tensor_parallel_size=2, transport="nccl")
-    start = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    start = make_process_spec(config, "engine-0", make_socket_folder(), Path("log"))
     assert start.environment[variable] == "2,3"
     assert ("--weight-transfer-config", '{"backend": "nccl"}') in zip(start.command, start.command[1:], strict=False)
     assert "--enforce-eager" not in start.command
@@ -352,5 +353,5 @@ def test_an_engine_sees_its_own_accelerators(device, variable):
 def test_an_engines_accelerators_are_counted_among_those_that_are_visible(names, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
     config = dataclasses.replace(CONFIG, device="cuda", devices=(2, 3), tensor_parallel_size=2)
-    start = make_process_spec(config, "engine-0", run_folder(), Path("log"))
+    start = make_process_spec(config, "engine-0", make_socket_folder(), Path("log"))
     assert start.environment["CUDA_VISIBLE_DEVICES"] == ",".join(names.split(",")[2:])

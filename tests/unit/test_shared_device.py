@@ -16,9 +16,10 @@ from megatron_rl import platforms
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm import memory
 from megatron_rl.sidecar.vllm.memory import EngineMemory, EngineNeeds, count_needs, divide
-from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec, run_folder
+from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec
 from megatron_rl.trainer.loop import colocation, rank_memory
 from megatron_rl.trainer.loop import run as loop_run
 from megatron_rl.trainer.loop.inputs import Inputs
@@ -108,12 +109,13 @@ def test_an_engines_needs_follow_from_model_lengths_and_precision() -> None:
 
 def test_an_engine_is_started_with_its_part_and_a_users_flags_follow() -> None:
     config = ServerConfig("model", 8, device="cuda", memory=EngineMemory(0.25, 4096), flags=("--seed", "1"))
-    command = make_process_spec(config, "engine-0", run_folder(), Path("log")).command
+    command = make_process_spec(config, "engine-0", make_socket_folder(), Path("log")).command
     start = command.index("--gpu-memory-utilization")
     assert command[start : start + 4] == ("--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", "4096")
     assert command[-2:] == ("--seed", "1")
-    alone = make_process_spec(dataclasses.replace(config, memory=None), "engine-0", run_folder(), Path("log")).command
-    assert not {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} & {*alone}
+    alone = dataclasses.replace(config, memory=None)
+    command = make_process_spec(alone, "engine-0", make_socket_folder(), Path("log")).command
+    assert not {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} & {*command}
 
 
 def test_the_part_travels_to_the_sidecar(tmp_path: Path, model: Path) -> None:

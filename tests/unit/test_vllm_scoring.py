@@ -15,10 +15,11 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.ops.sampled import naive
+from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm import scoring
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.scoring import patch_sampler, use_own_scoring
-from megatron_rl.sidecar.vllm.server import configure_server, run_folder
+from megatron_rl.sidecar.vllm.server import configure_server
 from tests import hf_models
 from tests.sidecar.standin_vllm import FACTS
 
@@ -128,7 +129,7 @@ def test_the_choice_of_a_run_reaches_every_engine_and_what_keeps_vllms_kernels_i
     rollout = RolloutConfig(scoring=choice, dtype="float32")
     config = configure_server(rollout, hf_models.draw("qwen3", tmp_path), 128, "cuda", num_threads=1)
     launcher = SimpleNamespace(start=lambda spec: SimpleNamespace(address=spec.address, need=lambda pid: None))
-    factory = VllmFactory(config, run_folder(), launcher)
+    factory = VllmFactory(config, make_socket_folder(), launcher)
     asked: list[tuple[str, ...]] = []
     kept = "not applied: this vLLM computes adapters in another way"
 

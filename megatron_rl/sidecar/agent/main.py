@@ -10,7 +10,6 @@ import signal
 import socket
 import ssl
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
-from megatron_rl.sidecar.vllm.server import run_folder
+from megatron_rl.sidecar.temporary import make_folder, make_socket_folder
 
 _log = logging.getLogger("megatron_rl.sidecar.agent")
 
@@ -107,7 +106,7 @@ async def run(settings: AgentSettings, launcher: LocalLauncher) -> None:
         loop.add_signal_handler(number, ended.set)
     make_private_folder(settings.folder)
     listener = open_listener(*settings.listen, flag="--listen")
-    sockets, memory = run_folder(), Path(tempfile.mkdtemp(prefix="megatron_rl-agent-", dir=_MEMORY))
+    sockets, memory = make_socket_folder(), make_folder("megatron_rl-agent-", _MEMORY)
     receive = None
     if not settings.shares_folder:
         receive = functools.partial(_make_receiver, settings, memory / "weights")

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -28,6 +27,7 @@ from megatron_rl.shared.protocol.wire import Transport
 from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.engines.hosts import SERVER_KEEPS_SECONDS
 from megatron_rl.sidecar.launcher import ProcessSpec
+from megatron_rl.sidecar.temporary import SOCKET_FOLDER_BYTES
 from megatron_rl.sidecar.vllm import memory as vllm_memory
 from megatron_rl.sidecar.vllm import parts as vllm_parts
 from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
@@ -53,8 +53,6 @@ PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 _ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
 INVARIANT_WORKER = "megatron_rl.sidecar.vllm.invariant.InvariantWorker"
-# A unix socket's path may have 107 bytes, and vLLM's own sockets in the same folder have names of 36 characters.
-_MAX_FOLDER_BYTES = 70
 # The variables that engines inherit from the sidecar's environment; the rest is set below or by the user.
 _INHERITED = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TZ",
@@ -165,11 +163,6 @@ def make_process_spec(config: ServerConfig, name: str, folder: Path, log: Path) 
     _make_private(folder)
     address.unlink(missing_ok=True)
     return ProcessSpec(name, _command(config, address), _environment(config, folder), log, str(address))
-
-
-def run_folder(parent: str | None = None) -> Path:
-    """Make a private folder for the sockets of a sidecar's engines: with a short path, on a disk of this host."""
-    return Path(tempfile.mkdtemp(prefix="mrl-", dir=parent or os.environ.get("XDG_RUNTIME_DIR") or None))
 
 
 def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
@@ -289,10 +282,10 @@ def _make_private(folder: Path) -> None:
             f"{folder} must belong to you and have mode 700 (owner {found.st_uid}, mode {found.st_mode & 0o777:o}): "
             "a user who reaches an engine's socket can replace its weights"
         )
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+    if len(os.fsencode(folder)) > SOCKET_FOLDER_BYTES:
         raise UsageError(
             f"the path {folder} has {len(os.fsencode(folder))} bytes and must have at most "
-            f"{_MAX_FOLDER_BYTES}, for the sockets in it: choose a shorter one"
+            f"{SOCKET_FOLDER_BYTES}, for the sockets in it: choose a shorter one"
         )
 
 
