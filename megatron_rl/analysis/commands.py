@@ -5,6 +5,8 @@ import contextlib
 import inspect
 import json
 import math
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -104,7 +106,9 @@ def report(argv: list[str]) -> int:
         print(f"written to {arguments.out}")
     if arguments.serve is not None:
         with contextlib.suppress(KeyboardInterrupt), ReportServer(data, build_page(library), arguments.serve) as server:
-            print(f"open {server.address}\nCtrl-C ends it", flush=True)
+            # A shell without job control starts what it has in the background so.
+            is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            print(f"open {server.address}\n{f'kill {os.getpid()}' if is_ignored else 'Ctrl-C'} ends it", flush=True)
             server.serve()
     return ExitCode.OK
 

@@ -1,6 +1,7 @@
 """The routes of the rollout service: binary bodies, and a token for every route but health."""
 
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -248,6 +249,14 @@ def _number(text: str) -> float:
 def _bounded(patience: float) -> float:
     """Limit the patience; NaN and negative numbers count as 0."""
     return min(max(patience, 0.0), MAX_PATIENCE_SECONDS) if patience == patience else 0.0
+
+
+def set_at_end(ended: asyncio.Event) -> None:
+    """Set the event on SIGTERM, and on SIGINT if this process was not started to ignore it, as shells start jobs."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGINT, ended.set)
 
 
 async def serve(

@@ -37,7 +37,7 @@ from megatron_rl.sidecar.group_maker import Decode, GroupHolder, NoScorer, PoolS
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts
 from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.http import build_application, serve
+from megatron_rl.sidecar.http import build_application, serve, set_at_end
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, open_listener
@@ -85,8 +85,7 @@ async def run(settings: SidecarSettings) -> None:
     """Start everything, serve, and end everything."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    set_at_end(ended)
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:

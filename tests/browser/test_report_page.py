@@ -1,7 +1,6 @@
 """The page about runs as a person meets it: `make test-report` runs it in a headless Chromium."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -325,11 +324,17 @@ def test_a_served_report_follows_its_run(browser, tmp_path):
         thread.join()
 
 
-def test_serving_ends_with_ctrl_c(tmp_path):
+@pytest.mark.parametrize(("ends", "disposition"), [("Ctrl-C", signal.SIG_DFL), ("kill", signal.SIG_IGN)])
+def test_serving_ends_as_it_says_also_where_ctrl_c_is_ignored(tmp_path, ends, disposition):
     folder = write_run(tmp_path / "live", 3)
     command = [sys.executable, "-m", "megatron_rl.cli", "report", str(folder), "--serve"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, disposition)
+    )
     assert process.stdout.readline().startswith("open http://127.0.0.1:")
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == ExitCode.OK
+    if ends == "kill":
+        assert process.stdout.readline() == f"kill {process.pid} ends it\n"
+        process.terminate()
+    assert process.wait(60) == (ExitCode.OK if ends == "Ctrl-C" else -signal.SIGTERM)
     process.stdout.close()

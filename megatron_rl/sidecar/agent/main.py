@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
 import socket
 import ssl
 import sys
@@ -22,7 +21,7 @@ from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines
 from megatron_rl.sidecar.agent.remains import removed_afterwards
-from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.http import serve, set_at_end
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
 from megatron_rl.sidecar.temporary import make_folder, make_socket_folder
@@ -101,9 +100,8 @@ def _make_receiver(settings: AgentSettings, folder: Path, token: str) -> Receive
 
 async def run(settings: AgentSettings, launcher: LocalLauncher) -> None:
     """Serve until a signal, end all engines, and remove what they have left."""
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    ended = asyncio.Event()
+    set_at_end(ended)
     make_private_folder(settings.folder)
     listener = open_listener(*settings.listen, flag="--listen")
     sockets, memory = make_socket_folder(), make_folder("megatron_rl-agent-", _MEMORY)
