@@ -26,7 +26,10 @@ _PREFIX = 16
 _SEPARATE = """
 hostname "$1"
 mount --bind "$2" /mnt
+exec 3< "$4"
 mount -t tmpfs tmpfs /tmp
+if ! [ -d "$4" ]; then mkdir -p "$4"; mount --no-canonicalize --bind /proc/self/fd/3 "$4"; fi
+exec 3<&-
 mount -t tmpfs tmpfs /dev/shm
 echo "$3" > /tmp/hosts
 mount --bind /tmp/hosts /etc/hosts
@@ -60,6 +63,7 @@ class Host:
         self.close()
         words = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "sh", "-ec", _SEPARATE]
         words += ["sh", self.namespace, str(self.folder), f"127.0.0.1 localhost\n{self.address} {self.namespace}"]
+        words.append(str(Path.cwd()))
         holder = self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"\n"
