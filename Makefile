@@ -23,7 +23,7 @@ TRL_VENV := .venv-trl
 VERIFIERS_VENV := .venv-verifiers
 SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,12 +40,12 @@ test-first: env
 	$(FIRST)
 
 test-all: ## what CI runs for each change: make test and all other tests that are fast enough; 30 minutes
-	@echo "Now style, types and eight lots of tests, three at once; each is shown when it is through, in some 15 minutes."
+	@echo "Now style, types and nine lots of tests, three at once; each is shown when it is through, in some 15 minutes."
 	$(MAKE) --jobs 3 --keep-going --output-sync=line $(LOTS)
 
 # Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin, and the shortest
 # end.
-LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-launch-quick test-each-change-matrix
+LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-launch-quick test-anywhere test-each-change-matrix
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
 OF_RANKS := tests/distributed
 OF_RUNS := tests/e2e
@@ -105,33 +105,40 @@ test-npu: env ## Ascend without an NPU: the real torch_npu over stand-ins for CA
 
 test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
-	$(TRL_VENV)/bin/python -m pytest tests/trl
+	$(TRL_VENV)/bin/python -m pytest --target test-trl tests/trl
 
 test-verifiers: env ## a real environment server of verifiers, in an environment of its own
 	@tools/make_environment $(VERIFIERS_VENV) requirements/verifiers.lock 3.11 $(PYTHON)
-	VERIFIERS_PYTHON=$(VERIFIERS_VENV)/bin/python $(VENV)/bin/python -m pytest tests/verifiers
+	VERIFIERS_PYTHON=$(VERIFIERS_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-verifiers tests/verifiers
 
 test-suffix: env ## drafts from earlier responses on a real vLLM, with arctic-inference in an environment of its own; compiles it
 	@tools/make_environment $(SUFFIX_VENV) requirements/suffix.lock --on $(VENV)
-	$(SUFFIX_VENV)/bin/python -m pytest -m slow -k suffix tests/sidecar/test_vllm_speculation.py
+	$(SUFFIX_VENV)/bin/python -m pytest --target test-suffix -m slow -k suffix tests/sidecar/test_vllm_speculation.py
+
+OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py)
+test-clones: env ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release
+	$(VENV)/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
+
+test-anywhere: env ## on other processors, with other threads, in other folders: what depends on them; 5 minutes
+	$(VENV)/bin/python -m tools.test_anywhere
 
 test-hosts: env ## engines on other hosts, which are network namespaces; needs root and iproute2
-	$(VENV)/bin/python -m pytest tests/hosts
+	$(VENV)/bin/python -m pytest --target test-hosts tests/hosts
 
 test-launch: test-launch-quick ## launches: manifests by Kubernetes' schemas, Dockerfiles by a linter, and a Ray cluster
-	$(LAUNCH_VENV)/bin/python -m pytest -m slow tests/launch
+	$(LAUNCH_VENV)/bin/python -m pytest --target test-launch -m slow tests/launch
 
 test-launch-quick: env
 	@tools/make_environment $(LAUNCH_VENV) requirements/launch.lock --on $(VENV)
-	$(LAUNCH_VENV)/bin/python -m pytest -m "not slow" tests/launch
+	$(LAUNCH_VENV)/bin/python -m pytest --target test-launch -m "not slow" tests/launch
 
 test-cuda: env cuda ## the environment for GPUs, as far as a machine without one can try it
-	CUDA_PYTHON=$(CUDA_VENV)/bin/python $(VENV)/bin/python -m pytest tests/cuda
+	CUDA_PYTHON=$(CUDA_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-cuda tests/cuda
 
 test-report: env ## megatron-rl report in a headless Chromium; needs Debian's chromium and chromium-driver, and npm
 	@tools/make_environment $(REPORT_VENV) requirements/report.lock --on $(VENV)
 	@test -e $(REPORT_VENV)/node_modules/axe-core || npm install --silent --no-save --prefix $(REPORT_VENV) $(AXE)
-	$(REPORT_VENV)/bin/python -m pytest tests/browser
+	$(REPORT_VENV)/bin/python -m pytest --target test-report tests/browser
 
 demo: env ## a tiny model learns to add: vLLM, two Megatron ranks, a picture; some minutes
 	$(VENV)/bin/python -m examples.arithmetic.demo

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 
 from megatron_rl import platforms
 
+NUM_THREADS = int(os.environ.get("TEST_THREADS", "1"))
+"""The number of threads that torch has in tests, and in their ranks."""
 _PR_SET_PDEATHSIG = 1
 # The platform cpu, with a stand-in for TransformerEngine that megatron-core finds.
 WITH_TRANSFORMER_ENGINE = "cpu with transformer_engine"

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from tests.nursery import Failure, Job
+from tests.nursery import NUM_THREADS, Failure, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_SECONDS = 0.02
@@ -49,7 +49,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 600,
-    num_threads: int = 1,
+    num_threads: int = NUM_THREADS,
     platform: str = "cpu",
 ) -> list[Any]:
     """Run `function(*args)` on each rank and return the results, in the order of ranks.

@@ -88,7 +88,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     )
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("Chromium is not here: apt-get install chromium chromium-driver")
+        pytest.skip("make test-report runs it after apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for flag in (*_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):

@@ -5,6 +5,7 @@
 
 import json
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,7 @@ def write(folder: Path, plant: dict[str, Any]) -> Path:
             #!/bin/sh
             export {_PLANT}='{json.dumps(plant)}'
             export PYTHONPATH="$PYTHONPATH:{packages}"
-            exec {sys.executable} "$@"
+            exec {shlex.quote(sys.executable)} "$@"
             """
         )
     )

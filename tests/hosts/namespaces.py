@@ -189,9 +189,9 @@ def _make_host(name: str, address: str, bridge: str, folder: Path | None) -> Hos
 def _find_obstacle() -> str | None:
     """Say why no namespaces can be made here."""
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        return f"namespaces need {' and '.join(missing)} of iproute2"
+        return f"this host lacks {' and '.join(missing)} of iproute2"
     if os.geteuid() != 0:
-        return "namespaces need root"
+        return "this user makes no namespaces: make test-hosts runs it as root"
     tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return f"this kernel makes no namespaces: {tried.stderr.strip()}" if tried.returncode else None
 

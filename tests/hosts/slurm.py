@@ -57,7 +57,7 @@ def cluster(folder: Path, names: Sequence[str]) -> Iterator[Cluster]:
     """Start a cluster with these nodes, and end it; skip the test where Slurm is not installed."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         pytest.skip(
-            f"a cluster needs {', '.join(missing)}: Debian's slurmctld, slurmd, slurm-client and munge have them"
+            f"this host lacks {', '.join(missing)}: Debian's slurmctld, slurmd, slurm-client and munge have them"
         )
     with network(len(names)) as hosts, _named(names, hosts), contextlib.ExitStack() as stack:
         made = Cluster(folder, names, hosts)

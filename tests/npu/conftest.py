@@ -19,5 +19,5 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def with_mindspeed(environment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return that environment with MindSpeed, whose sources the variable MINDSPEED names."""
     if "MINDSPEED" not in os.environ:
-        pytest.skip("MINDSPEED=/path/to/a/clone is not given")
+        pytest.skip("make test-npu MINDSPEED=CLONE runs it")
     return environment | cann.add_mindspeed(os.environ["MINDSPEED"], tmp_path_factory.mktemp("mindspeed"))

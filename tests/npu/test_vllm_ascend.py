@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.sidecar import streams
 
 if "VLLM_ASCEND" not in os.environ:
-    pytest.skip("VLLM_ASCEND=/path/to/a/clone is not given", allow_module_level=True)
+    pytest.skip("make test-npu VLLM_ASCEND=CLONE runs it", allow_module_level=True)
 MODULE, SETTINGS, ENGINE = streams._LIBRARIES["hccl"]
 TREE = ast.parse(Path(os.environ["VLLM_ASCEND"], *MODULE.split(".")).with_suffix(".py").read_text())
 CLASSES = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}

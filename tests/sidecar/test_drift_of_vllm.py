@@ -76,7 +76,7 @@ def test_a_rotation_and_an_epsilon_of_another_model_are_named(tmp_path: Path) ->
         pytest.param(
             ("--kv-cache-dtype", "fp8"),
             {ModelPart.ATTENTION},
-            marks=pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM wants AVX-512 for it on a CPU"),
+            marks=pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this host has no AVX-512"),
         ),
     ],
 )

@@ -191,7 +191,7 @@ def test_at_the_hosts_other_addresses_the_service_does_not_answer(running: Sidec
 
 def test_another_user_can_neither_read_nor_write_nor_reach_a_sidecar(running: Sidecar) -> None:
     if os.getuid() != 0:
-        pytest.skip("only root can become another user")
+        pytest.skip("this user is not root, who can become another user")
     ours = [str(path) for path in running.files]
     secret = [*ours, *(f"/proc/{m.pid}/{name}" for m in running.process.tree() for name in ("environ", "fd"))]
     assert any(path.endswith("/token") for path in secret)

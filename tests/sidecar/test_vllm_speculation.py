@@ -47,7 +47,7 @@ def drafting(
 ) -> Iterator[Drafting]:
     method, folder = request.param, tmp_path_factory.mktemp(request.param)
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        pytest.skip("arctic-inference is not installed")
+        pytest.skip("arctic-inference has an environment of its own: make test-suffix")
     models = vllm_models.draw("glm4_moe" if method == "mtp" else "qwen3", folder, vocab_size=VOCAB_SIZE, head_dim=32)
     start = models.first
     if method == "mtp":

@@ -410,7 +410,7 @@ def test_the_demo_learns(tmp_path):
     """Run the commands of make demo, in another folder."""
     command = "-m examples.arithmetic.demo"
     assert f"$(VENV)/bin/python {command}\n" in (ROOT / "Makefile").read_text()
-    run(f"{sys.executable} {command} --out {tmp_path / 'demo'}", ROOT, seconds=3000)
+    run(f"{shlex.quote(sys.executable)} {command} --out {tmp_path / 'demo'}", ROOT, seconds=3000)
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["after"] > result["before"] + 0.3
 
@@ -419,7 +419,7 @@ def learn_to_pay(name: str, out: Path) -> None:
     """Run the command of make NAME, in another folder."""
     command = f"-m examples.{name}.demo"
     assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
-    run(f"{sys.executable} {command} --out {out}", ROOT, seconds=3000)
+    run(f"{shlex.quote(sys.executable)} {command} --out {out}", ROOT, seconds=3000)
     result = json.loads((out / "result.json").read_text())
     assert result["before"] < 0.4
     assert result["after"] > 0.85
@@ -442,7 +442,7 @@ def test_calling_a_tool_is_learned(tmp_path):
     """Run the command of make calculator, in another folder."""
     command = "-m examples.calculator.demo"
     assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
-    run(f"{sys.executable} {command} --out {tmp_path / 'calculator'}", ROOT, seconds=3000)
+    run(f"{shlex.quote(sys.executable)} {command} --out {tmp_path / 'calculator'}", ROOT, seconds=3000)
     result = json.loads((tmp_path / "calculator" / "result.json").read_text())
     assert result["before"] < 0.4
     assert result["after"] > 0.85
@@ -453,7 +453,7 @@ def test_calling_a_tool_is_learned(tmp_path):
 def test_the_demo_learns_in_a_tree_of_megatron(tmp_path):
     script = stand_in_tree.make_tree(tmp_path / "tree", "0.19")
     recipe = f"--recipe {script} --out {tmp_path / 'demo'} -- --of-the-recipe 3"
-    run(f"{sys.executable} -m examples.arithmetic.demo {recipe}", ROOT, seconds=3000)
+    run(f"{shlex.quote(sys.executable)} -m examples.arithmetic.demo {recipe}", ROOT, seconds=3000)
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert result["after"] > result["before"] + 0.3
 

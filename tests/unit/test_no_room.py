@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -149,7 +150,8 @@ DISK = (
 def test_weights_for_which_there_is_no_room_end_in_an_error_and_not_in_a_signal(mounted, tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], cwd=tmp_path, capture_output=True).returncode:
         pytest.skip("this user may not mount a folder")
-    script = f"{mounted} && PYTHONPATH={ROOT} exec {sys.executable} -c '{textwrap.dedent(FILLED)}'"
+    command = shlex.join([sys.executable, "-c", textwrap.dedent(FILLED)])
+    script = f"{mounted} && PYTHONPATH={shlex.quote(str(ROOT))} exec {command}"
     ended = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "NoRoom: it cannot be written: No space left on device" in ended.stderr

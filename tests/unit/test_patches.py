@@ -287,7 +287,7 @@ def show(tag: str, file: str) -> bytes:
     return subprocess.run(["git", "-C", str(CLONE), "show", f"{tag}:{file}"], check=True, capture_output=True).stdout
 
 
-@pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM names no clone of Megatron-LM")
+@pytest.mark.skipif(CLONE is None, reason="make test-clones MEGATRON_LM=CLONE runs it")
 def test_each_patch_applies_to_each_release_it_names_and_is_taken_back(tmp_path: Path) -> None:
     upstream = next(one for one in patched_tree.read_catalog() if one.patches)
     tags = {tag for patch in upstream.patches for of_blob in patch.blobs.values() for tag in of_blob}
@@ -311,7 +311,7 @@ def test_each_patch_applies_to_each_release_it_names_and_is_taken_back(tmp_path:
         assert all((folder / file).read_bytes() == show(tag, file) for file in files)
 
 
-@pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM names no clone of Megatron-LM")
+@pytest.mark.skipif(CLONE is None, reason="make test-clones MEGATRON_LM=CLONE runs it")
 def test_a_release_before_the_first_that_runs_here_is_refused(tmp_path: Path) -> None:
     upstream = next(one for one in patched_tree.read_catalog() if one.patches)
     for file in upstream.has:

@@ -393,7 +393,7 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
     return cert, key
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="this host has no openssl to make certificates")
 def test_an_agent_with_a_certificate_is_spoken_to_by_tls_and_another_certificate_is_refused(tmp_path):
     async def check() -> None:
         tls = make_certificate(tmp_path, "agent")

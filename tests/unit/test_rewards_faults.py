@@ -333,9 +333,9 @@ def needs_landlock():
     try:
         version = landlock_version()
     except OSError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"this kernel: {error}")
     if version < 6:
-        pytest.skip(f"version {version} of Landlock does not scope signals")
+        pytest.skip(f"this kernel has version {version} of Landlock, which does not scope signals")
 
 
 @pytest.mark.parametrize("namespace", [True, False])

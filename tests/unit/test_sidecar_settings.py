@@ -312,9 +312,11 @@ def test_the_interpreter_of_vllm_must_be_executable(model: Path, tmp_path: Path)
 
 def test_a_message_gives_the_settings_that_its_flags_are_parsed_to(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completions): ...")
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
     settings = parse(
         f"{VLLM} --hf-model {model} --reward {tmp_path}/mine.py:score=0.5 --reward-readable {tmp_path} "
-        f"--reward-memory-gib 0.5 --reward-environment PATH --rollout-python {sys.executable} --trace off "
+        f"--reward-memory-gib 0.5 --reward-environment PATH --rollout-python {python} --trace off "
         "--rollout-max-model-len 128 --rollout-dtype float32 --rollout-start-minutes 2.5 --rollout-max-in-flight 5 "
         "--rollout-listen [::1]:0".split()
     )

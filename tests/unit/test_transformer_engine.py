@@ -21,6 +21,9 @@ from megatron_rl.config.command_line import resolve
 from tests import stand_in_transformer_engine as stand_in
 from tests.command_lines import DENSE
 
+NEEDS_SOURCES = pytest.mark.skipif(
+    "TRANSFORMER_ENGINE" not in os.environ, reason="make test-clones TRANSFORMER_ENGINE=SOURCES runs it"
+)
 SOURCES = {
     stand_in.Linear: "module/linear.py",
     stand_in.LayerNormLinear: "module/layernorm_linear.py",
@@ -90,7 +93,7 @@ def test_a_run_on_cuda_that_cannot_use_transformer_engine_says_why(
     assert [note for note in fields.notes if "too old" in note] == notes
 
 
-@pytest.mark.skipif("TRANSFORMER_ENGINE" not in os.environ, reason="needs TRANSFORMER_ENGINE, a release's sources")
+@NEEDS_SOURCES
 @pytest.mark.parametrize("kind", SOURCES, ids=lambda kind: kind.__name__)
 def test_the_stand_in_has_the_released_signatures(kind: type) -> None:
     folder = Path(os.environ["TRANSFORMER_ENGINE"]) / "transformer_engine" / "pytorch"
@@ -102,7 +105,7 @@ def test_the_stand_in_has_the_released_signatures(kind: type) -> None:
             assert _describe(inspect.signature(getattr(kind, name))) == _describe_source(found[0].args), name
 
 
-@pytest.mark.skipif("TRANSFORMER_ENGINE" not in os.environ, reason="needs TRANSFORMER_ENGINE, a release's sources")
+@NEEDS_SOURCES
 @pytest.mark.parametrize(
     ("function", "path"),
     [

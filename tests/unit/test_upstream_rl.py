@@ -51,7 +51,7 @@ AGGREGATIONS = {
 @pytest.fixture(params=TREES or [None], ids=lambda tree: tree.name if tree else "no tree")
 def upstream(request: pytest.FixtureRequest) -> Upstream:
     if request.param is None:
-        pytest.skip("MEGATRON_LM_TREES names no source tree of Megatron-LM")
+        pytest.skip("make test-clones MEGATRON_LM_TREES=TREE runs it")
     return Upstream(request.param)
 
 

