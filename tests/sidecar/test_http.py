@@ -247,6 +247,26 @@ def test_a_sidecar_that_stays_away_is_an_error_that_says_what_to_do(tmp_path: Pa
         client.status()
 
 
+def test_a_stopped_sidecar_is_named_after_the_patience_and_not_after_twice_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.shared.protocol.client._POLL_SECONDS", 0.2)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(tmp_path / "socket"))
+        # The kernel accepts connections of a process that is stopped, and nobody answers.
+        stopped.listen()
+        stopped.setblocking(False)
+        transport = httpx.HTTPTransport(uds=str(tmp_path / "socket"))
+        with (
+            RolloutClient("http://sidecar", TOKEN, 0.4, transport) as client,
+            pytest.raises(RolloutError, match=r"did not answer for \d+ s \(ReadTimeout"),
+        ):
+            client.status()
+        assert stopped.accept()
+        with pytest.raises(BlockingIOError):
+            stopped.accept()
+
+
 def test_a_publish_is_repeated_after_a_broken_connection_and_not_after_its_deadline() -> None:
     faults: list[httpx.TransportError] = [httpx.ReadError("connection reset")]
 

@@ -222,8 +222,9 @@ class RolloutClient:
         headers = {"X-Lease": str(self._lease)} if self._lease is not None else {}
         if timeout is not None:
             keywords["timeout"] = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-        deadline: float | None = None
+        silent_since: float | None = None
         while True:
+            asked = time.monotonic()
             try:
                 answer = self._http.request(method, path, headers=headers, **keywords)
                 break
@@ -233,12 +234,13 @@ class RolloutClient:
                         f"{method} {path} was not answered within {timeout:.0f} s: {self.endpoint}/v1/status shows "
                         "what is missing"
                     ) from None
-                # An answer may take longer than the patience before its connection breaks.
-                deadline = deadline or time.monotonic() + self._patience
-                if time.monotonic() > deadline:
+                failed = time.monotonic()
+                # Before its connection breaks, a sidecar that lives may take longer for an answer than the patience.
+                silent_since = silent_since or (asked if isinstance(error, httpx.ReadTimeout) else failed)
+                if failed - silent_since >= self._patience:
                     raise RolloutError(
-                        f"the sidecar at {self.endpoint} did not answer for {self._patience:.0f} s ({error!r}): "
-                        f"read its log, or start one"
+                        f"the sidecar at {self.endpoint} did not answer for {failed - silent_since:.0f} s ({error!r}): "
+                        "read its log, or start one"
                     ) from None
                 time.sleep(_RETRY_SECONDS)
         if answer.is_success:
