@@ -120,8 +120,8 @@ def installed(package: str) -> str | None:
     """Return the version of a package; None if it is missing."""
     if package == "python":
         return ".".join(str(part) for part in sys.version_info[:3])
-    if package == MEGATRON_CORE.package and (version := _read_megatron_version()) is not None:
-        return version
+    if package == MEGATRON_CORE.package and (folder := find_megatron()) is not None:
+        return read_megatron_version(folder) or installed_by_pip(package)
     return installed_by_pip(package)
 
 
@@ -174,10 +174,9 @@ def describe_megatron() -> str:
     return version if folder is None else f"{version} in {folder}"
 
 
-def _read_megatron_version() -> str | None:
-    """Read the version in a source tree's own file: a tree that is not installed has no metadata."""
-    folder = find_megatron()
-    if folder is None or not (folder / "package_info.py").is_file():
+def read_megatron_version(folder: Path) -> str | None:
+    """Read the version in the folder of megatron.core itself: a source tree that is not installed has no metadata."""
+    if not (folder / "package_info.py").is_file():
         return None
     text = (folder / "package_info.py").read_text(encoding="utf-8")
     found = dict(re.findall(r"""^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ["']?(\w*)""", text, re.MULTILINE))

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import versions
 from megatron_rl.errors import InputError, PlatformError
 
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
@@ -104,7 +105,16 @@ def find_upstream(tree: Path, catalog: Sequence[Upstream]) -> Upstream:
 
 
 def plan(tree: Path, upstream: Upstream) -> list[Change]:
-    """List the changes to make, none if all are applied; raise an InputError if only some are, or a text has moved."""
+    """List the changes to make, none if all are applied.
+
+    Raise an InputError if only some are, a text has moved, or a run would refuse the tree.
+    """
+    # A run with the tree reads the same file.
+    version, needed = versions.read_megatron_version(tree / "megatron" / "core"), versions.MEGATRON_CORE
+    if version is not None and not needed.accepts(version):
+        raise InputError(
+            f"{tree} has megatron-core {version}, and a run refuses all but {needed.wanted}: check out such a release"
+        )
     changes, applied = [], []
     for patch in upstream.patches:
         content = _read(tree, patch.file)

@@ -253,7 +253,7 @@ def test_a_stopped_sidecar_is_named_after_the_patience_and_not_after_twice_as_lo
     monkeypatch.setattr("megatron_rl.shared.protocol.client._POLL_SECONDS", 0.2)
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(str(tmp_path / "socket"))
-        # The kernel accepts connections of a process that is stopped, and nobody answers.
+        # The kernel accepts connections to a process that is stopped, and no answer comes.
         stopped.listen()
         stopped.setblocking(False)
         transport = httpx.HTTPTransport(uds=str(tmp_path / "socket"))

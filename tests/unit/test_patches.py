@@ -278,6 +278,25 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("minor", "is_refused"), [(15, True), (16, False), (19, False), (20, True)])
+def test_a_tree_whose_version_a_run_refuses_is_not_patched_and_can_still_be_taken_back(
+    tree: Path, minor: int, is_refused: bool
+) -> None:
+    core = tree / "megatron" / "core"
+    core.mkdir(parents=True)
+    patch(tree)
+    (core / "package_info.py").write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 0\nPRE_RELEASE = 'rc0'\n")
+    upstream = patched_tree.find_upstream(tree, [UPSTREAM])
+    assert patched_tree.undo(tree, upstream) == ["run.sh", "run.py"]
+    if is_refused:
+        with pytest.raises(
+            InputError, match=rf"has megatron-core 0\.{minor}\.0rc0, and a run refuses all but >=0.16,<0.20"
+        ):
+            patched_tree.plan(tree, upstream)
+    else:
+        assert len(patched_tree.plan(tree, upstream)) == 2
+
+
 @pytest.mark.parametrize("words", [["--list"], ["x", "--list", "--undo"], ["x", "y"], ["x", "--revert"]])
 def test_a_command_line_without_one_tree_or_with_two_wishes_is_refused(words: list[str]) -> None:
     assert cli.main(["patch", *words]) == ExitCode.USAGE
