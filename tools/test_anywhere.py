@@ -53,7 +53,8 @@ PLACES = (
     "tests/unit/test_interrupts.py",
     "tests/unit/test_rewards_pool.py",
     "tests/unit/test_environment_pool.py",
-    "tests/e2e/test_loop.py",
+    "tests/unit/test_no_room.py",
+    "tests/e2e/test_loop.py::test_periodic_and_sync_end_in_the_same_weights_whatever_the_arrival",
 )
 HOSTS = ("tests/hosts/test_namespaces.py",)
 
