@@ -47,8 +47,6 @@ class Block:
         if self.describes:
             given = {*self.words, *(("--train-iters",) if "--train-samples" in self.words else ())}
             words += [word for flag, value in _OF_A_RUN if flag not in given for word in (flag, value)]
-        if "--eval-interval" in self.words:
-            words += ["--prompts-held-out", "1"]
         if "--save" not in self.words:
             words += ["--rollout-folder", str(folder / "run")]
         # The folder of the script's author may not be readable here.

@@ -75,6 +75,16 @@ class DraftSettings(Subjects):
     notes: tuple[str, ...] = ()
 
     @property
+    def has_held_out(self) -> bool:
+        """Check that there are rows to evaluate on."""
+        return bool(self.data.held_out or self.data.eval_prompts)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Check that the run evaluates the policy. --eval-interval alone has no effect."""
+        return self.evaluation.interval is not None and self.has_held_out
+
+    @property
     def parallel_sizes(self) -> ParallelSizes:
         """Return the number of ranks that each dimension is divided over."""
         config = self.transformer

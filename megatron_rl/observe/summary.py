@@ -100,20 +100,23 @@ _TITLES = {
 }
 
 
-def print_summary(records: Sequence[Mapping[str, Any]], places: RunPaths, stream: TextIO) -> None:
+def print_summary(
+    records: Sequence[Mapping[str, Any]], places: RunPaths, stream: TextIO, notes: Sequence[str] = ()
+) -> None:
     """Print the summary of the run with these metrics; headings are bold on a terminal."""
     console = Console(file=stream, highlight=False)
-    for line in summary_lines(records, places):
+    for line in summary_lines(records, places, notes):
         is_heading = bool(line) and not line.startswith(" ")
         console.print(Text(line, style="bold" if is_heading else ""), soft_wrap=True)
 
 
-def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths) -> list[str]:
+def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths, notes: Sequence[str] = ()) -> list[str]:
     """Return the lines of the summary without styles; those of a section are indented below its heading."""
     sections = {
         "results": _results(records),
         "time by part": _times(records),
         "files": _places(places),
+        "notes": [(note,) for note in notes],
     }
     lines: list[str] = []
     for heading, rows in sections.items():

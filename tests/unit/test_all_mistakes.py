@@ -53,7 +53,6 @@ MISTAKES = (
     {"--overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication-warmup-flush needs virtual"},
     {"--frozen-offload": "--frozen-offload has no model"},
     {"--prompts /nowhere.jsonl": "--prompts /nowhere.jsonl does not exist"},
-    {"--eval-interval 2": "--eval-interval 2 has no prompts to evaluate on"},
     {"--save-hf /dev/null/here": "--save-hf /dev/null/here cannot be made or written: /dev/null is not a folder"},
 )  # fmt: skip
 # Flags that a run cannot do without, with the error if one is missing.

@@ -345,6 +345,8 @@ def test_a_flag_that_the_platform_cannot_honour_is_said_if_it_was_given() -> Non
         ("--save-interval 2", "--save out"),
         ("--async-save", "--save out"),
         ("--finetune", "--load in"),
+        ("--eval-interval 5", "--prompts-held-out 1"),
+        ("--eval-interval 5", "--eval-prompts held.jsonl"),
     ],
 )
 def test_a_flag_that_nothing_reads_without_another_is_said_once(words: str, needed: str) -> None:

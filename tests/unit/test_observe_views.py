@@ -285,6 +285,11 @@ files
     )
 
 
+def test_the_summary_repeats_its_notes_last():
+    lines = summary.summary_lines([metrics_record(0)], summary.RunPaths(), ["--eval-interval 5 has no effect"])
+    assert lines[-2:] == ["notes", "  --eval-interval 5 has no effect"]
+
+
 def test_the_summary_counts_the_time_of_the_start_apart_from_iterations():
     record = metrics_record(0)
     record["time"]["start"] = 12.0
@@ -393,7 +398,7 @@ def test_the_command_draws_the_run_in_the_folder_that_save_was_given_and_lists_s
     assert "reward   * first   o other" in capsys.readouterr().out
     write_metrics(runs[1] / "metrics.jsonl", range(6))
     assert cli.main(["picture", f"mine={tmp_path / 'save'}"]) == ExitCode.USAGE
-    assert f"holds 2 runs: name one of\n  {runs[0]}\n  {runs[1]}\n" in capsys.readouterr().err
+    assert f"has 2 runs: name one of\n  {runs[0]}\n  {runs[1]}\n" in capsys.readouterr().err
 
 
 def test_the_command_names_what_it_cannot_draw(tmp_path, capsys):

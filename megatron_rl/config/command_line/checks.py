@@ -364,5 +364,7 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     yield checkpoint.save_interval is not None, "without --save-interval", "checkpoint", "save_retain_interval"
     saving = "keep_last async_save no_save_optim no_save_rng ckpt_fully_parallel_save"
     yield is_saved, "without --save", "checkpoint", saving
+    needed = "without prompts to evaluate on: add --prompts-held-out or --eval-prompts"
+    yield settings.has_held_out, needed, "evaluation", "interval"
     loading = "finetune no_load_optim no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness"
     yield checkpoint.load is not None, "without --load", "checkpoint", loading

@@ -14,17 +14,7 @@ def find_problems(settings: DraftSettings) -> Iterator[str]:
     No file is read or made: rows, weights and checkpoints are checked when the run starts.
     """
     yield from prompt_files.find_problems(settings.data, settings.run.stage)
-    yield from _check_evaluation(settings)
     yield from _check_folders(settings)
-
-
-def _check_evaluation(settings: DraftSettings) -> Iterator[str]:
-    interval, data = settings.evaluation.interval, settings.data
-    if interval is not None and not data.held_out and not data.eval_prompts:
-        yield (
-            f"--eval-interval {interval} has no prompts to evaluate on: write --prompts-held-out or --eval-prompts, or "
-            "drop it"
-        )
 
 
 def _check_folders(settings: DraftSettings) -> Iterator[str]:

@@ -226,7 +226,7 @@ def _build_learner(rank: Rank, policy: Policy, reference: Reference | None, log:
 
 def _build_evaluator(rank: Rank, client: RolloutClient, prompts: PromptSource | None, reporter: Reporter) -> Evaluator:
     settings = rank.settings
-    if prompts is None or settings.evaluation.interval is None:
+    if prompts is None or not settings.is_evaluated:
         return NoEvaluator()
     return EngineEvaluator(
         settings.evaluation,

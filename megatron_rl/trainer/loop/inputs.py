@@ -224,7 +224,7 @@ def describe_finished(settings: RunSettings) -> str | None:
 
 
 def _lacks_evaluation(settings: RunSettings, version: int) -> bool:
-    if settings.evaluation.interval is None:
+    if not settings.is_evaluated:
         return False
     path = settings.folder / metrics.FILE_NAME
     records = read_lines(path) if path.exists() else []

@@ -192,7 +192,8 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
         audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
         tensorboard=settings.observe.tensorboard_dir,
     )
-    print_summary(metrics.read_metrics(settings.folder), places, sys.stdout)
+    notes = [note for note in settings.notes if note.startswith("--eval-interval")]
+    print_summary(metrics.read_metrics(settings.folder), places, sys.stdout, notes)
 
 
 def meet(watch: Watch, timeout: datetime.timedelta) -> dist.Store:

@@ -194,7 +194,7 @@ def build_supervised(
 def _build_evaluator(rank: Rank, source: DemonstrationSource | None, policy: Policy, packer: Packer) -> Evaluator:
     settings, session = rank.settings, rank.session
     interval = settings.evaluation.interval
-    if interval is None:
+    if interval is None or not settings.is_evaluated:
         return NoEvaluator()
     held_out = session.broadcast(None if source is None else source.held_out(settings.evaluation.num_prompts))
     assert held_out is not None
