@@ -33,7 +33,7 @@ def explain(argv: list[str]) -> int:
         megatron-rl explain RUN
 
     Prints nothing about a healthy run. If a run is too short to judge, it prints the number of iterations that are
-    needed. RUN is a run's folder, or the folder that --save was given.
+    needed. RUN is a run's folder, the folder above it, or the folder that --save was given.
     """
     parser = _make_parser("explain", explain.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path)
@@ -58,7 +58,8 @@ def ledger(argv: list[str]) -> int:
         megatron-rl ledger RUN            a table: the share of each cause
         megatron-rl ledger RUN --json     seconds, and their parts
 
-    RUN is a run's folder, or the folder that --save was given. docs/metrics.md says what the causes mean.
+    RUN is a run's folder, the folder above it, or the folder that --save was given. docs/metrics.md says what the
+    causes mean.
     """
     parser = _make_parser("ledger", ledger.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path)
@@ -79,8 +80,8 @@ def report(argv: list[str]) -> int:
         megatron-rl report RUN... --out FILE.html     write the page
         megatron-rl report RUN... --serve [PORT]      serve it on this machine, and follow the runs until Ctrl-C
 
-    RUN is a folder with metrics.jsonl, such a file, or the folder that --save was given. LABEL=RUN gives it another
-    name than the folder's.
+    RUN is a folder with metrics.jsonl, such a file, the folder above, or the folder that --save was given. LABEL=RUN
+    gives it another name than the folder's.
     """
     parser = _make_parser("report", report.__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run, or LABEL=RUN")
@@ -118,7 +119,7 @@ def trace(argv: list[str]) -> int:
 
         megatron-rl trace RUN --out trace.json
 
-    RUN is a run's folder, or the folder that --save was given.
+    RUN is a run's folder, the folder above it, or the folder that --save was given.
     """
     parser = _make_parser("trace", trace.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path)

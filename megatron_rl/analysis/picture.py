@@ -3,8 +3,8 @@
     megatron-rl picture RUN...                     as text
     megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
 
-RUN is a folder with metrics.jsonl, such a file, or the folder that --save was given. LABEL=RUN gives it another name
-than the folder's.
+RUN is a folder with metrics.jsonl, such a file, the folder above, or the folder that --save was given. LABEL=RUN gives
+it another name than the folder's.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 megatron-rl audit RUN
 
-RUN is the log, the folder that has audit.jsonl, or the folder of --save.
+RUN is the log, the folder that has audit.jsonl, the folder above, or the folder of --save.
 
 megatron-rl audit RUN --head HASH
 

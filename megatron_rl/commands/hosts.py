@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe.rank_places import ReadPlaces, read_places
+from megatron_rl.observe.run_folder import find_run, list_runs
 from megatron_rl.shared.protocol.client import RolloutClient, read_token
 
 _ADDRESS, _TOKEN = "address", "token"
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.OK if argv else ExitCode.USAGE
     if len(argv) > 1:
         raise UsageError(f"{argv[1]} is one folder too many: name one run")
-    folder = Path(argv[0])
+    folder = _find_live(Path(argv[0]))
     for line in describe(_ask(folder)):
         print(line)
     for line in describe_ranks(read_places(folder)):
@@ -103,12 +104,18 @@ def _describe_engine(engine: Mapping[str, Any]) -> tuple[str, str, str, str]:
     return state, step, str(engine["in_flight"]), str(engine["restarts"])
 
 
-def _ask(folder: Path) -> Mapping[str, Any]:
-    address = folder / _ADDRESS
-    if not address.exists():
+def _find_live(path: Path) -> Path:
+    """Find the folder of the live run at or below `path`."""
+    if not any((run / _ADDRESS).exists() for run in list_runs(path, _ADDRESS)):
         raise InputError(
-            f"no sidecar serves {folder}, which has no file {_ADDRESS}: name the folder of a live run, on "
+            f"no sidecar serves {path}, which has no file {_ADDRESS}: name the folder of a live run, on "
             "the host of its sidecar"
         )
-    with RolloutClient(address.read_text().strip(), read_token(folder / _TOKEN), _PATIENCE_SECONDS) as client:
+    return find_run(path, _ADDRESS)
+
+
+def _ask(folder: Path) -> Mapping[str, Any]:
+    with RolloutClient(
+        (folder / _ADDRESS).read_text().strip(), read_token(folder / _TOKEN), _PATIENCE_SECONDS
+    ) as client:
         return client.status()

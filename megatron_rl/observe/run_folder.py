@@ -18,24 +18,33 @@ CONFIG_FILE = "config.json"
 WARNINGS_FILE = "warnings.log"
 
 
-def find_run(path: Path, file_name: str) -> Path:
-    """Return a run's folder; find it if `path` is the folder that --save was given.
+_PLACES = ("", "*/", "rollout/*/")
+"""Places of runs below a folder: itself, one level down as in a demo's folder, and in the folder of --save."""
 
-    A run's folder holds the file `file_name`. If the path has no such folder, or several, raise a UsageError. A path
-    that is not a folder is returned as it is.
-    """
+
+def list_runs(path: Path, file_name: str) -> list[Path]:
+    """List the folders at or below `path` that are runs, because they have the file `file_name`."""
     if not path.is_dir() or (path / file_name).exists():
-        return path
-    runs = sorted(file.parent for file in path.glob(f"rollout/*/{file_name}"))
+        return [path]
+    return sorted({file.parent for place in _PLACES for file in path.glob(f"{place}{file_name}")})
+
+
+def find_run(path: Path, file_name: str) -> Path:
+    """Return the folder of the run at or below `path`; a path that is not a folder is returned as it is.
+
+    Raise a UsageError unless there is exactly one run.
+    """
+    runs = list_runs(path, file_name)
     if len(runs) > 1:
         listed = "".join(f"\n  {run}" for run in runs)
-        raise UsageError(f"{path} holds {len(runs)} runs: name one of{listed}")
+        raise UsageError(f"{path} has {len(runs)} runs: name one of{listed}")
     if not runs:
-        for folder in (path, *sorted(path.glob("rollout/*"))):
-            check_samples(folder, file_name)
+        for place in _PLACES:
+            for config in sorted(path.glob(f"{place}{CONFIG_FILE}")):
+                check_samples(config.parent, file_name)
         raise UsageError(
-            f"{path} has no {file_name}: name the run's folder (--rollout-folder, if the run had one), or the folder "
-            f"that --save was given"
+            f"{path} has no {file_name}: name the run's folder (--rollout-folder, if the run had one), the folder one "
+            "level above, or the folder that --save was given"
         )
     return runs[0]
 
@@ -52,13 +61,18 @@ def check_samples(folder: Path, wanted: str) -> None:
 
 
 def label_runs(runs: Sequence[str], file_name: str) -> dict[str, Path]:
-    """Find the folders of runs given as RUN or LABEL=RUN, by label; without one, the folder's name is the label."""
+    """Find the folders of runs given as RUN or LABEL=RUN, by label.
+
+    Without one, the label is the folder's name; for a run one level down, it is the name of the folder above.
+    """
     found: dict[str, Path] = {}
     for run in runs:
         label, separator, text = run.partition("=")
-        path = find_run(Path(text if separator else run), file_name)
+        named = Path(text if separator else run)
+        path = find_run(named, file_name)
         if not separator:
-            label = (path if path.is_dir() else path.parent).resolve().name
+            folder = path if path.is_dir() else path.parent
+            label = (named if folder.parent == named else folder).resolve().name
         if label in found:
             raise UsageError(f"{found[label]} and {path} are both called {label}: write LABEL={path}")
         found[label] = path

@@ -546,7 +546,7 @@ def test_the_command_finds_the_run_in_the_folder_that_save_was_given_and_lists_s
     write_log(second)
     assert cli.main(["audit", str(save)]) == ExitCode.USAGE
     said = capsys.readouterr().err
-    assert f"{save} holds 2 runs: name one of\n  {first.parent}\n  {second.parent}\n" in said
+    assert f"{save} has 2 runs: name one of\n  {first.parent}\n  {second.parent}\n" in said
 
 
 def test_an_empty_log_is_clean_and_holds_nothing(path: Path) -> None:

@@ -77,13 +77,15 @@ def test_the_sidecar_is_asked_with_the_folders_address_and_token(tmp_path, monke
     monkeypatch.setattr(hosts, "RolloutClient", Client)
     with pytest.raises(InputError, match="no sidecar serves .*which has no file address"):
         hosts.main([str(tmp_path)])
-    (tmp_path / "address").write_text("http://127.0.0.1:1\n")
-    (tmp_path / "token").touch(mode=0o600)
-    (tmp_path / "token").write_text("secret\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "address").write_text("http://127.0.0.1:1\n")
+    (run / "token").touch(mode=0o600)
+    (run / "token").write_text("secret\n")
     assert hosts.main([str(tmp_path)]) == 0
     assert asked[0][:2] == ("http://127.0.0.1:1", "secret")
     assert "(own host)" in capsys.readouterr().out
-    places = RankPlaces(tmp_path)
+    places = RankPlaces(run)
     places.note(0, "here", 1, "train")
     places.write()
     assert hosts.main([str(tmp_path)]) == 0

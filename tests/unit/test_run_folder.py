@@ -37,3 +37,23 @@ def test_a_run_of_rollouts_without_its_audit_log_is_said_to_lack_it(tmp_path, ca
     said = capsys.readouterr().err
     assert "has no audit.jsonl" in said
     assert "sft" not in said
+
+
+@pytest.mark.parametrize("command", ["explain", "picture"])
+def test_a_command_finds_the_run_one_level_down(tmp_path, capsys, command):
+    write_run(tmp_path / "demo" / "run", "sft")
+    assert cli.main([command, str(tmp_path / "demo")]) == ExitCode.OK
+    assert "iteration" in capsys.readouterr().out
+
+
+def test_a_folder_with_several_runs_lists_them(tmp_path, capsys):
+    runs = [write_run(tmp_path / "demo" / name, "sft") for name in ("first", "second")]
+    assert cli.main(["explain", str(tmp_path / "demo")]) == ExitCode.USAGE
+    text = capsys.readouterr().err
+    assert all(str(run) in text for run in runs)
+
+
+def test_a_run_found_one_level_down_is_labelled_by_the_folder_that_was_named(tmp_path):
+    runs = [write_run(tmp_path / name / "run", "sft") for name in ("demo", "other")]
+    labelled = run_folder.label_runs([str(run.parent) for run in runs], "metrics.jsonl")
+    assert labelled == {"demo": runs[0], "other": runs[1]}
