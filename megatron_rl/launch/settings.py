@@ -5,20 +5,26 @@ import dataclasses
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl.config.command_line.parse import list_problems
 from megatron_rl.config.flag import FlagParser
 from megatron_rl.errors import UsageError
+from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, write_hosts
 from megatron_rl.sidecar.hosts.kinds import DEFAULT_PORT
 from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 
 USAGE = "write megatron-rl launch SCHEDULER FLAGS -- pretrain_grpo.py FLAGS"
+_PROGRAM = "pretrain_grpo.py"
 _FOLDER = "--rollout-folder"
 _SAVE = "--save"
 _LISTEN = "--rollout-listen"
 _NUM_ENGINES = "--rollout-num-engines"
 _TENSOR_PARALLEL = "--rollout-tensor-parallel-size"
+# A file of hosts that the check of a run's flags can read before the launch has written its own.
+_ANY_HOST = f'token_file = "{TOKEN_FILE}"\n[every_host]\nengines = 1\n'
 SERVICE_PORT = 7099
 """The port of a sidecar that ranks on other hosts reach."""
 RENDEZVOUS_PORT = 29400
@@ -109,6 +115,8 @@ def read_common(
         problems.append(f"{_FOLDER} is missing after --: name the run's folder, which all hosts of ranks share")
         run = Path("run")
     devices = getattr(given, "devices_per_host", 8)
+    num_ranks = getattr(given, "trainer_hosts", 1) * getattr(given, "ranks_per_host", devices)
+    problems += _check_run(_complete([*words, _FOLDER, str(run)], scheduler, 1), max(1, num_ranks))
     together = getattr(given, "hosts_per_engine", 1)
     size = find_size(words)
     if together < 1 or size % together or getattr(given, "engine_hosts", 0) % together:
@@ -141,6 +149,29 @@ def _check_words(words: Sequence[str]) -> Iterator[str]:
         yield f"the trainer's words are missing: {USAGE}"
     if _find(words, FLAG_OF_HOSTS) is not None:
         yield f"{FLAG_OF_HOSTS} must not be given after --: the launch writes it"
+
+
+def _check_run(words: Sequence[str], num_ranks: int) -> list[str]:
+    """Return all mistakes that the run would find in its flags; those of another program are not checked."""
+    flags = _find_flags(words)
+    if flags is None:
+        return []
+    model = _find(flags, "--hf-model")
+    has_files = model is not None and Path(model).is_dir()
+    if model is not None and not has_files:
+        print(f"megatron-rl launch: {model} is not on this machine: only flags were checked", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        write_hosts(Path(folder), _ANY_HOST)
+        found = [FLAG_OF_HOSTS, f"slurm:{folder}/{HOSTS_FILE}"]
+        return list_problems([*flags, *found], num_ranks, has_files)
+
+
+def _find_flags(words: Sequence[str]) -> Sequence[str] | None:
+    """Return the flags of this package's program; None if the words start another one."""
+    for place, word in enumerate(words):
+        if Path(word).name == _PROGRAM or list(words[place - 1 : place + 1]) == ["-m", "megatron_rl"]:
+            return words[place + 1 :]
+    return None
 
 
 def _check(settings: LaunchSettings, size: int) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """megatron-rl launch: what a scheduler is given, what is refused, and that no token is in what others can read."""
 
+import dataclasses
+import json
 import os
 import shlex
 import subprocess
@@ -13,13 +15,28 @@ import yaml
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import ExitCode
 from megatron_rl.launch.yaml import write_yaml
+from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import HostPlace
 from megatron_rl.sidecar.listening import parse_place
+from tests.command_lines import QWEN3, without
+from tests.documents import commands_of
 from tests.processes import ROOT
 
-WORDS = ["pretrain_grpo.py", "--hf-model", "my model", "--rollout-tensor-parallel-size", "2", "--save"]
+# The model is on the hosts of the run alone, and its name has a space.
+WORDS = [
+    "pretrain_grpo.py", "--hf-model", "my model", "--prompts", "prompts.jsonl", "--reward", "exact",
+    "--seq-length", "2048", "--rollout-max-tokens", "1536", "--grpo-prompts-per-step", "128", "--train-iters", "400",
+    "--lr", "1e-6", "--rollout-tensor-parallel-size", "2", "--save",
+]  # fmt: skip
+
+
+def draw_config(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(families.derive_config(dataclasses.replace(QWEN3, max_position_embeddings=2048)))
+    )
 
 
 @pytest.fixture
@@ -76,6 +93,45 @@ def test_a_job_of_slurm_has_ranks_in_its_first_component_and_agents_in_its_secon
     assert (place / "runs/maths/rollout/maths").stat().st_mode & 0o077 == 0
     assert (folder / "token").stat().st_mode & 0o077 == 0
     assert found.token not in script + printed
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("head", ["pretrain_grpo.py", "-m megatron_rl"])
+def test_words_that_the_run_would_refuse_start_nothing(place, capsys, scheduler, head):
+    image = ["--image", "image"] if scheduler == "kubernetes" else []
+    words = [*head.split(), "--hf-modle", "model", "--save", "runs/maths"]
+    assert megatron_rl(["launch", scheduler, "--engine-hosts", "1", *image, "--", *words]) == ExitCode.USAGE
+    errors = capsys.readouterr().err
+    assert "unknown flag --hf-modle (the nearest is --hf-model)" in errors
+    for flag in ("--prompts", "--reward", "--lr", "--train-iters", "--seq-length", "--grpo-prompts-per-step"):
+        assert f"megatron-rl launch: {flag} is missing" in errors
+    assert list(place.iterdir()) == []
+
+
+def test_files_of_the_run_are_checked_if_its_model_is_on_this_machine(place, capsys):
+    assert launch("slurm", "--dry-run") == ExitCode.OK
+    assert "my model is not on this machine: only flags were checked" in capsys.readouterr().err
+    draw_config(place / "my model")
+    assert launch("slurm", "--dry-run") == ExitCode.USAGE
+    assert "--prompts prompts.jsonl does not exist" in capsys.readouterr().err
+    (place / "prompts.jsonl").touch()
+    assert launch("slurm", "--dry-run") == ExitCode.OK
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words", [["-m", "megatron_rl.recipe", "pretrain_gpt.py"], ["my_script.py", "--depth", "3"]])
+def test_words_of_other_programs_are_left_to_them(place, words):
+    flags = ["--engine-hosts", "1", "--dry-run"]
+    assert megatron_rl(["launch", "slurm", *flags, "--", *words, "--save", "runs/maths"]) == ExitCode.OK
+
+
+def test_the_examples_of_the_documents_are_complete(place, capsys):
+    commands = [words for words in commands_of("docs/hosts.md") if words.startswith("megatron-rl launch")]
+    assert len(commands) == 2
+    for command in commands:
+        words = [word.replace("/shared", str(place)) for word in shlex.split(command)[1:]]
+        mark = words.index("--")
+        assert megatron_rl([*words[:mark], "--dry-run", *words[mark:]]) == ExitCode.OK, capsys.readouterr().err
 
 
 def test_an_engine_over_several_hosts_has_its_share_of_each(place, capsys):
@@ -173,11 +229,14 @@ def test_the_program_of_the_scheduler_is_given_the_files(place, monkeypatch, cap
 
 def test_all_mistakes_of_a_launch_are_named_at_once_and_nothing_is_written(place, capsys):
     words = ["--name", "My_Run", "--engines-per-host", "5", "--port", "65535", "--source", "none"]
-    assert megatron_rl(["launch", "slurm", *words, "--", "x.py", "--rollout-hosts", "slurm"]) == ExitCode.USAGE
-    errors = capsys.readouterr().err.splitlines()
+    others = ["pretrain_grpo.py", *without(WORDS[1:-1], "--lr"), "--rollout-hosts", "slurm"]
+    assert megatron_rl(["launch", "slurm", *words, "--", *others]) == ExitCode.USAGE
+    note, *errors = capsys.readouterr().err.splitlines()
+    assert "my model is not on this machine" in note
     expected = (
-        "--rollout-hosts must not be given after --", "--rollout-folder is missing after --", "--name My_Run must have",
-        "--engine-hosts 0 must be at least 1", "--port 65535 must be", "--source none must be a file",
+        "--rollout-hosts must not be given after --", "--rollout-folder is missing after --", "--lr is missing",
+        "--name My_Run must have", "--engine-hosts 0 must be at least 1",
+        "--engines-per-host 5 with 2 accelerators each", "--port 65535 must be", "--source none must be a file",
     )  # fmt: skip
     assert len(errors) == len(expected), errors
     for error, words_of_error in zip(errors, expected, strict=True):

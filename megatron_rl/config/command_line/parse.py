@@ -25,9 +25,10 @@ from megatron_rl.ops.choice import Choice
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 
-__all__ = ["RunSettings", "Settings", "parse", "parse_run", "parse_sizes"]
+__all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
 _NAME = re.compile(r"--[a-z][\w-]*")
+_MISSING = re.compile(rf"{_NAME.pattern} is missing:")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
@@ -73,6 +74,23 @@ def parse_sizes(argv: Sequence[str], world_size: int, device: int | None = None)
     _raise_problems(reading)
     assert sizes is not None
     return Settings.accept(draft), sizes
+
+
+def list_problems(argv: Sequence[str], world_size: int, has_files: bool = True) -> list[str]:
+    """List all mistakes in the command line of a run whose devices another machine has.
+
+    Without `has_files` another machine has its files too: then they are not checked, and neither is its sidecar, except
+    that flags are missing.
+    """
+    reading = _read([*argv, "--print-config"])
+    draft = _resolve_settings(reading, world_size, needs_folder=True)
+    _, problems = resolve_run(draft, is_first=True)
+    if not has_files:
+        _, elsewhere = resolve_run(draft, is_first=False)
+        problems = [problem for problem in problems if problem in elsewhere or _MISSING.match(problem)]
+        reading.problems = [problem for problem in reading.problems if problem != str(reading.input_error)]
+    reading.consider(problems)
+    return reading.problems
 
 
 @dataclasses.dataclass
