@@ -13,17 +13,18 @@ from megatron_rl.migrate.shell_script import read_shell_script
 _LAUNCHERS = ("torchrun", "python", "python3", "ray", "accelerate", "trl", "msrun", "deepspeed", "srun", "nohup", "uv")
 # The classes of TRL whose keywords are settings, each with the settings whose keywords have other names.
 _CLASSES: Mapping[str, Mapping[str, str]] = {"GRPOConfig": {}, "GRPOTrainer": {"model": "model_name_or_path"}}
+_DATA = ("train_dataset", "eval_dataset")
 _OBJECTS = ("args", "model_name_or_path", "processing_class")
 
 
-def find_command(script: Path, text: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find the command of a shell script that starts a run: the launcher's words, and the run's."""
+def find_command(script: Path, text: str, arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Find the command of a shell script that starts a run: the launcher's words, the run's, and missing files."""
     variables = {"0": str(script), "BASH_SOURCE": str(script)}
-    commands = read_shell_script(text, variables, arguments, functools.partial(_read_beside, script)).commands
-    found = next(filter(None, map(_split_command, commands)), None)
+    read = read_shell_script(text, variables, arguments, functools.partial(_read_beside, script))
+    found = next(filter(None, map(_split_command, read.commands)), None)
     if found is None:
         raise InputError(f"{script} starts no run that is known: write a script of slime, Megatron-LM, verl or TRL")
-    return found
+    return *found, read.missing
 
 
 def _read_beside(script: Path, path: str) -> str | None:
@@ -86,9 +87,38 @@ def read_program(text: str, script: Path) -> dict[str, str]:
             key = _CLASSES[_name_called(call)].get(keyword.arg or "", keyword.arg or "")
             if isinstance(keyword.value, ast.Constant):
                 settings[key] = str(keyword.value.value)
+            elif key == "reward_funcs":
+                settings[key] = " ".join(_find_functions(tree, keyword.value, script))
+            elif key in _DATA:
+                settings[key] = _find_rows(tree, keyword.value)
             elif key not in _OBJECTS:
                 settings[key] = ast.unparse(keyword.value)
     return settings
+
+
+def _find_functions(tree: ast.Module, value: ast.expr, script: Path) -> Iterator[str]:
+    """Yield the reward functions of a program as FILE.py:NAME, or by their name if importing the file would train."""
+    is_guarded = any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
+    files = {node.name: script for node in tree.body if isinstance(node, ast.FunctionDef) and is_guarded}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            file = script.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+            files |= {alias.name: file for alias in node.names if file.is_file() and alias.asname is None}
+    for item in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
+        name = ast.unparse(item)
+        yield f"{files[name]}:{name}" if name in files else name
+
+
+def _find_rows(tree: ast.Module, value: ast.expr) -> str:
+    """Return the file of a data set that is read from one, or the expression that makes the data set."""
+    if isinstance(value, ast.Name):
+        assigned = [node.value for node in ast.walk(tree)
+                    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == value.id]  # fmt: skip
+        value = assigned[0] if len(assigned) == 1 else value
+    for keyword in value.keywords if isinstance(value, ast.Call) else ():
+        if keyword.arg == "data_files" and isinstance(keyword.value, ast.Constant):
+            return str(keyword.value.value)
+    return ast.unparse(value)
 
 
 def _name_called(call: ast.Call) -> str:

@@ -33,6 +33,8 @@ class ShellScript:
     """The commands it would run, in order."""
     settable: set[str] = dataclasses.field(default_factory=set)
     """The names that it sets anywhere, whether or not that line is reached."""
+    missing: list[str] = dataclasses.field(default_factory=list)
+    """The files that it sources and that cannot be read."""
 
 
 def read_shell_script(
@@ -237,7 +239,9 @@ class _Reader:
 
     def _source(self, path: str) -> None:
         text = self._read_file(path)
-        if text is not None:
+        if text is None:
+            self.script.missing.append(path)
+        else:
             self._read_inner(text)
 
     def _read_inner(self, text: str) -> None:

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.command_line.parse import parse_run
-from megatron_rl.errors import ExitCode, InputError, MegatronRLError
+from megatron_rl.config.command_line.parse import list_problems
+from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.migrate.launch_command import (
     find_command,
     group_words,
@@ -52,7 +52,14 @@ def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
         return translate_trl(read_flat_yaml(text), script)
     if script.suffix == ".py":
         return translate_trl(read_program(text, script), script)
-    head, words = find_command(script, text, arguments)
+    head, words, missing = find_command(script, text, arguments)
+    translation = _translate_command(head, words, script)
+    translation.notes += (f"Not found, and its settings are missing here: source {path}" for path in missing)
+    return translation
+
+
+def _translate_command(head: Sequence[str], words: Sequence[str], script: Path) -> Translation:
+    """Translate the command of a shell script: the launcher's words, and the run's."""
     if any(word.startswith("verl.") for word in head):
         settings = read_overrides(words)
         if "megatron" in read_launcher(words).get("config_name", ""):
@@ -73,11 +80,7 @@ def find_problems(translation: Translation) -> list[str]:
         text for text, settled_by in translation.missing.items() if translation.words.keys().isdisjoint(settled_by)
     ]
     words = [os.path.expandvars(word) for name, values in translation.words.items() for word in (name, *values)]
-    try:
-        parse_run(words, world_size=translation.nodes * translation.ranks)
-    except MegatronRLError as error:
-        problems += error.problems
-    return problems
+    return [*problems, *list_problems(words, translation.nodes * translation.ranks)]
 
 
 def write(translation: Translation, problems: Sequence[str] = ()) -> str:

@@ -15,6 +15,10 @@ from megatron_rl.migrate.translation import Translation, index_flags, place_devi
 _DIVERGENCE = ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type", "--use-unbiased-kl")
 # Flags that are carried over together with others.
 _TOGETHER = (*_DIVERGENCE, "--num-steps-per-rollout", "--eval-prompt-data")
+# Flags that choose a reward.
+_REWARDS = ("--rm-type", "--rm-url", "--custom-rm-path")
+# Flags of evaluations, each with the flag of training whose value it has here.
+_EVALUATED = {"--eval-max-response-len": "--rollout-max-response-len", "--eval-top-p": "--rollout-top-p"}
 _FILTER = "check_reward_nonzero_std"
 
 
@@ -64,6 +68,15 @@ def _carry_flags(written: Mapping[str, list[str]], to: Translation) -> None:
             to.meaningless.append(name)
         elif flag is None:
             to.changed.append(f"{source}: this package has no such flag")
+        elif name in _REWARDS:
+            to.require(
+                f"{source} chooses slime's reward: write --reward FILE.py:NAME, or a ready-made one (docs/rewards.md)",
+                "--reward",
+            )
+        elif name in _EVALUATED and values != (written.get(_EVALUATED[name]) or ["1"]):
+            to.changed.append(
+                f"{source}: an evaluation's responses are as long as others, and from the whole distribution"
+            )
         elif flag.kind is Kind.IGNORED:
             to.meaningless.append(name)
         elif name == "--dynamic-sampling-filter-path" and values and values[0].endswith(_FILTER):

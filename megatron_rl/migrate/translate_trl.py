@@ -3,6 +3,7 @@
 TRL counts steps in updates, and so does our schedule; the length of our run counts iterations.
 """
 
+import re
 from collections.abc import Mapping
 
 from megatron_rl.errors import InputError
@@ -21,7 +22,7 @@ _CORRECTION = "vllm_importance_sampling"
 def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     """Translate the settings of a run; raise an InputError if none of them is TRL's."""
     table = read_table("trl")
-    known = {*table["defaults"], *table["settings"], *table["unsaid"].split()}
+    known = {*table["defaults"], *table["settings"], *table["unsaid"].split(), "reward_funcs", "dataset_name"}
     if known.isdisjoint(given):
         raise InputError(
             f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl or TRL"
@@ -39,10 +40,58 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     elif theirs.is_on("fp16"):
         to.write("--fp16")
     _write_intervals(theirs, to, num_updates)
+    _write_rewards(theirs, to)
+    _write_data(theirs, to)
     carry_settings(table, theirs, to)
-    is_served = theirs.is_on("use_vllm") and theirs.text("vllm_mode") == "server"
-    place_devices(to, 1, theirs.count("num_processes") or 1, is_shared=not is_served)
+    _place(theirs, to)
     return to
+
+
+def _place(theirs: TheirSettings, to: Translation) -> None:
+    """Place ranks and engines: in TRL engines are servers, or share the devices of the processes that train."""
+    num_processes, mode = theirs.count("num_processes") or 1, theirs.text("vllm_mode")
+    if theirs.is_on("use_vllm") and mode == "colocate":
+        of_engine = to.count("--rollout-tensor-parallel-size", 1) or 1
+        to.ranks = num_processes
+        to.write("--rollout-colocate")
+        # They share accelerators, which this machine may not have.
+        to.write("--platform", "cuda")
+        to.write_unless_default("--rollout-num-engines", max(1, num_processes // of_engine))
+        return
+    place_devices(to, 1, num_processes, is_shared=not (theirs.is_on("use_vllm") and mode == "server"))
+
+
+def _write_rewards(theirs: TheirSettings, to: Translation) -> None:
+    """Write reward functions whose file is known, and require the others."""
+    functions = re.findall(r"[\w./:-]+", theirs.text("reward_funcs"))
+    weights = re.findall(r"[\d.eE+-]+", theirs.text("reward_weights"))
+    if len(weights) == len(functions):
+        functions = [f"{function}={weight}" for function, weight in zip(functions, weights, strict=True)]
+    if functions and all(".py:" in function for function in functions):
+        to.write("--reward", *functions)
+    elif functions:
+        files = " ".join(function if ".py:" in function else f"FILE.py:{function}" for function in functions)
+        to.require(
+            f"reward_funcs = {theirs.text('reward_funcs')}: write --reward {files}, where FILE.py has the function and "
+            "trains nothing when it is imported",
+            "--reward",
+        )
+
+
+def _write_data(theirs: TheirSettings, to: Translation) -> None:
+    """Write data sets that are files of rows, and require files of the others."""
+    for keys, flag, file in (
+        (("train_dataset", "dataset_name"), "--prompts", "train.jsonl"),
+        (("eval_dataset",), "--eval-prompts", "test.jsonl"),
+    ):
+        for key in keys:
+            text = theirs.text(key)
+            if text.endswith((".jsonl", ".parquet")):
+                to.write(flag, *text.split())
+            elif text:
+                to.require(
+                    f'{key} = {text}: write its rows to a file, DATASET.to_json("{file}"), and {flag} {file}', flag
+                )
 
 
 def _write_sizes(theirs: TheirSettings, to: Translation) -> int:
@@ -95,7 +144,7 @@ def _write_advantage(theirs: TheirSettings, to: Translation) -> None:
             "plus 1e-6, which makes advantages of n responses larger by the root of n / (n - 1)"
         )
     weights = theirs.text("reward_weights")
-    if weights:
+    if weights and "reward_funcs" not in theirs.given:
         to.changed.append(f"reward_weights = {weights}: write a function's weight after it, --reward NAME=WEIGHT")
 
 

@@ -49,10 +49,25 @@ def translate_verl(given: Mapping[str, str]) -> Translation:
     _write_schedule(theirs, to, is_megatron)
     _write_precision(theirs, to, is_megatron)
     _write_intervals(theirs, to)
+    _require_reward(theirs, to)
     nodes, per_node = theirs.count("trainer.nnodes") or 1, theirs.count("trainer.n_gpus_per_node") or 1
     carry_settings(table, theirs, to)
     place_devices(to, nodes, per_node, is_shared=True)
     return to
+
+
+def _require_reward(theirs: TheirSettings, to: Translation) -> None:
+    """Require a reward: verl chooses one by the rows' data_source, unless the run has a function of its own."""
+    file, name = theirs.text("custom_reward_function.path"), theirs.text("custom_reward_function.name")
+    name = name or "compute_score"
+    module = file.rsplit("/", 1)[-1].removesuffix(".py") or "verl.utils.reward_score"
+    function = name if file else "default_compute_score"
+    to.require(
+        f"verl's reward reads reward_model.ground_truth of each row: write --reward FILE.py:reward, where FILE.py has "
+        f"`from {module} import {function}` and `reward = from_verl({function})` (docs/rewards.md); for a ready-made "
+        "reward copy ground_truth into a column of its own, and write --answer-key COLUMN",
+        "--reward",
+    )
 
 
 def _write_sizes(theirs: TheirSettings, to: Translation) -> None:

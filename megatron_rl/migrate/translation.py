@@ -181,9 +181,10 @@ def place_devices(to: Translation, nodes: int, per_node: int, is_shared: bool, f
             )
             return
     to.require(
-        f"engines have devices of their own here, {of_engine} for each, and the ranks of a model have {of_model}: "
-        f"{per_node} cannot hold both, so write smaller parallel sizes or more devices, or --rollout-endpoint",
+        f"an engine has {of_engine} devices and a model's ranks have {of_model}, but there are {per_node}: write "
+        "smaller parallel sizes, --rollout-endpoint, or --rollout-colocate, with which both share devices",
         "--rollout-endpoint",
+        "--rollout-colocate",
     )
 
 

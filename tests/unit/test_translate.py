@@ -232,9 +232,116 @@ def test_a_trl_program_comes_to_our_flags(tmp_path: Path) -> None:
     assert found.words["--grpo-advantage"] == ["mean"]
     assert found.words["--hf-model"] == ["Qwen/Qwen2.5-7B"]
     assert found.words["--bf16"] == []
-    assert is_named("reward_funcs = [accuracy]", found.changed)
+    assert is_named("reward_funcs = accuracy: write --reward FILE.py:accuracy", [*found.missing])
+    assert is_named("train_dataset = load('d'): write its rows to a file", [*found.missing])
     attributes = TRL.replace("GRPOConfig(", "trl.GRPOConfig(").replace("GRPOTrainer(", "trl.GRPOTrainer(")
     assert translate_text(tmp_path, "train.py", attributes).words == found.words
+
+
+@pytest.mark.parametrize(
+    ("funcs", "weights", "reward"),
+    [
+        ("[brief, right]", "", ["rewards/mine.py:brief", "run.py:right"]),
+        ("brief", ", reward_weights=[0.5]", ["rewards/mine.py:brief=0.5"]),
+    ],
+)
+def test_a_reward_function_of_a_trl_program_is_named_by_its_file(
+    funcs: str, weights: str, reward: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "mine.py").touch()
+    text = f"""
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from rewards.mine import brief
+
+def right(completions, **columns):
+    return [1.0 for _ in completions]
+
+def main():
+    rows = load_dataset("json", data_files="train.jsonl", split="train")
+    other = load_dataset("trl-lib/DeepMath-103K", split="test")
+    args = GRPOConfig(output_dir="out"{weights})
+    GRPOTrainer(model="m", args=args, reward_funcs={funcs}, train_dataset=rows, eval_dataset=other)
+
+if __name__ == "__main__":
+    main()
+"""
+    found = translate_text(tmp_path, "run.py", text)
+    assert found.words["--reward"] == [f"{tmp_path}/{name}" for name in reward]
+    assert found.words["--prompts"] == ["train.jsonl"]
+    assert is_named("eval_dataset = load_dataset('trl-lib/DeepMath-103K', split='test'): write", [*found.missing])
+    unguarded = translate_text(tmp_path, "run.py", text.replace('if __name__ == "__main__":', "if True:"))
+    assert ("--reward" in unguarded.words) == ("right" not in funcs)
+    assert "right" not in funcs or any("FILE.py:right, where FILE.py" in text for text in unguarded.missing)
+
+
+def test_a_data_set_of_trls_hub_is_named_with_the_way_to_a_file(tmp_path: Path) -> None:
+    found = translate_text(
+        tmp_path, "grpo.yaml", "dataset_name: trl-lib/DeepMath-103K\nreward_funcs: [accuracy_reward]\n"
+    )
+    assert is_named("dataset_name = trl-lib/DeepMath-103K: write its rows to a file", [*found.missing])
+    assert is_named("reward_funcs = [accuracy_reward]: write --reward FILE.py:accuracy_reward", [*found.missing])
+
+
+@pytest.mark.parametrize("mode", ["", "vllm_mode: colocate\n"])
+def test_engines_that_share_trls_devices_share_the_ranks_devices(mode: str, tmp_path: Path) -> None:
+    text = f"use_vllm: true\n{mode}num_processes: 4\nvllm_tensor_parallel_size: 2\n"
+    found = translate_text(tmp_path, "grpo.yaml", text)
+    assert (found.ranks, found.words.get("--rollout-num-engines")) == (4, ["2"])
+    assert "--rollout-colocate" in found.words
+    served = translate_text(tmp_path, "grpo.yaml", text.replace("colocate", "server"))
+    assert ("--rollout-colocate" in served.words) == (not mode)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--rm-type deepscaler", "--rm-type deepscaler chooses slime's reward: write --reward"),
+        ("--custom-rm-path mine.score", "--custom-rm-path mine.score chooses slime's reward: write --reward"),
+    ],
+)
+def test_what_chooses_slimes_reward_must_be_replaced(words: str, text: str, tmp_path: Path) -> None:
+    found = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", words))
+    assert is_named(text, translate.find_problems(found))
+    found.words |= {"--reward": ["math"]}
+    assert not is_named(text, translate.find_problems(found))
+
+
+def test_an_evaluation_of_slime_with_another_length_is_named(tmp_path: Path) -> None:
+    words = "--eval-max-response-len 16384 --eval-top-p 0.7"
+    found = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", words))
+    assert is_named("--eval-max-response-len 16384: ", found.changed)
+    assert is_named("--eval-top-p 0.7: ", found.changed)
+    same = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", "--eval-max-response-len 8192 --eval-top-p 1"))
+    assert {"--eval-max-response-len", "--eval-top-p"} <= set(same.meaningless)
+
+
+def test_a_sourced_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    (text,) = (note for note in translate_text(tmp_path, "run.sh", SLIME).notes if "model.sh" in note)
+    assert text.startswith("Not found, and its settings are missing here: source ")
+    (tmp_path / "model.sh").touch()
+    assert not any("model.sh" in note for note in translate_text(tmp_path, "run.sh", SLIME).notes)
+
+
+@pytest.mark.parametrize("words", ["", "custom_reward_function.path=mine.py custom_reward_function.name=score"])
+def test_verls_nested_answer_and_its_reward_are_named(words: str, tmp_path: Path) -> None:
+    found = translate_text(tmp_path, "run.sh", VERL.replace("$@", words))
+    (text,) = (text for text in found.missing if "reward_model.ground_truth" in text)
+    assert "from_verl" in text
+    assert ("from mine import score" in text) == bool(words)
+    found.words |= {"--reward": ["math"]}
+    assert text not in translate.find_problems(found)
+
+
+def test_a_command_for_devices_of_another_machine_is_checked_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path / "run.sh", VERL)
+    assert cli.main(["translate", str(script), "--add", "--platform cuda"]) == ExitCode.USAGE
+    printed = capsys.readouterr().out
+    assert "already set up" not in printed
+    assert "--platform cuda" in printed
 
 
 def test_trls_settings_and_command_line_come_to_the_same(tmp_path: Path) -> None:
