@@ -26,7 +26,7 @@ import torch
 
 from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner, Recorded, measure_difference
-from megatron_rl.drift.recording import LayerPart, ModelPart, Recording, join_ranks
+from megatron_rl.drift.recording import Recording, join_ranks
 from megatron_rl.drift.trainer import compute
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe.drift_file import DriftFindings, Side, write_findings
@@ -44,8 +44,9 @@ from megatron_rl.sidecar.vllm.flags import FLAGS_OF_DRAFTS, drop_flags
 from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server
 from megatron_rl.sidecar.vllm.watching import EXTENSION
 
-# A prompt's first blocks would not be computed if an earlier one had them.
-FLAGS = ("--worker-extension-cls", EXTENSION, "--no-enable-prefix-caching")
+# A prompt's first blocks would not be computed if an earlier one had them, and with steps that are scheduled ahead, a
+# token is computed after the one that ends a response.
+FLAGS = ("--worker-extension-cls", EXTENSION, "--no-enable-prefix-caching", "--no-async-scheduling")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,14 +138,10 @@ async def record(config: ServerConfig, samples: Sequence[Sample]) -> list[Record
             (response,) = await engine.answer(request)
             await engine.write_recording(recordings)
             ranks = [Recording.load(path) for path in sorted(recordings.glob("rank-*.safetensors"))]
-            recording, logits = join_ranks(ranks), LayerPart(ModelPart.LOGITS)
             sampled = decode_tokens(response.tokens).tolist()
-            # A prompt that is read in several steps has logits after each, and all but the last are dropped.
-            kept = {name: tensor[-len(sampled) :] for name, tensor in recording[logits].items()}
+            recording = join_ranks(ranks).keep_response(len(prompt), len(sampled))
             log_probs = decode_log_probs(response.log_probs).tolist()
-            found.append(
-                Recorded([*prompt, *sampled], log_probs, sample.temperature, recording.changed({logits: kept}))
-            )
+            found.append(Recorded([*prompt, *sampled], log_probs, sample.temperature, recording))
         return found
     finally:
         await engine.close()

@@ -101,6 +101,22 @@ class Recording:
         """Return it with other tensors at some points."""
         return Recording({**self._points, **{point: {**self[point], **change} for point, change in changes.items()}})
 
+    def keep_response(self, num_prompt: int, num_sampled: int) -> "Recording":
+        """Return it with the rows of a prompt and the tokens that were sampled for it alone.
+
+        Logits of a prompt that an engine reads in several steps come after each step, and all but the last predict no
+        sampled token. An engine that schedules steps ahead also computes rows after the token that ends a response.
+        """
+        num_tokens = len(self[LayerPart(ModelPart.EMBEDDING)]["tokens"])
+        points: dict[LayerPart, Tensors] = {}
+        for point, tensors in self._points.items():
+            first, count = 0, num_prompt + num_sampled - 1
+            if point.part is ModelPart.LOGITS:
+                # Each token after the prompt has a row, and so has each step of the prompt.
+                first, count = len(tensors["out"]) - (num_tokens - num_prompt) - 1, num_sampled
+            points[point] = {name: tensor[first : first + count] for name, tensor in tensors.items()}
+        return Recording(points)
+
     def save(self, path: Path) -> None:
         """Write it to a file."""
         tensors = {

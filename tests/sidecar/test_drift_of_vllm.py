@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from megatron_rl.drift.recording import ModelPart
 from megatron_rl.shared.protocol.wire import Response, encode_tokens
 from megatron_rl.shared.records.audit_samples import Sample
 from tests import hf_models
-from tests.sidecar import vllm_models
+from tests.ranks import ROOT
+from tests.sidecar import async_on_cpu, vllm_models
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,21 @@ def test_an_engine_with_experts_is_healthy(tmp_path: Path) -> None:
     print(found)
     assert not found.causes
     assert ModelPart.EXPERTS in {finding.name for finding in found.findings}
+
+
+def test_responses_that_stop_early_are_healthy_where_steps_are_scheduled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async_on_cpu.install(tmp_path / "plugin")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path / "plugin"), str(ROOT))))
+    model = vllm_models.draw("qwen3", tmp_path).first
+    # Half of all tokens end a response.
+    ends = {"eos_token_id": list(range(0, vllm_models.VOCAB_SIZE, 2))}
+    (model / "generation_config.json").write_text(json.dumps(ends))
+    found = examine(model, flags=("--async-scheduling",))
+    print(found)
+    assert not found.causes
+    assert found.num_tokens < 24
 
 
 def test_a_rotation_and_an_epsilon_of_another_model_are_named(tmp_path: Path) -> None:

@@ -393,6 +393,27 @@ def test_the_engine_that_is_examined_drafts_nothing(folders) -> None:
     assert "ngram" not in examined.flags
 
 
+def test_the_engine_that_is_examined_schedules_no_step_ahead_whatever_the_run_did(folders) -> None:
+    settings = make_settings(folders["qwen3"], "vllm")
+    rollout = RolloutConfig(vllm_args="--async-scheduling")
+    flags = configure(dataclasses.replace(settings, rollout=rollout), folders["qwen3"]).flags
+    assert flags.index("--no-async-scheduling") > flags.index("--async-scheduling")
+
+
+def test_logits_of_a_prompts_steps_and_rows_after_the_end_are_dropped() -> None:
+    # A prompt of 5 tokens is read in 3 steps, 2 tokens are sampled, and a step too many is computed.
+    tokens = torch.arange(7)
+    recording = Recording(
+        {
+            LayerPart(ModelPart.EMBEDDING): {"tokens": tokens, "out": tokens},
+            LayerPart(ModelPart.LOGITS): {"in": torch.tensor([1, 3, 4, 5, 6]), "out": torch.tensor([1, 3, 4, 5, 6])},
+        }
+    )
+    kept = recording.keep_response(5, 2)
+    assert kept[LayerPart(ModelPart.EMBEDDING)]["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert kept[LayerPart(ModelPart.LOGITS)]["out"].tolist() == [4, 5]
+
+
 def make_settings(model: Path, engine: str) -> SidecarSettings:
     return SidecarSettings(
         platform="cpu", hf_model=model, seq_length=64, rollout=RolloutConfig(engine=engine), reward=RewardConfig()
