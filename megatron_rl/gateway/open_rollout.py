@@ -96,6 +96,8 @@ class OpenRollout:
         """The limit for which a call was refused."""
         self.is_cut = False
         """True if a turn ended because no token was left."""
+        self.messages: list[JSON] = []
+        """The chat of the last turn, from the first message that the policy said in it."""
         self.ended = asyncio.Event()
         self._sample = sample
         self._chats = chats
@@ -110,6 +112,11 @@ class OpenRollout:
         # none for the chats before.
         self._known: dict[bytes, list[tuple[int, list[JSON]]]] = {}
         self._answering: set[asyncio.Task[Any]] = set()
+        self._num_open = 0
+        # The order of the last turn: of turns that were open at the same time, the one with the longest prompt.
+        self._last: tuple[Any, ...] = ()
+        # By the digest of a chat that the policy answered: the number of messages before the first that it said.
+        self._begins: dict[bytes, int] = {}
 
     def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Begin to answer; the rollout's end cancels it."""
@@ -139,6 +146,14 @@ class OpenRollout:
                 parameter="tools",
             )
         self._check_turns()
+        self._last = self._last if self._num_open else ()
+        self._num_open += 1
+        try:
+            return await self._sample_answer(call)
+        finally:
+            self._num_open -= 1
+
+    async def _sample_answer(self, call: Call) -> Answer:
         prompt, after, digests = await self._compose(call)
         request = self._request(call, prompt, after)
         self._num_taken += 1
@@ -269,6 +284,11 @@ class OpenRollout:
         messages = [*call.messages, write_said(said)]
         *_, answered = digest_chat(messages, call.tools)
         self._known.setdefault(answered, []).append((number, messages))
+        begin = next((self._begins[digest] for digest in reversed(digests) if digest in self._begins), len(digests))
+        self._begins[answered] = begin
+        order = self.record.get_order(number)
+        if order >= self._last:
+            self._last, self.messages = order, messages[begin:]
 
     def _write(self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said) -> Answer:
         tokens = wire.decode_tokens(turn.tokens).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.tool_calls.reading import JSON, Said
+from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +88,16 @@ def write_said(said: Said) -> JSON:
     if said.reasoning is not None:
         message["reasoning_content"] = said.reasoning
     if said.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in said.tool_calls
-        ]
+        message["tool_calls"] = write_calls(said.tool_calls)
     return message
+
+
+def write_calls(calls: Sequence[ToolCall]) -> list[JSON]:
+    """Write calls of tools as a message of a chat has them."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
 
 
 def _read(arguments: str) -> Any:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.types import ANSWER, GIVEN, Misfit, MissingColumn, RewardSpec, Values, check_values
+from megatron_rl.rewards.types import (
+    ANSWER,
+    GIVEN,
+    Misfit,
+    MissingColumn,
+    RewardSpec,
+    Values,
+    check_values,
+    get_text,
+)
 
 _LONGEST_MESSAGE = 2000
 # Errors that every completion would cause.
@@ -108,12 +117,11 @@ def load_module(path: str, source: str) -> types.ModuleType:
 def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     """Build the keyword arguments of TRL's signature; a function without **kwargs gets only those that it names."""
     count = len(request["completions"])
-    prompt, completions = request["prompt"], request["completions"]
-    if not isinstance(prompt, str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    prompt = request["prompt"]
+    write = get_text if isinstance(prompt, str) else _write_messages
     arguments = {
         "prompts": _repeated(prompt, count),
-        "completions": completions,
+        "completions": [write(completion) for completion in request["completions"]],
         "completion_ids": request["completion_ids"],
         **{name: _repeated(value, count) for name, value in request["columns"].items()},
     }
@@ -130,6 +138,10 @@ def _arguments(function: Callable[..., Any], request: dict[str, Any]) -> dict[st
         if wanted and parameter.default is parameter.empty and parameter.name not in arguments:
             raise MissingColumn(_missing(parameter.name, sorted(set(arguments) - set(GIVEN))))
     return named
+
+
+def _write_messages(completion: Any) -> Any:
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
 
 
 def _missing(name: str, columns: list[str]) -> str:

@@ -61,11 +61,14 @@ class RewardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RewardRequest:
-    """A group to score. The prompt is text or a list of chat messages; columns have the row's own values."""
+    """A group to score. The prompt is text or a list of chat messages; columns have the row's own values.
+
+    A completion is the text of one turn, or the messages of several.
+    """
 
     index: int
     prompt: str | Sequence[Mapping[str, Any]]
-    completions: Sequence[str]
+    completions: Sequence[str | Sequence[Mapping[str, Any]]]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     row: str = ""

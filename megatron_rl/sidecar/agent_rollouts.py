@@ -24,6 +24,7 @@ from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Sample, Terms, 
 from megatron_rl.gateway.visits import AgentFailed, Agents, Visit
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Sampler
+from megatron_rl.sidecar.drafts import Transcript
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.environment_times import EnvironmentClock
 
@@ -51,7 +52,7 @@ class AgentRollouts:
         self._on_error = on_error
         self._has_rewards = has_rewards
 
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]:
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
         """Make the rollouts of a group, all at once."""
         try:
             # A task group cancels each task once: a second time would break off the end of its agent.
@@ -62,7 +63,7 @@ class AgentRollouts:
             raise group.exceptions[0] from None
         return [task.result() for task in held]
 
-    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> wire.Response:
+    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         for attempt in itertools.count(1):
             try:
                 return await self._hold_once(request, prompt, number, attempt)
@@ -72,7 +73,7 @@ class AgentRollouts:
                 _log.warning("attempt %d: %s %s", attempt, _name(prompt), failure)
         raise AssertionError("the loop returns or raises")
 
-    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, attempt: int) -> wire.Response:
+    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, attempt: int) -> Transcript:
         """Make a rollout; raise AgentFailed if it is to begin again."""
         seed = request.seed + number
         terms = Terms(np.asarray(request.prompt_tokens, dtype="<i4"), seed, request.sampling)
@@ -82,7 +83,7 @@ class AgentRollouts:
             rewards = await self._act(visit, rollout)
         if isinstance(rewards, AgentFailed) and (rewards.is_to_be_repeated or not rollout.record.num_turns):
             raise rewards
-        return self._finish(prompt, rollout, rewards)
+        return Transcript(self._finish(prompt, rollout, rewards), rollout.messages)
 
     def _make_sampler(self, request: GroupRequest, number: int, attempt: int) -> Sample:
         """Return the function that samples the turns of a rollout."""

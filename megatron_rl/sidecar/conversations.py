@@ -21,12 +21,13 @@ from typing import Any, Protocol
 from megatron_rl.environments.pool import Conversation, EnvironmentPool
 from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.said import write_said
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.drafts import Draft
+from megatron_rl.sidecar.drafts import Draft, Transcript
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.environment_times import EnvironmentClock
-from megatron_rl.sidecar.texts import Texts
-from megatron_rl.tool_calls.reading import JSON, PlainReader, Reader
+from megatron_rl.sidecar.texts import Texts, write_results
+from megatron_rl.tool_calls.reading import JSON, PlainReader, Reader, Said
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Conversations:
         self._tools = tools
         self._reader = reader or PlainReader()
 
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]:
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
         """Hold the conversations of a group, all at once."""
         self._texts.check_prompt(prompt)
         self.clock.begin_group(request)
@@ -81,7 +82,7 @@ class Conversations:
             raise group.exceptions[0] from None
         return [task.result() for task in held]
 
-    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> wire.Response:
+    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         """Hold a conversation, again if others in its process ended it."""
         is_alone = False
         for attempt in itertools.count(1):
@@ -97,9 +98,7 @@ class Conversations:
                 raise _describe(failure, prompt) from None
         raise AssertionError("the loop returns or raises")
 
-    async def _hold_once(
-        self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool
-    ) -> wire.Response:
+    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool) -> Transcript:
         """Hold a conversation; raise EnvironmentFailed if it fails before the policy's turn, or is to be held again."""
         seed, draft = request.seed + number, Draft()
         try:
@@ -111,8 +110,8 @@ class Conversations:
             if is_to_be_repeated or draft.last is None or self._on_error is None:
                 raise
             _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
-            return draft.finish(seed, "failed", self._on_error)
-        return draft.finish(seed, reason, reward, conversation.turn_rewards)
+            return Transcript(draft.finish(seed, "failed", self._on_error), draft.messages)
+        return Transcript(draft.finish(seed, reason, reward, conversation.turn_rewards), draft.messages)
 
     async def _converse(
         self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: Draft
@@ -125,29 +124,34 @@ class Conversations:
                 f"its first words take {len(draft.tokens)} tokens, and a response may have {sampling.max_tokens}"
             )
         for turn in range(sampling.max_turns):
-            (said,) = await self._sampler.generate(_request_turn(request, number, turn, draft))
-            tokens = draft.say(said)
-            if said.finish_reason != "stop":
-                return said.finish_reason
-            reply = await self._answer(prompt, conversation, draft, tokens)
-            if reply is None:
+            (sampled,) = await self._sampler.generate(_request_turn(request, number, turn, draft))
+            tokens = draft.say(sampled)
+            said = await self._reader.read(tokens, self._texts.decode(tokens), self._tools)
+            draft.messages.append(write_said(said))
+            if sampled.finish_reason != "stop":
+                return sampled.finish_reason
+            messages, reply = await self._answer(prompt, conversation, draft, said, tokens)
+            if not messages:
                 return "stop"
             if turn + 1 == sampling.max_turns or len(draft.tokens) + len(reply) >= sampling.max_tokens:
                 return "limit"
+            draft.messages += messages
             draft.hear(reply)
         raise AssertionError("a conversation has at least one turn")
 
     async def _answer(
-        self, prompt: wire.Prompt, conversation: Conversation, draft: Draft, tokens: Sequence[int]
-    ) -> list[int] | None:
-        """Return the tokens of the environment's answer to a turn; None once the conversation is over."""
-        said = await self._reader.read(tokens, self._texts.decode(tokens), self._tools)
+        self, prompt: wire.Prompt, conversation: Conversation, draft: Draft, said: Said, tokens: Sequence[int]
+    ) -> tuple[list[JSON], list[int]]:
+        """Return the messages of the environment's answer to a turn and their tokens; no message ends it."""
         if said.tool_calls and self._tools:
             draft.have_calls[-1] = True
             results = [await conversation.use(call.name, call.arguments) for call in said.tool_calls]
-            return self._texts.answer(said.tool_calls, results, tokens)
+            messages = write_results(said.tool_calls, results)
+            return messages, self._texts.answer(said.tool_calls, results, tokens)
         heard = await conversation.step(said.content) if self._has_step else None
-        return None if heard is None else self._texts.reply(prompt, heard, tokens[-1])
+        if heard is None:
+            return [], []
+        return [{"role": "user", "content": heard}], self._texts.reply(prompt, heard, tokens[-1])
 
 
 def _request_turn(request: GroupRequest, number: int, turn: int, draft: Draft) -> GroupRequest:

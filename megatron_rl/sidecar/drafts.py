@@ -10,6 +10,16 @@ import msgspec
 from megatron_rl.environments.types import COMPONENT
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.tool_calls.reading import JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Transcript:
+    """A response of several turns with its messages, which reward functions read."""
+
+    response: wire.Response
+    messages: list[JSON]
+    """The messages after the prompt, in OpenAI's form; the last one is the policy's."""
 
 
 @dataclasses.dataclass
@@ -27,6 +37,8 @@ class Draft:
     """False for a turn that follows the turn before it without a word of the environment: both count as one."""
     have_calls: list[bool] = dataclasses.field(default_factory=list)
     """True for a turn that called tools, which gets no reward of its own."""
+    messages: list[JSON] = dataclasses.field(default_factory=list)
+    """The messages after the prompt, in OpenAI's form."""
 
     def hear(self, tokens: Sequence[int]) -> None:
         """Add what the environment says."""

@@ -22,8 +22,11 @@ from megatron_rl.shared.protocol.provenance import (
     derive_first_seed,
     may_be_cut,
 )
+from megatron_rl.shared.protocol.turns import mask_sampled
+from megatron_rl.sidecar.drafts import Transcript
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.environment_times import EnvironmentClock
+from megatron_rl.tool_calls.reading import JSON
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +48,18 @@ class GroupHolder(Protocol):
 
     clock: EnvironmentClock
 
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[wire.Response]: ...
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]: ...
+
+
+Chats = Sequence[Sequence[JSON]]
 
 
 class Scorer(Protocol):
     """Gives rewards to the responses of a group."""
 
-    async def score(self, group: wire.Group) -> wire.Group: ...
+    async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
+        """Return the group with rewards; `chats` are the messages of its responses if they have several turns."""
+        ...
 
 
 class Work(Protocol):
@@ -181,11 +189,11 @@ class GroupMaker:
         end_sampling: Callable[[int], None],
         start: _IterationStart,
     ) -> None:
-        group = await self._sample(assignment, prompt, start)
+        group, chats = await self._sample(assignment, prompt, start)
         # Scoring overlaps with the next group's sampling.
         end_sampling(prompt.index)
         sampled = self._recorder.now()
-        group = await self._scorer.score(group)
+        group = await self._scorer.score(group, chats)
         details = {"evaluation": True} if isinstance(assignment, wire.Evaluation) else {}
         self._recorder.add(
             self._recorder.kind(GROUPS, "reward", **details), sampled, self._recorder.now(), prompt.index
@@ -198,7 +206,9 @@ class GroupMaker:
         self._counters.groups += 1
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
-    async def _sample(self, assignment: Assignment, prompt: wire.Prompt, start: _IterationStart) -> wire.Group:
+    async def _sample(
+        self, assignment: Assignment, prompt: wire.Prompt, start: _IterationStart
+    ) -> tuple[wire.Group, Chats | None]:
         is_evaluation = isinstance(assignment, wire.Evaluation)
         request = GroupRequest(
             request_id=f"{assignment.run}-{assignment.version}-{'evaluation-' if is_evaluation else ''}{prompt.index}",
@@ -211,9 +221,11 @@ class GroupMaker:
             prompt=prompt.index,
             since=start.since,
         )
+        chats: Chats | None = None
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             if self._conversations is not None:
-                responses = await self._conversations.hold_group(request, prompt)
+                held = await self._conversations.hold_group(request, prompt)
+                responses, chats = [one.response for one in held], [one.messages for one in held]
             else:
                 responses = await self._engines.generate(request)
             if not all(response.tokens for response in responses):
@@ -222,7 +234,7 @@ class GroupMaker:
             group = wire.Group(prompt=prompt, responses=responses)
             try:
                 check_group(assignment, group)
-                return group
+                return group, chats
             except GroupRefused as refusal:
                 _log.warning("attempt %d: %s", attempt, refusal)
                 self._counters.retried += 1
@@ -241,7 +253,7 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 class NoScorer:
     """Scores nothing: environments have given rewards."""
 
-    async def score(self, group: wire.Group) -> wire.Group:
+    async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
         return group
 
 
@@ -252,10 +264,10 @@ class PoolScorer:
         self._pool = pool
         self._decode = decode
 
-    async def score(self, group: wire.Group) -> wire.Group:
+    async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
         """Return the group with rewards and their components."""
         # In a thread: decoding a long group takes many milliseconds, and the event loop has other groups to serve.
-        result = await self._pool.score(await asyncio.to_thread(self._build_request, group))
+        result = await self._pool.score(await asyncio.to_thread(self._build_request, group, chats))
         responses = [
             msgspec.structs.replace(
                 response,
@@ -267,12 +279,14 @@ class PoolScorer:
         ]
         return wire.Group(prompt=group.prompt, responses=responses)
 
-    def _build_request(self, group: wire.Group) -> RewardRequest:
-        completion_ids = [wire.decode_tokens(response.tokens).tolist() for response in group.responses]
+    def _build_request(self, group: wire.Group, chats: Chats | None) -> RewardRequest:
+        completion_ids = [
+            wire.decode_tokens(response.tokens)[mask_sampled(response)].tolist() for response in group.responses
+        ]
         return RewardRequest(
             index=group.prompt.index,
             prompt=group.prompt.text,
-            completions=self._decode(completion_ids),
+            completions=self._decode(completion_ids) if chats is None else chats,
             completion_ids=completion_ids,
             columns=group.prompt.columns,
             row=group.prompt.row,

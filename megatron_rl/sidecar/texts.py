@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import InputError
+from megatron_rl.gateway.said import write_calls
 from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
@@ -68,15 +69,8 @@ class TokenizerTexts:
         return tokens[1:] if tokens[:1] == [last] else tokens
 
     def answer(self, calls: Sequence[ToolCall], results: Sequence[str], tokens: Sequence[int]) -> list[int]:
-        written = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-        messages = [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
-            for call, result in zip(calls, results, strict=True)
-        ]
-        answer = self._encode(self._chat.write_turn(messages, self._tools, written))
+        messages = write_results(calls, results)
+        answer = self._encode(self._chat.write_turn(messages, self._tools, write_calls(calls)))
         # The end of the policy's turn may be several tokens.
         num_said = max((num for num in range(1, _LONGEST_END) if answer[:num] == list(tokens[-num:])), default=0)
         return answer[num_said:]
@@ -110,6 +104,14 @@ class TokenizerTexts:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def write_results(calls: Sequence[ToolCall], results: Sequence[str]) -> list[JSON]:
+    """Write the results of calls as messages of a chat."""
+    return [
+        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
 
 
 class NumberTexts:

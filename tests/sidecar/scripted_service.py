@@ -64,7 +64,7 @@ class Engines:
 
 
 class RewardLength:
-    async def score(self, group: wire.Group) -> wire.Group:
+    async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
         responses = [msgspec.structs.replace(r, reward=float(len(r.tokens) // 4)) for r in group.responses]
         return wire.Group(prompt=group.prompt, responses=responses)
 

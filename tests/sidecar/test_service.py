@@ -4,6 +4,7 @@ import asyncio
 import errno
 import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -134,7 +135,7 @@ class RewardByPrompt:
         self.with_signal = with_signal
         self.scored: list[int] = []
 
-    async def score(self, group: wire.Group) -> wire.Group:
+    async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
         self.scored.append(group.prompt.index)
         has_signal = group.prompt.index in self.with_signal
         responses = [
@@ -204,7 +205,7 @@ def test_a_full_disk_under_the_journal_fails_the_iteration_by_name() -> None:
 
 def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
     class Faulty:
-        async def score(self, group: wire.Group) -> wire.Group:
+        async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
             raise OSError(errno.EMFILE, "Too many open files")
 
     async def check(service: RolloutService) -> None:
@@ -218,7 +219,7 @@ def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
 
 def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_evaluation() -> None:
     class Infinite:
-        async def score(self, group: wire.Group) -> wire.Group:
+        async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
             responses = [msgspec.structs.replace(response, reward=float("inf")) for response in group.responses]
             return wire.Group(prompt=group.prompt, responses=responses)
 
@@ -234,7 +235,7 @@ def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_ev
 
 def test_a_group_whose_task_was_cancelled_fails_the_iteration() -> None:
     class Cancelled(RewardLength):
-        async def score(self, group: wire.Group) -> wire.Group:
+        async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
             if group.prompt.index == 3:
                 raise asyncio.CancelledError
             return await super().score(group)

@@ -117,7 +117,8 @@ class World:
         rollouts = AgentRollouts(self.engines, self.opening.agents, self.gateway, on_error, has_rewards)
         terms = wire.Sampling(**{"max_tokens": 30, "max_turns": 4, **sampling})
         prompt = wire.Prompt(index=4, row="rows:4", tokens=b"", text="7 8", columns={"task": task, "size": size})
-        return await rollouts.hold_group(GroupRequest("run-1-4", (7, 8), size, 100, terms, prompt=4), prompt)
+        held = await rollouts.hold_group(GroupRequest("run-1-4", (7, 8), size, 100, terms, prompt=4), prompt)
+        return [one.response for one in held]
 
 
 @contextlib.asynccontextmanager

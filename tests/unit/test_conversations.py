@@ -88,7 +88,7 @@ def hold(
 ) -> list[wire.Response]:
     conversations = Conversations(engines, pool, NumberTexts(), on_error, has_reward)  # type: ignore[arg-type]
     request = GroupRequest(**{**vars(REQUEST), "group_size": size})
-    return asyncio.run(conversations.hold_group(request, PROMPT))
+    return [one.response for one in asyncio.run(conversations.hold_group(request, PROMPT))]
 
 
 def test_each_turn_is_sampled_after_all_that_was_said_and_with_a_seed_of_its_own() -> None:

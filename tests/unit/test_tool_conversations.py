@@ -82,8 +82,8 @@ def hold(talk: Talk, reader: Reader | None, has_step: bool = False) -> wire.Resp
         reader,  # type: ignore[arg-type]
     )
     request = type(REQUEST)(**{**vars(REQUEST), "group_size": 1, "sampling": wire.Sampling(max_tokens=40, max_turns=4)})
-    (response,) = asyncio.run(conversations.hold_group(request, PROMPT))
-    return response
+    (transcript,) = asyncio.run(conversations.hold_group(request, PROMPT))
+    return transcript.response
 
 
 def test_each_call_of_a_turn_is_answered_in_order_and_a_turn_without_one_ends_the_conversation() -> None:

@@ -143,7 +143,8 @@ def test_a_rollout_through_the_gateway_has_what_the_policy_and_the_environment_s
                 rollouts = AgentRollouts(Engines(tokenizer), opening.agents, gateway, -1.0, has_rewards=False)
                 prompt = wire.Prompt(index=0, row="rows:0", tokens=b"", text=chat, columns={"secret": 3})
                 sampling = wire.Sampling(max_tokens=200, max_turns=5)
-                return await rollouts.hold_group(GroupRequest("run-1-0", first, 2, 100, sampling), prompt)
+                held = await rollouts.hold_group(GroupRequest("run-1-0", first, 2, 100, sampling), prompt)
+                return [one.response for one in held]
         finally:
             await opening.agents.close()
 
