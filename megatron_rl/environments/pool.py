@@ -4,6 +4,7 @@ Invariants:
 
 - a conversation's environment is made for it, on one worker, and no other conversation sees it;
 - a conversation whose environment fails ends with EnvironmentFailed; one whose worker ended, with WorkerEnded;
+- a worker in which a call holds Python's lock ends, so that no other conversation fails for it;
 - a worker in which a call may outlive its conversation takes no new ones, and ends with its last one;
 - no process that an environment started outlives `close`.
 """

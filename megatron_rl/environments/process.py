@@ -13,7 +13,8 @@ from megatron_rl.rewards.process import ConfinedWorker, WorkerFault
 class EnvironmentWorker(ConfinedWorker):
     """A worker that holds the environments of some conversations.
 
-    After a call that took too long it is `worn`: it takes no new conversation, and ends after those that it has.
+    After a call that took too long it is `worn`: it takes no new conversation, and ends after those that it has. If the
+    process did not answer at all meanwhile, the call holds Python's lock, and the worker ends with all conversations.
     """
 
     MODULE = "megatron_rl.environments.worker"
@@ -24,6 +25,8 @@ class EnvironmentWorker(ConfinedWorker):
         self.is_worn = False
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        # The questions whether the process lives that it has not answered.
+        self._pings: set[int] = set()
         self._fault: WorkerFault | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -33,12 +36,14 @@ class EnvironmentWorker(ConfinedWorker):
 
     async def call(self, content: Mapping[str, Any], timeout: float) -> Any:
         """Make a call and return what the environment says; raise EnvironmentFailed if it fails."""
-        number = next(self._numbers)
+        number, ping = next(self._numbers), next(self._numbers)
         try:
             line = json.dumps({"id": number, **content}).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise EnvironmentFailed(f"a column of the row cannot be passed on as JSON: {error}") from None
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting[number] = loop.create_future()
+        asking = loop.call_later(timeout / 2, self._ask, ping)
         try:
             if self._fault is not None:
                 raise WorkerEnded(str(self._fault), had_call=False)
@@ -47,8 +52,16 @@ class EnvironmentWorker(ConfinedWorker):
                 return await waiting
         except TimeoutError:
             self.is_worn = True
+            # In a process of its own, only the call itself can be the cause.
+            if ping in self._pings and len(self.conversations) > 1:
+                reason = f"its process did not answer for {timeout / 2:g} seconds: a call in it holds Python's lock"
+                self._break_off(WorkerFault(reason, False))
+                self.kill()
+                raise WorkerEnded(reason, had_call=True) from None
             raise TooSlow(f"did not answer {content['call']} within {timeout:g} seconds") from None
         finally:
+            asking.cancel()
+            self._pings.discard(ping)
             del self._waiting[number]
 
     async def end(self) -> None:
@@ -57,10 +70,25 @@ class EnvironmentWorker(ConfinedWorker):
             await asyncio.wait([self._reading])
         await super().end()
 
+    def _ask(self, ping: int) -> None:
+        """Ask the process whether it lives."""
+        self._pings.add(ping)
+        self._write(json.dumps({"id": ping, "call": "ping"}).encode() + b"\n")
+
+    def _break_off(self, fault: WorkerFault) -> None:
+        """End all calls for the first fault of the process."""
+        if self._fault is not None:
+            return
+        self._fault, self.is_worn = fault, True
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(WorkerEnded(str(fault), had_call=True))
+
     async def _read_answers(self) -> None:
         try:
             while True:
                 content = await self._receive()
+                self._pings.discard(content.get("id", 0))
                 waiting = self._waiting.get(content.get("id", 0))
                 # The caller of an answer that comes too late has left.
                 if waiting is None or waiting.done():
@@ -70,7 +98,4 @@ class EnvironmentWorker(ConfinedWorker):
                 else:
                     waiting.set_result(content.get("said"))
         except WorkerFault as fault:
-            self._fault, self.is_worn = fault, True
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(WorkerEnded(str(fault), had_call=True))
+            self._break_off(fault)

@@ -3,7 +3,8 @@
 The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
 is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. The calls
 of a conversation run one after another, each in a thread, so that one that hangs keeps no other conversation waiting.
-A call that the parent has given up runs to its end too: "close" waits for it.
+A call that the parent has given up runs to its end too: "close" waits for it. A "ping" is answered at once, unless a
+call holds Python's lock.
 """
 
 import asyncio
@@ -212,6 +213,10 @@ def serve_calls(
     last: dict[int, Future[None]] = {}
     while line := requests.readline():
         request = json.loads(line)
+        if request["call"] == "ping":
+            with one_at_a_time:
+                answer(answers, {"id": request["id"]})
+            continue
         conversation = request["conversation"]
         calling = executor.submit(handle, request, last.pop(conversation, None))
         if request["call"] != "close":

@@ -134,9 +134,13 @@ class ConfinedWorker:
         """Whether the process still runs. No function is blamed for an end between two groups."""
         return self._process.returncode is None
 
-    async def _send(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(data)
+
+    async def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._write(data)
         with contextlib.suppress(ConnectionError):
             await self._process.stdin.drain()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.protocol import wire
+from megatron_rl.sidecar.conversations import Conversations
+from megatron_rl.sidecar.texts import NumberTexts
 from tests.reward_pools import leftovers
+from tests.unit.test_conversations import PROMPT, REQUEST, Engines
 
 WORKERS = f"environments.worker {os.getpid()} "
 GAME = """
@@ -259,3 +264,43 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         build(tmp_path / "none.py")
     with pytest.raises(UsageError, match=r"write --rollout-env FILE\.py:CLASS"):
         EnvironmentPool(EnvironmentConfig(source="game"))
+
+
+LOCKING = """
+import os, re, time
+
+BEGUN = os.path.join(os.environ["TMPDIR"], "begun")
+
+class Graded:
+    def reset(self, **row):
+        pass
+
+    def step(self, completion):
+        if completion.endswith(" 2"):
+            open(BEGUN, "w").close()
+            # Python's lock is held until the match has failed, which takes years.
+            re.match("(a+)+$", 60 * "a" + "!")
+        while not os.path.exists(BEGUN): time.sleep(0.01)
+        return None
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+def test_a_call_that_never_lets_go_of_pythons_lock_fails_its_own_conversation_alone(tmp_path: Path) -> None:
+    (tmp_path / "locking.py").write_text(LOCKING)
+
+    async def run() -> list[wire.Response]:
+        pool = build(tmp_path / "locking.py", "Graded", timeout=5.0)
+        await pool.start()
+        try:
+            conversations = Conversations(Engines(), pool, NumberTexts(), 0.0, has_reward=True)  # type: ignore[arg-type]
+            request = dataclasses.replace(REQUEST, group_size=5)
+            return [one.response for one in await conversations.hold_group(request, PROMPT)]
+        finally:
+            await pool.close()
+
+    outcomes = [(response.finish_reason, response.reward) for response in asyncio.run(run())]
+    assert outcomes == [("failed", 0.0) if number == 2 else ("stop", 1.0) for number in range(5)]
+    assert not leftovers(WORKERS)
