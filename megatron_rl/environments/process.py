@@ -57,7 +57,8 @@ class EnvironmentWorker(ConfinedWorker):
                 reason = f"its process did not answer for {timeout / 2:g} seconds: a call in it holds Python's lock"
                 self._break_off(WorkerFault(reason, False))
                 self.kill()
-                raise WorkerEnded(reason, had_call=True) from None
+            if self._fault is not None:
+                raise WorkerEnded(str(self._fault), had_call=True) from None
             raise TooSlow(f"did not answer {content['call']} within {timeout:g} seconds") from None
         finally:
             asking.cancel()

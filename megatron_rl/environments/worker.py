@@ -12,7 +12,6 @@ import inspect
 import json
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import IO, Any, Protocol
@@ -52,7 +51,7 @@ class Environment:
                 return [_check_text(said[0]), _check_reward(said[1], "step")]
             return _check_text(said)
         if kind == "tool":
-            return _check_text(self._use(request["name"], request["arguments"]))
+            return self._use(request["name"], request["arguments"])
         return _check_reward(self._run(instance.get_reward))
 
     def close(self) -> None:
@@ -69,11 +68,13 @@ class Environment:
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
-            result = self._run(getattr(self._instance, name), **_read_arguments(arguments))
+            result = str(self._run(getattr(self._instance, name), **_read_arguments(arguments)))
+            _check_text(result)
+            return result
         except Exception as error:
             # The policy is told what is wrong with a call, in TRL's words.
-            result = {"error": str(error)}
-        return str(result)
+            text = str(error)[:_LONGEST_ERROR].encode(errors="backslashreplace").decode()
+            return str({"error": text})
 
     def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
@@ -120,14 +121,6 @@ def _check_reward(value: Any, method: str = "get_reward") -> float:
     return number
 
 
-def describe_error(error: BaseException, file: str) -> str:
-    """Return the last line of an error's traceback, and the line of the environment's file where it happened."""
-    from megatron_rl.rewards.calling import name_line
-
-    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_ERROR]
-    return message + name_line(error, file)
-
-
 def describe(factory: Callable[[], Any], has_schemas: bool) -> dict[str, Any]:
     """Describe what an environment offers, with the schemas of its tools; raise a TypeError if it cannot be used."""
     instance = factory()
@@ -169,7 +162,7 @@ def serve_calls(
     """Load the class or function, and answer calls."""
     setup = read_setup(requests, missing)
     # Imported here, after the confinement: the keeper does not need it.
-    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line
+    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line, report_error
 
     file, name = setup["file"], setup["name"]
     try:
@@ -193,7 +186,8 @@ def serve_calls(
         if request["call"] == "open":
             held[conversation] = make()
         if request["call"] == "close":
-            return held.pop(conversation).close()
+            # It is not there if its row could not be passed on, or the class raised.
+            return held.pop(conversation).close() if conversation in held else None
         return held[conversation].call(request)
 
     def handle(request: Mapping[str, Any], before: Future[None] | None) -> None:
@@ -203,7 +197,7 @@ def serve_calls(
         try:
             said["said"] = call(request)
         except BaseException as error:
-            said["error"] = describe_error(error, file)
+            said["error"] = report_error(error, file)
         with one_at_a_time:
             sys.stdout.flush()
             answer(answers, said)

@@ -76,16 +76,50 @@ class Functions:
         """Check whether the error says what to do."""
         return isinstance(error, MissingColumn)
 
-    def describe(self, index: int, error: BaseException) -> str:
-        """Return the last line of an error's traceback, and the line of the function's own file where it happened."""
+    def report(self, index: int, error: BaseException) -> str:
+        """Print an error's traceback; return its description."""
         if isinstance(error, Misfit):
             return str(error)[:_LONGEST_MESSAGE]
-        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_LONGEST_MESSAGE]
-        return message + name_line(error, self._specs[index].source)
+        return report_error(error, self._specs[index].source)
 
 
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+def report_error(error: BaseException, path: str) -> str:
+    """Print an error's traceback; return its description, with the line of the user's file where it happened."""
+    # In one piece: other threads print too.
+    sys.stderr.write("".join(traceback.format_exception(error)))
+    sys.stderr.flush()
+    return describe_error(error) + name_line(error, path)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class of an error, the first line of its text, and the error that caused all."""
+    first = root = error
+    seen: set[int] = set()
+    while id(root) not in seen:
+        seen.add(id(root))
+        root = _find_cause(root) or root
+    cause = f"; caused by {_name_error(root)}" if root is not first else ""
+    return _name_error(first) + cause
+
+
+def _find_cause(error: BaseException) -> BaseException | None:
+    if isinstance(error, BaseExceptionGroup):
+        return error.exceptions[0]
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _name_error(error: BaseException) -> str:
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = []
+    # UTF-8 cannot write halves of surrogate pairs, and a line may have mebibytes.
+    text = lines[0][:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode() if lines else ""
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 
 
 def name_line(error: BaseException, path: str) -> str:
@@ -108,9 +142,8 @@ def load_module(path: str, source: str) -> types.ModuleType:
     except SyntaxError as error:
         raise CannotLoad(f"{error.filename}:{error.lineno} does not import: SyntaxError: {error.msg}") from None
     except BaseException as error:
-        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         place = name_line(error, path).strip(" ()") or path
-        raise CannotLoad(f"{place} does not import: {message[:_LONGEST_MESSAGE]}") from None
+        raise CannotLoad(f"{place} does not import: {describe_error(error)}") from None
     return module
 
 

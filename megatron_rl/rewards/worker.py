@@ -197,7 +197,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> 
             try:
                 said["values"] = functions.call(index, job["prompt_index"], group)
             except BaseException as error:
-                said["error"] = functions.describe(index, error)
+                said["error"] = functions.report(index, error)
                 said["misfit"], said["remedy"] = functions.is_misfit(error), functions.has_remedy(error)
             sys.stdout.flush()
             answer(answers, said)

@@ -35,6 +35,7 @@ class Game:
         if completion == "hang": time.sleep(60)
         if completion == "wait": await asyncio.sleep(60)
         if completion == "raise": raise RuntimeError("no such move")
+        if completion == "half": raise RuntimeError("\\ud83d")
         if completion == "flood": return "x" * (1 << 20)
         if completion == "number": return 7
         if completion == "die": os._exit(3)
@@ -146,7 +147,7 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
         pool = build(file)
         assert (await pool.start()).has_reward
         assert await play(pool, "3", "row", "5") == ["8:", "3?", "prompt", None, pytest.approx(1 / 3)]
-        moves = ("hang", "wait", "raise", "flood", "number", "4")
+        moves = ("hang", "wait", "raise", "half", "flood", "number", "4")
         games = [asyncio.create_task(play(pool, move, "5")) for move in moves]
         *failed, good = await asyncio.gather(*games, return_exceptions=True)
         assert good == ["8:", "4?", None, 0.5]
@@ -156,6 +157,7 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
                 "did not answer step within 1 seconds",
                 "did not answer step within 1 seconds",
                 f"RuntimeError: no such move ({file}:14)",
+                f"RuntimeError: \\ud83d ({file}:15)",
                 "said 1,048,578 bytes, and 524,288 are allowed",
                 "returned int, and must return text or None",
             ),
@@ -164,6 +166,7 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
             assert isinstance(error, EnvironmentFailed)
             assert not isinstance(error, WorkerEnded)
             assert said in str(error)
+            assert str(error).isascii()
         with pytest.raises(EnvironmentFailed, match="get_reward returned nan"):
             await play(pool, secret="nothing")
         with pytest.raises(EnvironmentFailed, match="ValueError: no such game"):
@@ -176,8 +179,12 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
         await pool.close()
         assert not leftovers(WORKERS)
         # Each but the two that hang is closed, the one too whose reset fails.
-        closed = (file.parent / "log").read_text().split("\n")[:-1]
-        assert sorted(closed) == [*["closed 5"] * 6, "closed None", "closed nothing"]
+        log = (file.parent / "log").read_text()
+        closed = [line for line in log.splitlines() if line.startswith("closed")]
+        assert sorted(closed) == [*["closed 5"] * 7, "closed None", "closed nothing"]
+        assert f'File "{file}", line 14, in step' in log
+        assert "\nRuntimeError: no such move\n" in log
+        assert "KeyError" not in log
 
     asyncio.run(run())
 

@@ -95,6 +95,51 @@ def test_a_fault_fails_its_group_by_name_in_time_and_no_other(tmp_path, fault):
     assert [result.rewards for result in results] == [[1.0, 2.0]] * 7
 
 
+ERRORS = {
+    "of several lines": ("raise ValueError('first\\nsecond')", "ValueError: first (FILE:4)"),
+    "with a note": (
+        "error = ValueError('bad'); error.add_note('</last_exception>'); raise error", "ValueError: bad (FILE:4)",
+    ),
+    "with a cause": (
+        "try: {}['key']\n    except KeyError as error: raise RuntimeError('<all attempts>') from error",
+        "RuntimeError: <all attempts>; caused by KeyError: 'key' (FILE:5)",
+    ),
+    "raised while another was handled": (
+        "try: {}['key']\n    except KeyError: int('x')",
+        "ValueError: invalid literal for int() with base 10: 'x'; caused by KeyError: 'key' (FILE:5)",
+    ),
+    "that hides another": (
+        "try: {}['key']\n    except KeyError: raise RuntimeError('plain') from None", "RuntimeError: plain (FILE:5)",
+    ),
+    "in a group": (
+        "raise ExceptionGroup('all', [ValueError('inner')])",
+        "ExceptionGroup: all (1 sub-exception); caused by ValueError: inner (FILE:4)",
+    ),
+    "that no tokenizer reads": ("raise ValueError('\\ud83d')", "ValueError: \\ud83d (FILE:4)"),
+    "without a text": ("assert completions == []", "AssertionError (FILE:4)"),
+    "whose text fails": (
+        "class Bad(Exception):\n        def __str__(self): raise TypeError\n    raise Bad", "fn.<locals>.Bad (FILE:6)",
+    ),
+}  # fmt: skip
+
+
+def test_an_error_says_class_first_line_and_cause_and_its_traceback_is_in_the_log(tmp_path):
+    functions = [f"def fn{number}(completions):\n    {body}" for number, (body, _) in enumerate(ERRORS.values())]
+    files = []
+    for number, function in enumerate(functions):
+        file = tmp_path / f"mine{number}.py"
+        file.write_text(f"# A reward.\n\n{function}\n".replace(f"fn{number}", "fn"))
+        files.append(file)
+    log = tmp_path / "log"
+    (result,) = score([f"{file}:fn" for file in files], request(), log=log, on_error=0.0)
+    reasons = [*result.errors.values()]
+    assert reasons == [said.replace("FILE", str(file)) for (_, said), file in zip(ERRORS.values(), files, strict=True)]
+    written = log.read_text()
+    assert "ValueError: first\nsecond\n" in written
+    assert "ValueError: bad\n</last_exception>\n" in written
+    assert "direct cause" in written
+
+
 def test_a_slow_function_delays_its_own_group_only(tmp_path):
     file = tmp_path / "mine.py"
     done = tmp_path / "others-are-done"

@@ -37,7 +37,9 @@ class Shop:
         """
         if item == "ghost": raise KeyError("no such item")
         if item == "slow": time.sleep(60)
-        if item == "half": return "\\ud800"
+        if item == "half": return "\\ud83d"
+        if item == "half an error": raise ValueError("\\ud83d")
+        if item == "long error": raise ValueError("x" * (2 << 20))
         if item == "flood": return "x" * (1 << 20)
         self._sold.append((item, count))
         return f"sold {count} {item}"
@@ -102,15 +104,21 @@ def test_tools_are_described_and_used_and_the_policy_is_told_what_is_wrong_with_
             for name, arguments, said in calls:
                 assert await shop.use(name, json.dumps(arguments)) == said, name
             assert "Expecting value" in await shop.use("sell", "no JSON")
-            assert await shop.get_reward() == 2.0
-        for item, said in (
-            ("slow", "did not answer tool within 1 seconds"),
-            ("flood", "said 1,048,578 bytes"),
-            ("half", "UnicodeEncode"),
-        ):
-            with pytest.raises(EnvironmentFailed, match=said):
-                async with pool.hold({"prompt": "?"}, 8) as shop:
-                    await shop.use("sell", json.dumps({"item": item}))
+            # What no tokenizer reads, or is too long, is an error of the call.
+            for item, said in (
+                ("flood", "{'error': 'said 1,048,578 bytes, and 524,288 are allowed'}"),
+                ("half", "{'error': \"'utf-8' codec can't encode character"),
+                ("half an error", "{'error': '\\\\ud83d'}"),
+                ("long error", "{'error': 'xxx"),
+            ):
+                answer = await shop.use("sell", json.dumps({"item": item}))
+                assert answer.startswith(said)
+                assert len(answer.encode()) < 3000
+            assert await shop.use("sell", json.dumps({"item": "tea"})) == "sold 1 tea"
+            assert await shop.get_reward() == 3.0
+        with pytest.raises(EnvironmentFailed, match="did not answer tool within 1 seconds"):
+            async with pool.hold({"prompt": "?"}, 8) as shop:
+                await shop.use("sell", json.dumps({"item": "slow"}))
         await pool.close()
 
     asyncio.run(run())
