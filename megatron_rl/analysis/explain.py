@@ -260,7 +260,7 @@ def _explain_metrics(records: _Records) -> Iterator[Finding]:
         )  # fmt: skip
     yield from _explain_conversations(records)
     truncated = [
-        value - (number_at(record, "responses", "limit") or 0.0) - (number_at(record, "responses", "failed") or 0.0)
+        value - (number_at(record, "responses", "limit") or 0.0)
         for record in records[-_quarter(records) :]
         if (value := number_at(record, "responses", "truncated")) is not None
     ]
@@ -279,9 +279,9 @@ def _explain_conversations(records: _Records) -> Iterator[Finding]:
     if failed and (share := statistics.fmean(failed)) > FAILED:
         yield Finding(
             "failing environment", share, FAILED,
-            f"failing environment: it fails in {share:.0%} of conversations, above {FAILED:.0%}: read the reasons in "
-            "the sidecar's log, raise --rollout-env-timeout if calls take too long, or end the run at the first "
-            "(--rollout-env-on-error stop)",
+            f"failing environment: it fails in {share:.0%} of conversations, above {FAILED:.0%}{_find_reason(last)}: "
+            "read all reasons in the sidecar's log, raise --rollout-env-timeout if calls take too long, or end the run "
+            "at the first (--rollout-env-on-error stop)",
         )  # fmt: skip
     if limited and (share := statistics.fmean(limited)) > LIMITED:
         yield Finding(
@@ -289,6 +289,11 @@ def _explain_conversations(records: _Records) -> Iterator[Finding]:
             f"limits: {share:.0%} of conversations end before their environment does, above {LIMITED:.0%}: raise "
             "--rollout-env-max-turns, or --rollout-max-tokens",
         )  # fmt: skip
+
+
+def _find_reason(records: _Records) -> str:
+    reasons = [record["responses"]["failure"] for record in records if "failure" in record.get("responses", {})]
+    return f" ({reasons[0]})" if reasons else ""
 
 
 def _explain_trends(records: _Records) -> Iterator[Finding]:

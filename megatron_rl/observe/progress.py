@@ -308,6 +308,8 @@ def is_due(version: int, total: int, interval: int) -> bool:
 def _remarks(metrics: Mapping[str, Any]) -> list[str]:
     """Collect the numbers that not every iteration has."""
     remarks = []
+    if failed := number_at(metrics, "responses", "failed"):
+        remarks.append(f"failed {100 * failed:.0f}%")
     passed, reward = (number_at(metrics, "evaluation", name) for name in ("pass", "mean"))
     if passed is not None:
         remarks.append(f"evaluation {pass_name([metrics])} {passed:.3f} reward {_number(reward, '.3f')}")

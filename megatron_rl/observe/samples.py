@@ -56,6 +56,8 @@ class SampledResponse:
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)
     num_tokens: int = 0
     finish_reason: str = ""
+    failure: str = ""
+    """The reason why its environment or agent failed."""
     advantage: float | None = None
     """None in an evaluation, if it follows from the whole update, or if its turns have advantages of their own."""
     tokens: SampledTokens | None = None
@@ -108,8 +110,8 @@ def _record(group: SampledGroup, responses: Sequence[SampledResponse]) -> dict[s
     nonfinite: list[str] = []
     sampled = [dataclasses.asdict(response) for response in responses]
     for response in sampled:
-        for name in ("tokens", "turns"):
-            if response[name] is None:
+        for name in ("tokens", "turns", "failure"):
+            if not response[name]:
                 del response[name]
         for turn in response.get("turns", ()):
             for name in ("reward", "after", "advantage"):

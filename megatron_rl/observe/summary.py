@@ -181,6 +181,8 @@ def _results(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     curves = results_of(records)
     curves |= {f"evaluation, {name}": points for name, points in evaluations_of(records).items()}
+    failed = _points(records, ("responses", "failed"))
+    curves["failed responses"] = failed if any(share for _, share in failed) else []
     curves["drafts, accepted length"] = _points(records, (TIME, ACCEPTED_LENGTH))
     for title, points in curves.items():
         if points:

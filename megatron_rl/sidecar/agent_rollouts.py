@@ -146,7 +146,8 @@ class AgentRollouts:
             why = f"{rewards}" if rollout.limit is None else f"{rollout.limit}; then {rewards}"
             _log.warning("%s %s: its reward is %g", _name(prompt), why, reward)
             reason: wire.FinishReason = "failed" if rollout.limit is None else "limit"
-            return record.build_response(seed, reason, {AGENT_COMPONENT: reward})
+            response = record.build_response(seed, reason, {AGENT_COMPONENT: reward})
+            return msgspec.structs.replace(response, failure=f"{rewards}" if reason == "failed" else "")
         if not record.num_turns:
             why = "ended without a call of the gateway" if rollout.limit is None else f"had no answer: {rollout.limit}"
             raise MegatronRLError(f"{_name(prompt)} {why}: it has nothing to train on")

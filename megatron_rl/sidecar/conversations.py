@@ -18,6 +18,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from megatron_rl.environments.pool import Conversation, EnvironmentPool
 from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
 from megatron_rl.errors import MegatronRLError
@@ -110,7 +112,8 @@ class Conversations:
             if is_to_be_repeated or draft.last is None or self._on_error is None:
                 raise
             _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
-            return Transcript(draft.finish(seed, "failed", self._on_error), draft.messages)
+            failed = msgspec.structs.replace(draft.finish(seed, "failed", self._on_error), failure=str(failure))
+            return Transcript(failed, draft.messages)
         return Transcript(draft.finish(seed, reason, reward, conversation.turn_rewards), draft.messages)
 
     async def _converse(

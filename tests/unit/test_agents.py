@@ -156,6 +156,7 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
             ):
                 (response,) = await world.act(task)
                 assert (response.finish_reason, response.reward) == (reason, -1.0)
+                assert response.failure
                 assert response.components == {"agent": -1.0}
                 assert len(response.tokens) // 4 == num_tokens
                 with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) "):

@@ -173,6 +173,7 @@ def test_an_environment_that_rewards_turns_alone_gives_a_conversation_without_an
 def test_a_failure_has_its_reward_or_fails_the_group_by_name() -> None:
     (response,) = hold(Engines(), Pool(Talk(None, ["20", EnvironmentFailed("no such move")])), on_error=-1.0)
     assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 5)
+    assert response.failure == "no such move"
     with pytest.raises(MegatronRLError, match=r"the environment of prompt 4 \(rows:4\) failed: no such move"):
         hold(Engines(), Pool(Talk(None, ["20", EnvironmentFailed("no such move")])), on_error=None)
     with pytest.raises(MegatronRLError, match="its first words take 12 tokens, and a response may have 12"):

@@ -76,6 +76,7 @@ def part(prompt: int, first: int, count: int) -> SimpleNamespace:
             reward=float(place),
             components={"exact": 1.0, "absent": None},
             finish_reason="stop",
+            failure="",
             log_probs=np.array([-place / 4], "<f4").tobytes(),
             spans=[],
             branches=[],

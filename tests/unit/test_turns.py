@@ -1,11 +1,17 @@
 """The writers of a response's tokens, and what follows from them: targets, lengths, checks."""
 
+import re
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.observe.progress import line_of
+from megatron_rl.observe.summary import RunPaths, summary_lines
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import (
     ENVIRONMENT,
@@ -16,6 +22,7 @@ from megatron_rl.shared.protocol.turns import (
 )
 from megatron_rl.trainer.data.batch import Batcher, BatchFacts
 from megatron_rl.trainer.data.slots import Identity, SlotRefused, check_slot
+from megatron_rl.trainer.loop.equal_rewards import EqualRewards, Failures
 from megatron_rl.trainer.loop.measures import Measures, UpdateOutcome, compute_metrics, measure_batches
 
 IDENTITY = Identity("run", 3, "weights-3")
@@ -108,7 +115,7 @@ def test_a_response_whose_turns_cannot_be_is_refused_by_the_trainer_too(response
 
 def test_conversations_in_which_no_environment_wrote_are_counted_as_conversations() -> None:
     # An environment that fails at its first answer has written nothing, and its failure must be seen.
-    failed = respond(("3", [10, 11]), finish_reason="failed")
+    failed = respond(("3", [10, 11]), finish_reason="failed", failure="RuntimeError: no such move (game.py:14)")
     one = wire.GroupPart(
         prompt_index=0, row="rows:0", prompt_tokens=b"", first_response=0, rewards=[0.0, 0.0],
         responses=[failed, respond(("3", [12]))], turn_rewards=[[0.0], [0.0]],
@@ -121,9 +128,53 @@ def test_conversations_in_which_no_environment_wrote_are_counted_as_conversation
     assert "environment" not in without["tokens"]
 
 
+def test_a_failure_is_not_truncated_and_is_shown_with_the_first_reason() -> None:
+    failed = respond(("3", [10, 11]), finish_reason="failed", failure="RuntimeError: no such move (game.py:14)")
+    other = msgspec.structs.replace(failed, failure="another")
+    cut = respond(("3", [12]), finish_reason="length")
+    parts = [
+        wire.GroupPart(
+            prompt_index=0, row="rows:0", prompt_tokens=b"", first_response=0, rewards=[0.0, 0.0],
+            responses=responses, turn_rewards=[[0.0], [0.0]],
+        )
+        for responses in ([failed, other], [cut, failed])
+    ]  # fmt: skip
+    reason = "rows:0: RuntimeError: no such move (game.py:14)"
+    every, some = map(describe, parts)
+    assert (every["responses"]["failed"], every["responses"]["truncated"]) == (1.0, 0.0)
+    assert (some["responses"]["failed"], some["responses"]["truncated"]) == (0.5, 0.5)
+    assert every["responses"]["failure"] == some["responses"]["failure"] == reason
+    # It reaches the rank that reports, whichever replica had it.
+    measures = Measures()
+    for part in (msgspec.structs.replace(parts[1], responses=[cut]), parts[0]):
+        measures.merge(msgspec.msgpack.decode(msgspec.msgpack.encode(measure(part)), type=Measures))
+    assert measures.first == {"failure": reason}
+    for metrics, share, name in ((every, "100%", "all responses"), (some, "50%", "50% of responses")):
+        line = line_of(0, 9, metrics)
+        assert f"failed {share}" in line
+        failures, equal = Failures(), EqualRewards(SETTINGS)
+        assert failures.follow(metrics) == (
+            f"warning: {name} failed, and have the reward of --rollout-env-on-error; the first reason: {reason}"
+        )
+        assert failures.follow(metrics) is None
+        assert (equal.follow(metrics) is None) == (metrics is every)
+    rows = summary_lines([{**metrics, "version": version} for version, metrics in enumerate((some, every))], RunPaths())
+    assert any(re.search(r"failed responses +0.500 +at version 0, +1.000 +at version 1", row) for row in rows)
+
+
+SETTINGS: Any = SimpleNamespace(
+    algorithm=AlgorithmConfig(advantage="mean"),
+    transformer=SimpleNamespace(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None),
+)
+
+
+def measure(part: wire.GroupPart) -> Measures:
+    return measure_batches([BatchFacts(9, 3, 2, (part,))])
+
+
 def describe(part: wire.GroupPart) -> dict:
     """Describe an iteration of this part."""
-    measures = measure_batches([BatchFacts(9, 3, 2, (part,))])
+    measures = measure(part)
     of_targets = ("targets", "loss", "entropy", "ratio", "mismatch", "mismatch_kl", "mismatch_differing")
     measures.merge(Measures(sums=dict.fromkeys(of_targets, 1.0), largest={"mismatch": 0.0}))
     return compute_metrics(measures, [UpdateOutcome(1.0, 1.0, True, 3.0)], 9)

@@ -205,7 +205,7 @@ def _shorten_tokens(tokens: Any) -> dict[str, Any] | None:
     return {**found, "num_left_out": max(0, len(known.texts) - MOST_TOKENS)}
 
 
-_FIELDS = ("reward", "components", "num_tokens", "finish_reason", "advantage")
+_FIELDS = ("reward", "components", "num_tokens", "finish_reason", "failure", "advantage")
 
 
 def shorten(text: Any, most: int = MOST_CHARACTERS) -> str:

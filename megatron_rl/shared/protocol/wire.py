@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
@@ -190,6 +190,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     turn_rewards: list[float] = []
     """The environment's reward for each turn of the policy, in order, which `reward` contains; empty without them."""
     components: dict[str, float | None] = {}
+    failure: str = ""
+    """The reason of its environment's or agent's failure; empty without one."""
     experts: bytes | msgspec.UnsetType = msgspec.UNSET
     """The experts of each token but the last, which the engine was not fed, as `encode_experts` encodes them."""
     prompt_experts: bytes | msgspec.UnsetType = msgspec.UNSET

@@ -34,7 +34,7 @@ _MAGIC = b"mrlj"
 _HEAD = struct.Struct("<4sIII")
 _READ_BYTES = 1 << 20
 # Earlier versions have the same groups under the same keys. Their submissions differ: claims are not recovered.
-_READABLE_WIRE_VERSIONS = (1, 2, 3, 4, 5, WIRE_VERSION)
+_READABLE_WIRE_VERSIONS = (1, 2, 3, 4, 5, 6, WIRE_VERSION)
 _REMEDY = "move the file away and resume from the checkpoint, and its groups are sampled again"
 
 

@@ -1,4 +1,4 @@
-"""Lines for people about iterations in which all responses of each group got the same reward.
+"""Lines for people about iterations in which all responses of each group got the same reward, or some failed.
 
 Pure. Such iterations come in streaks. A warning says that a streak begins, and a note gives the length of a longer one.
 """
@@ -7,6 +7,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.settings import Settings
+
+
+class Failures:
+    """Follows the responses whose environment or agent failed."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def follow(self, metrics: Mapping[str, Any]) -> str | None:
+        """Return the line after the first of consecutive iterations with failures."""
+        share, had_failed = _share_of_failures(metrics), self._has_failed
+        self._has_failed = share > 0
+        if not share or had_failed:
+            return None
+        name = "all responses" if share == 1 else f"{share:.0%} of responses"
+        reason = metrics["responses"].get("failure", "the sidecar's log has it")
+        return f"warning: {name} failed, and have the reward of --rollout-env-on-error; the first reason: {reason}"
+
+
+def _share_of_failures(metrics: Mapping[str, Any]) -> float:
+    return float(metrics.get("responses", {}).get("failed", 0.0))
 
 
 class EqualRewards:
@@ -19,7 +40,8 @@ class EqualRewards:
     def follow(self, metrics: Mapping[str, Any]) -> str | None:
         """Return the line after an iteration with these metrics, if there is one."""
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
-        if equal == groups:
+        # Failures, which all have the same reward, are told by themselves.
+        if equal == groups and _share_of_failures(metrics) < 1:
             self._length += 1
             return self._warn(groups) if self._length == 1 else None
         length, self._length = self._length, 0

@@ -14,13 +14,16 @@ from megatron_rl.shared.protocol.turns import count_sampled, count_turns
 from megatron_rl.shared.protocol.wire import GroupPart, Mismatch
 from megatron_rl.trainer.data.batch import BatchFacts
 
+_LONGEST_FAILURE = 500
+
 
 class Measures(msgspec.Struct):
-    """Sums, least and largest values by name; `merge` adds those of another rank."""
+    """Sums, least and largest values, and first texts by name; `merge` adds those of another rank."""
 
     sums: dict[str, float] = {}
     least: dict[str, float] = {}
     largest: dict[str, float] = {}
+    first: dict[str, str] = {}
 
     def add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
@@ -39,6 +42,7 @@ class Measures(msgspec.Struct):
             # NaN counts as the largest: Python's max would lose it.
             known = self.largest.get(name, -math.inf)
             self.largest[name] = value if value != value else max(known, value)
+        self.first = {**other.first, **self.first}
 
 
 def measure_batches(batches: Iterable[BatchFacts]) -> Measures:
@@ -72,9 +76,11 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
             measures.add("branches", len(response.branches))
             measures.add("limit", response.finish_reason == "limit")
             measures.add("failed", response.finish_reason == "failed")
+            if response.failure:
+                measures.first.setdefault("failure", f"{part.row}: {response.failure[:_LONGEST_FAILURE]}")
         measures.add("tokens.response", length)
         measures.bound("length", length)
-        measures.add("truncated", response.finish_reason != "stop")
+        measures.add("truncated", response.finish_reason not in ("stop", "failed"))
         measures.add("reward", response.reward)
         measures.add("reward.square", response.reward**2)
         measures.bound("reward", response.reward)
@@ -168,6 +174,8 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
     if "turns" in sums:
         metrics["responses"] |= {name: sums[name] / responses for name in ("turns", "limit", "failed")}
         metrics["tokens"]["environment"] = int(sums["tokens.environment"])
+    if "failure" in measures.first:
+        metrics["responses"]["failure"] = measures.first["failure"]
     if sums.get("branches"):
         metrics["responses"]["branches"] = sums["branches"] / responses
     if len(sources := _describe_sources(sums)) > 1:

@@ -27,7 +27,7 @@ from megatron_rl.shared.protocol.turns import count_sampled, mask_sampled
 from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.group_maker import build_decoder
 from megatron_rl.trainer.data.batch import BatchFacts
-from megatron_rl.trainer.loop.equal_rewards import EqualRewards
+from megatron_rl.trainer.loop.equal_rewards import EqualRewards, Failures
 from megatron_rl.trainer.loop.mismatch import LEAST_CORRECTED, find_warning_bound
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.sampled_turns import Decode, sample_turns
@@ -125,6 +125,7 @@ class SamplesReporter(MetricsReporter):
         self._mismatch_warning = find_warning_bound(settings)
         self._with_tokens = settings.observe.log_sample_tokens
         self._equal_rewards = EqualRewards(settings)
+        self._failures = Failures()
         self._has_turn_credit = settings.algorithm.turn_credit
         self._is_corrected = settings.algorithm.importance_correction
         self._has_suggested = False
@@ -181,6 +182,7 @@ class SamplesReporter(MetricsReporter):
             )
         elif metrics.get("publish", {}).get("quantized"):
             self._suggest_correction(difference)
+        self._say_if_any(self._failures.follow(metrics))
         self._say_if_any(self._equal_rewards.follow(metrics))
 
     def _suggest_correction(self, difference: float) -> None:
@@ -240,6 +242,7 @@ class SamplesReporter(MetricsReporter):
                 {name: value for name, value in response.components.items() if value is not None},
                 num_tokens=len(response.tokens) // 4,
                 finish_reason=response.finish_reason,
+                failure=response.failure,
                 advantage=of_response[0] if len(of_response) == 1 else None,
                 tokens=self._decode_tokens(response, trainer_N) if self._with_tokens else None,
                 turns=sample_turns(

@@ -45,7 +45,7 @@ function clamped(text, query, tokens) {
   return [box, button];
 }
 // A conversation: its turns one below the other. A branch stands further in than the turn that it leaves.
-const ENDS = { length: "truncated", cut: "cut off", limit: "ended by a limit", failed: "environment failed" };
+const ENDS = { length: "truncated", cut: "cut off", limit: "ended by a limit", failed: "failed" };
 const textsOf = response => response.turns ? response.turns.map(turn => turn.text) : [response.text];
 function showTurns({ turns, tokens, num_left_out }, query) {
   const depths = [], MOST_DEPTH = 5;
@@ -148,7 +148,7 @@ function showGroup(group, query, isInside) {
         Object.entries(response.components ?? {}).map(([name, value]) => chip(`${name} ${number(value)}`)),
         response.num_tokens ? chip(plural(response.num_tokens, "token")) : null,
         response.turns ? chip(plural(response.num_turns, "turn")) : null,
-        ENDS[response.finish_reason] ? chip(ENDS[response.finish_reason], "bad") : null),
+        ENDS[response.finish_reason] ? chip([ENDS[response.finish_reason], response.failure].filter(Boolean).join(": "), "bad") : null),
       response.turns ? showTurns(response, query) : clamped(response.text, query, response.tokens)))));
 }
 function showHistory(row, found) {
