@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -39,18 +39,18 @@ class AgentRollouts:
     """Makes the rollouts of groups."""
 
     def __init__(
-        self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, has_rewards: bool
+        self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, functions: Iterable[str]
     ) -> None:
         """Make it; `on_error` is the reward of a rollout whose agent fails, None to fail its group.
 
-        With `has_rewards`, agents need give none.
+        `functions` are the names of reward functions: with some, agents need give no reward.
         """
         self.clock = EnvironmentClock()
         self._sampler = sampler
         self._agents = agents
         self._gateway = gateway
         self._on_error = on_error
-        self._has_rewards = has_rewards
+        self._functions = frozenset(functions)
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
         """Make the rollouts of a group, all at once."""
@@ -80,7 +80,7 @@ class AgentRollouts:
         sample = self._make_sampler(request, number, attempt)
         with self._gateway.open(terms, sample) as (key, rollout):
             visit = Visit({**prompt.columns, "prompt": prompt.text}, self._gateway.address, key, seed, MODEL)
-            rewards = await self._act(visit, rollout)
+            rewards = self._check_names(await self._act(visit, rollout))
         if isinstance(rewards, AgentFailed) and (rewards.is_to_be_repeated or not rollout.record.num_turns):
             raise rewards
         return Transcript(self._finish(prompt, rollout, rewards), rollout.messages)
@@ -134,6 +134,13 @@ class AgentRollouts:
             with contextlib.suppress(asyncio.CancelledError, AgentFailed):
                 await acting
 
+    def _check_names(self, rewards: Mapping[str, float] | AgentFailed) -> Mapping[str, float] | AgentFailed:
+        """Fail a rollout with a reward whose place a function's values would take."""
+        if isinstance(rewards, AgentFailed) or not (both := self._functions & rewards.keys()):
+            return rewards
+        name = min(both)
+        return AgentFailed(f"returned a reward named {name}, and --reward has a function {name}: rename one")
+
     def _finish(
         self, prompt: wire.Prompt, rollout: OpenRollout, rewards: Mapping[str, float] | AgentFailed
     ) -> wire.Response:
@@ -151,7 +158,7 @@ class AgentRollouts:
         if not record.num_turns:
             why = "ended without a call of the gateway" if rollout.limit is None else f"had no answer: {rollout.limit}"
             raise MegatronRLError(f"{_name(prompt)} {why}: it has nothing to train on")
-        if not rewards and not self._has_rewards:
+        if not rewards and not self._functions:
             raise MegatronRLError(f"{_name(prompt)} returned None: return a reward, or write --reward")
         most = rollout.terms.sampling.max_tokens
         response = record.build_response(seed, "stop" if rollout.limit is None else "limit", {**rewards})

@@ -23,7 +23,7 @@ from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
 from megatron_rl.gateway.visits import Agents
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rewards.spec import build_pool_settings, parse_on_error, parse_specs
+from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
@@ -151,7 +151,8 @@ async def run(settings: SidecarSettings) -> None:
             reads_tools = parsers is not None and parsers.has_tools
             gateway = opening.build(chats, parsers or PlainReader(), reads_tools)
             await stack.enter_async_context(opening.serve(gateway))
-            conversations = AgentRollouts(supervisor, opening.agents, gateway, on_error, has_rewards=pool is not None)
+            functions = find_weights(settings.reward)
+            conversations = AgentRollouts(supervisor, opening.agents, gateway, on_error, functions)
         if environments is not None:
             offered: Description = made[starting.ENVIRONMENTS]
             texts.offer(offered.tools)

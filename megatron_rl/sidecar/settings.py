@@ -4,6 +4,7 @@ The sidecar that a run starts reads the message. One that a person starts reads 
 same object.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from megatron_rl.config.settings import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_rl.environments.types import AGENT_FLAG
+from megatron_rl.environments.types import AGENT_COMPONENT, AGENT_FLAG, COMPONENT, VERIFIERS_FLAG
 from megatron_rl.environments.types import FLAG as ENVIRONMENT_FLAG
 from megatron_rl.environments.types import find_flag_problems as find_environment_problems
 from megatron_rl.errors import InputError, UsageError
@@ -289,6 +290,7 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
 
 def _problems_of_environments(settings: SidecarSettings) -> Iterator[str]:
     yield from find_environment_problems(settings.environment)
+    yield from _problems_of_names(settings)
     rollout = settings.rollout
     for flag, name in ((TOOL_FLAG, rollout.tool_parser), (REASONING_FLAG, rollout.reasoning_parser)):
         if name is not None and rollout.engine != "vllm":
@@ -300,6 +302,20 @@ def _problems_of_environments(settings: SidecarSettings) -> Iterator[str]:
             f"--rollout-replay-routing replays whole responses, and with {ENVIRONMENT_FLAG} or {AGENT_FLAG} they have "
             "several turns: drop one"
         )
+
+
+def _problems_of_names(settings: SidecarSettings) -> Iterator[str]:
+    """Yield each reward function whose values would take the place of the environment's or agent's reward."""
+    environment = settings.environment
+    for flag, is_named, component in (
+        (ENVIRONMENT_FLAG, environment.source, COMPONENT),
+        (AGENT_FLAG, environment.agent, AGENT_COMPONENT),
+        (VERIFIERS_FLAG, environment.verifiers, AGENT_COMPONENT),
+    ):
+        # Functions that cannot be read are a problem of their own.
+        with contextlib.suppress(UsageError):
+            if is_named is not None and component in reward_spec.find_weights(settings.reward):
+                yield f"--reward {component} has the name of the reward that {flag} gives: rename the function"
 
 
 def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:

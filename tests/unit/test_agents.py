@@ -112,9 +112,9 @@ class World:
         self.gateway = opening.build(NumberChats(), PlainReader(), reads_tools=False)
 
     async def act(
-        self, task: str, size: int = 1, on_error: float | None = -1.0, has_rewards: bool = False, **sampling: Any
+        self, task: str, size: int = 1, on_error: float | None = -1.0, functions: tuple[str, ...] = (), **sampling: Any
     ) -> list[wire.Response]:
-        rollouts = AgentRollouts(self.engines, self.opening.agents, self.gateway, on_error, has_rewards)
+        rollouts = AgentRollouts(self.engines, self.opening.agents, self.gateway, on_error, functions)
         terms = wire.Sampling(**{"max_tokens": 30, "max_turns": 4, **sampling})
         prompt = wire.Prompt(index=4, row="rows:4", tokens=b"", text="7 8", columns={"task": task, "size": size})
         held = await rollouts.hold_group(GroupRequest("run-1-4", (7, 8), size, 100, terms, prompt=4), prompt)
@@ -170,8 +170,12 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
             # The call that comes last has said what another one was given, so the response has fewer tokens.
             (response,) = await world.act("foreseen", max_tokens=4)
             assert (response.finish_reason, len(response.tokens) // 4) == ("limit", 3)
-            (response,) = await world.act("none", has_rewards=True)
+            (response,) = await world.act("none", functions=("exact",))
             assert (response.reward, response.components) == (0.0, {})
+            # A function's values would take the place of the agent's.
+            (response,) = await world.act("parts", functions=("exact", "seed"))
+            assert (response.finish_reason, response.components) == ("failed", {"agent": -1.0})
+            assert response.failure == "returned a reward named seed, and --reward has a function seed: rename one"
             for task, said in (("none", "returned None"), ("mute", "without a call"), ("silent", "cannot begin")):
                 with pytest.raises(MegatronRLError, match=said):
                     await world.act(task)

@@ -161,7 +161,7 @@ async def acting(folder: Path, engines: Engines) -> AsyncIterator[AgentRollouts]
     try:
         await opening.agents.start()
         async with opening.serve(gateway):
-            yield AgentRollouts(engines, opening.agents, gateway, None, has_rewards=True)
+            yield AgentRollouts(engines, opening.agents, gateway, None, ["gsm8k"])
     finally:
         opening.listener.close()
         await opening.agents.close()

@@ -86,6 +86,19 @@ def test_a_wrong_value_is_refused_and_the_error_says_what_to_write(words: str, m
     assert message in found[0]
 
 
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [("--rollout-env", "environment"), ("--rollout-agent", "agent"), ("--rollout-verifiers", "agent")],
+)
+def test_a_function_named_as_the_reward_of_what_acts_is_refused(tmp_path: Path, flag: str, name: str) -> None:
+    (tmp_path / "mine.py").write_text("def agent(completions): ...\ndef environment(completions): ...\ndef act(): ...")
+    acting = "tcp://127.0.0.1:5000" if flag == "--rollout-verifiers" else f"{tmp_path}/mine.py:act"
+    words = f"{SCRIPTED} {flag} {acting} --reward gsm8k {tmp_path}/mine.py:"
+    found = problems(f"{words}{name}")
+    assert found == [f"--reward {name} has the name of the reward that {flag} gives: rename the function"]
+    assert read_settings(f"{words}{'agent' if name == 'environment' else 'environment'}".split())
+
+
 def test_all_problems_are_said_at_once_one_a_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completions): ...")
     found = problems(

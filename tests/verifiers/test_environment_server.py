@@ -140,7 +140,7 @@ def test_a_rollout_through_the_gateway_has_what_the_policy_and_the_environment_s
         await opening.agents.start()
         try:
             async with opening.serve(gateway):
-                rollouts = AgentRollouts(Engines(tokenizer), opening.agents, gateway, -1.0, has_rewards=False)
+                rollouts = AgentRollouts(Engines(tokenizer), opening.agents, gateway, -1.0, ())
                 prompt = wire.Prompt(index=0, row="rows:0", tokens=b"", text=chat, columns={"secret": 3})
                 sampling = wire.Sampling(max_tokens=200, max_turns=5)
                 held = await rollouts.hold_group(GroupRequest("run-1-0", first, 2, 100, sampling), prompt)
