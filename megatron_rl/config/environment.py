@@ -45,7 +45,7 @@ class EnvironmentConfig:
     )
     agent_network: Literal["gateway", "any"] = own_flag(
         "gateway",
-        "The hosts and ports that agents may connect to by TCP: the gateway alone, or any.",
+        "The network of agents: TCP connections to the gateway's port alone, or any.",
         "--rollout-agent-network",
     )
     gateway_listen: str = own_flag(

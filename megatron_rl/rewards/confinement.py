@@ -11,10 +11,12 @@ import dataclasses
 import enum
 import os
 import platform
+import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.errors import UsageError
 
@@ -70,7 +72,7 @@ class Confinement:
     listed: tuple[str, ...]
     write: tuple[str, ...]
     ports: tuple[int, ...] = ()
-    """The only TCP ports that it may connect to, on any host, and it may listen at none; empty: no restriction."""
+    """The only TCP ports that it may connect to, on any host; it may use the network in no other way; empty: in any."""
 
 
 def plan_confinement(
@@ -120,13 +122,17 @@ def confine(limits: Confinement) -> dict[str, str]:
             missing[what] = str(error)
 
     attempt(FILES, lambda: _confine_files(limits, missing))
-    attempt(SOCKETS, forbid_unix_sockets)
+    attempt(SOCKETS, lambda: restrict_sockets(bool(limits.ports)))
+    if limits.ports and SOCKETS in missing:
+        missing[NETWORK] = missing[SOCKETS]
     drop_capabilities()
     return missing
 
 
 def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
     missing[SIGNALS] = "Landlock scopes signals from Linux 6.12 on"
+    if limits.ports:
+        missing[NETWORK] = "Landlock knows TCP ports from Linux 6.7 on"
     version = landlock_version()
     everything = Access.FIRST_VERSION | Access.REFER | Access.TRUNCATE
     restrict_files(
@@ -140,8 +146,8 @@ def _confine_files(limits: Confinement, missing: dict[str, str]) -> None:
     )
     if version >= 6:
         del missing[SIGNALS]
-    if version < _FIRST_WITH_PORTS and limits.ports:
-        missing[NETWORK] = "Landlock knows TCP ports from Linux 6.7 on"
+    if version >= _FIRST_WITH_PORTS:
+        missing.pop(NETWORK, None)
 
 
 def find_environment_problems(names: Iterable[str]) -> Iterator[str]:
@@ -187,6 +193,29 @@ _CLONE_NEWPID = 0x20000000
 # These numbers are the same on every architecture: newer system calls share one numbering.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _IO_URING_SETUP = 425
+_MACHINES = {
+    "x86_64": {
+        "architecture": 0xC000003E,
+        "socket": 41,
+        "socketpair": 53,
+        "listen": 50,
+        "setsockopt": 54,
+        "sendto": 44,
+        "sendmsg": 46,
+        "sendmmsg": 307,
+    },
+    "aarch64": {
+        "architecture": 0xC00000B7,
+        "socket": 198,
+        "socketpair": 199,
+        "listen": 201,
+        "setsockopt": 208,
+        "sendto": 206,
+        "sendmsg": 211,
+        "sendmmsg": 269,
+    },
+}
+"""The numbers of the system calls that are filtered, by the kernel's name of the architecture."""
 _CAP_DAC_OVERRIDE = 1
 _RULE_OF_PATH, _RULE_OF_PORT = 1, 2
 _BIND_TCP, _CONNECT_TCP = 1 << 0, 1 << 1
@@ -206,6 +235,40 @@ class Access(enum.IntFlag):
     FIRST_VERSION = (1 << 13) - 1
     READ = EXECUTE | READ_FILE | READ_DIR
     OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+
+
+class _Refusal(NamedTuple):
+    """A system call that is refused for the value of an argument."""
+
+    call: str
+    argument: int
+    """The number of the argument."""
+    values: tuple[int, ...]
+    is_refused: bool
+    """True: these values are refused; False: all others are."""
+    mask: int = 0xFFFFFFFF
+    """The bits of the argument that are compared."""
+
+
+_TYPE_BITS = 0xF
+_FAST_OPEN = 0x20000000
+_TCP_ULP = 31
+_REFUSALS_OF_ANY = (
+    _Refusal("socket", 0, (socket.AF_UNIX,), True),
+    # A datagram socket of a pair can send to any other one.
+    _Refusal("socketpair", 1, (socket.SOCK_STREAM, socket.SOCK_SEQPACKET), False, _TYPE_BITS),
+)
+_REFUSALS_BUT_TCP = (
+    _Refusal("socket", 0, (socket.AF_INET, socket.AF_INET6), False),
+    _Refusal("socket", 1, (socket.SOCK_STREAM,), False, _TYPE_BITS),
+    _Refusal("socket", 2, (0, socket.IPPROTO_TCP), False),
+    _Refusal("listen", 0, (), False),
+    _Refusal("sendto", 3, (_FAST_OPEN,), True, _FAST_OPEN),
+    _Refusal("sendmsg", 2, (_FAST_OPEN,), True, _FAST_OPEN),
+    _Refusal("sendmmsg", 3, (_FAST_OPEN,), True, _FAST_OPEN),
+    # A TCP socket becomes one of SMC with it, whose connections Landlock does not check.
+    _Refusal("setsockopt", 2, (_TCP_ULP,), True),
+)
 
 
 def _libc() -> ctypes.CDLL:
@@ -310,33 +373,45 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, access: int) -> None:
         os.close(file)
 
 
-def forbid_unix_sockets() -> None:
+def restrict_sockets(is_only_tcp: bool) -> None:
     """Refuse new unix sockets, which Landlock's rules about files do not cover.
 
-    Pairs of connected sockets stay allowed. io_uring is refused too, because it makes sockets without the call that is
-    filtered.
+    With `is_only_tcp`, also refuse what Landlock's rules about ports do not cover, since these check `connect` and
+    `bind` of TCP alone: other families and protocols, data in a connection's first packet, and listening. Connected
+    pairs of unix sockets stay allowed. io_uring is refused, because it makes sockets without the filtered calls.
     """
-    machines = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-    if platform.machine() not in machines:
+    if platform.machine() not in _MACHINES:
         raise OSError(f"not written for {platform.machine()}")
-    architecture, socket_call = machines[platform.machine()]
+    machine = _MACHINES[platform.machine()]
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     allow, denied, missing = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38
     # Code, steps to skip if true, steps to skip if false, operand. Calls from 0x40000000 on are x86's second numbering.
     program = [
         (load, 0, 0, 4),
-        (equal, 0, 7, architecture),
-        (load, 0, 0, 0),
-        (at_least, 5, 0, 0x40000000),
-        (equal, 5, 0, _IO_URING_SETUP),
-        (equal, 0, 2, socket_call),
-        (load, 0, 0, 16),
-        (equal, 1, 0, 1),
-        (answer, 0, 0, allow),
+        (equal, 1, 0, machine["architecture"]),
         (answer, 0, 0, denied),
+        (load, 0, 0, 0),
+        (at_least, 0, 1, 0x40000000),
+        (answer, 0, 0, denied),
+        (equal, 0, 1, _IO_URING_SETUP),
         (answer, 0, 0, missing),
     ]
+    for refusal in _REFUSALS_OF_ANY + (_REFUSALS_BUT_TCP if is_only_tcp else ()):
+        program += _filter(machine[refusal.call], refusal, denied)
+    program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
     header = struct.pack("@HP", len(program), ctypes.addressof(code))
     libc = _libc()
     _check(libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, 0, 0), "seccomp")
+
+
+def _filter(number: int, refusal: _Refusal, denied: int) -> list[tuple[int, int, int, int]]:
+    """Build the steps of a refusal; they begin and end with the call's number loaded."""
+    load, mask, equal, jump, answer = 0x20, 0x54, 0x15, 0x05, 0x06
+    values = refusal.values
+    # A value that is listed skips the other ones and one step more: the answer, or the jump over it.
+    compared = [(equal, len(values) - place, 0, value) for place, value in enumerate(values)]
+    skip = [(jump, 0, 0, 1)] if refusal.is_refused else []
+    steps = [(load, 0, 0, 16 + 8 * refusal.argument), (mask, 0, 0, refusal.mask), *compared, *skip]
+    steps += [(answer, 0, 0, denied), (load, 0, 0, 0)]
+    return [(equal, 0, len(steps), number), *steps]

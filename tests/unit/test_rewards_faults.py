@@ -20,6 +20,7 @@ import megatron_rl
 from megatron_rl.errors import ExitCode, PlatformError
 from megatron_rl.rewards.confinement import (
     FILES,
+    NETWORK,
     SIGNALS,
     SOCKETS,
     find_python_path,
@@ -522,12 +523,12 @@ def test_a_kernel_without_the_calls_leaves_its_reasons():
     code = """
 from megatron_rl.rewards import confinement
 def refuse(*arguments): raise OSError(38, "Landlock: Function not implemented")
-confinement.landlock_version = confinement.forbid_unix_sockets = refuse
-limits = confinement.Confinement((), (), ())
+confinement.landlock_version = confinement.restrict_sockets = refuse
+limits = confinement.Confinement((), (), (), (80,))
 print(confinement.confine(limits))
 """
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert all(repr(name) in printed for name in (FILES, SIGNALS, SOCKETS))
+    assert all(repr(name) in printed for name in (FILES, SIGNALS, SOCKETS, NETWORK))
     assert "Function not implemented" in printed
 
 
