@@ -100,7 +100,7 @@ def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
         arguments.weights_bridge,
     )
     _print_outcome(report, outcome)
-    if not outcome.versions and not outcome.breaches:
+    if not outcome.versions and not outcome.breaches and not report.breaches:
         raise InputError(
             f"no response of {arguments.run} could be computed again, for the reasons above: write checkpoints of "
             f"versions whose journals are kept, with --save-hf, --save-interval and --rollout-retain-journals"

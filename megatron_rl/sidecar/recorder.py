@@ -13,7 +13,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.records.audit_events import EngineReport, ProbeRecord
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
-from megatron_rl.shared.records.journal import Journal, JournalFolder
+from megatron_rl.shared.records.journal import JOURNALS, Journal, JournalFolder
 from megatron_rl.sidecar.publication import Proof
 
 
@@ -23,7 +23,7 @@ class RunRecorder:
     def __init__(
         self, folder: Path, run: str, retain: int = 2, scoring: str = "", details: dict[str, Any] | None = None
     ):
-        self._journals = JournalFolder(folder / "journal", retain, scoring=scoring)
+        self._journals = JournalFolder(folder / JOURNALS, retain, scoring=scoring)
         try:
             self.audit = AuditLog(folder / FILE_NAME, run, details)
         except BaseException:

@@ -16,6 +16,8 @@ from megatron_rl import cli
 from megatron_rl.commands.rescore import _differences, _read_fingerprint
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import derive_group_seed
+from megatron_rl.shared.records.audit_chain import BreachName
+from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.shared.records.audit_log import FILE_NAME
 from megatron_rl.shared.records.audit_samples import Sample, choose_samples, read_kept
 from megatron_rl.sidecar.engines import WeightReport
@@ -237,6 +239,44 @@ def test_a_journal_that_holds_other_responses_than_the_log_is_a_breach(honest, c
     output = capsys.readouterr().out
     assert output.count("journal holds other responses: 00000003.journal: response 0 of prompt") == 4
     assert "3 not computed again: its journal" in output
+
+
+def test_each_byte_of_a_journal_that_is_changed_is_a_breach_with_its_file(honest: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(honest, run)
+    journal = run / "journal" / "00000003.journal"
+    content = journal.read_bytes()
+    for place in range(0, len(content), 7):
+        journal.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        names = [(breach.name, breach.detail.partition(":")[0]) for breach in verify(run).breaches]
+        assert names == [(BreachName.DAMAGED_JOURNAL, str(journal))], place
+
+
+def test_a_journal_whose_last_record_a_kill_has_torn_is_no_breach(honest: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(honest, run)
+    journal = run / "journal" / "00000004.journal"
+    content = journal.read_bytes()
+    for size in range(0, len(content), 7):
+        journal.write_bytes(content[:size])
+        assert verify(run).breaches == []
+
+
+def test_a_damaged_journal_is_a_breach_of_the_audit_whatever_can_be_computed_again(
+    honest: Path, checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(honest, run)
+    journals = [run / "journal" / f"{version:08d}.journal" for version in (3, 4)]
+    for number, journal in enumerate(journals):
+        content = bytearray(journal.read_bytes())
+        content[len(content) // 2] ^= 1
+        journal.write_bytes(content)
+        assert audit(run, checkpoints.folder) == 5
+        output = capsys.readouterr().out
+        assert output.count(": damaged journal: ") == number + 1
+        assert re.search(rf"BREACH line \d+: damaged journal: {journal}: the record at byte \d+ is damaged", output)
+    assert cli.main(["audit", str(run)]) == 5
 
 
 def test_the_bound_must_be_given_if_engines_quantize(tmp_path, checkpoints, capsys) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Sampling, encode_tokens
 from megatron_rl.shared.records import journal as journals
 from megatron_rl.shared.records.append_file import AppendFailed, AppendFile, FileInUse
-from megatron_rl.shared.records.journal import Journal, JournalDamaged, JournalFolder
+from megatron_rl.shared.records.journal import ForeignJournal, Journal, JournalDamaged, JournalFolder
 from tests.killing import kill_while_appending
 from tests.submissions import make_group, make_plan, make_submission, with_response
 
@@ -138,7 +138,7 @@ def test_a_journal_of_another_wire_version_is_named_with_both_versions_and_a_rem
         f"has wire version {WIRE_VERSION + 1}, and this megatron_rl has {WIRE_VERSION}: move the file away and resume "
         "from the checkpoint"
     )
-    with pytest.raises(JournalDamaged, match=said):
+    with pytest.raises(ForeignJournal, match=said):
         Journal(path, SUBMISSION)
 
 

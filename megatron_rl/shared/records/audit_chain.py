@@ -53,6 +53,7 @@ class BreachName(enum.StrEnum):
     NOT_CARRIED = "put-off prompt is missing"
     WRONG_COUNT = "wrong count"
     COMPLETE_OUTSIDE = "completion outside of an iteration"
+    DAMAGED_JOURNAL = "damaged journal"
     OTHER_JOURNAL = "journal holds other responses"
     OTHER_CHECKPOINT = "checkpoint holds other weights"
     OTHER_LOG_PROBS = "log-probs of other weights"

@@ -12,6 +12,7 @@ from megatron_rl.shared.records.audit_chain import Breach, BreachName, Chain
 from megatron_rl.shared.records.audit_log import find_files, find_first_file, name_file, read_links, read_log_lines
 from megatron_rl.shared.records.audit_report import IterationSummary, Proofs, PutOff, Report, SourceSummary
 from megatron_rl.shared.records.audit_responses import Problems, find_response_problems
+from megatron_rl.shared.records.journal import JOURNALS, find_damage
 
 
 class _Attempt:
@@ -291,7 +292,7 @@ def _list_trained(attempt: _Attempt) -> Sequence[int]:
 
 
 def verify(path: Path, heads: Sequence[str] = ()) -> Report:
-    """Read and check a log from its first line to its last, over all of its files."""
+    """Read and check a log from its first line to its last, over all of its files, and the journals next to it."""
     chain, checker, breaches = Chain(heads), _EventChecker(), []
     files: list[tuple[str, int]] = []
     number, expected, first = 0, 0, find_first_file(path)
@@ -310,6 +311,9 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         files.append((file.name, number - num_before))
         expected = index + 1
     chain.finish()
+    lines = {summary.version: summary.line for summary in checker.summaries}
+    for version, damage in find_damage(first.parent / JOURNALS):
+        breaches.append(Breach(BreachName.DAMAGED_JOURNAL, lines.get(version, number), str(damage)))
     return Report(
         run=checker.run or "",
         files=files,

@@ -12,7 +12,7 @@ from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_log import find_files, find_first_file, hash_content, read_log_lines
-from megatron_rl.shared.records.journal import JournalDamaged, find_journal, read_groups
+from megatron_rl.shared.records.journal import JOURNALS, ForeignJournal, JournalDamaged, find_journal, read_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Logged:
 def read_kept(run: Path) -> KeptSamples:
     """Read log and journals of a run, given by its folder or its log."""
     first = find_first_file(run)
-    folder = first.parent / "journal"
+    folder = first.parent / JOURNALS
     result = KeptSamples({}, {}, {}, [])
     for version, logged in sorted(_logged(first, folder).items()):
         result.fingerprints[version] = logged.submit.fingerprint
@@ -68,7 +68,7 @@ def read_kept(run: Path) -> KeptSamples:
         except FileNotFoundError:
             result.reasons[version] = f"its journal {path} is no longer kept (--rollout-retain-journals keeps more)"
             continue
-        except (OSError, JournalDamaged) as error:
+        except (OSError, ForeignJournal, JournalDamaged) as error:
             result.reasons[version] = f"its journal cannot be read: {error}"
             continue
         result.breaches.extend(breaches)

@@ -3,7 +3,8 @@
 Each iteration has one file, `<version>.journal`, in a folder of the run. Invariants:
 
 - an appended record survives a kill -9 of this process, and a loss of power only with `sync`;
-- a record that a kill has torn is cut off at reopening, and reported; any other damage raises JournalDamaged;
+- a record that a kill has torn is cut off at reopening, and reported; any other damage raises JournalDamaged, and the
+  audit counts it as a breach;
 - a group is recovered only under the key for which it was sampled and scored: run, fingerprint, version, prompt (index,
   tokens, columns), seed, sampling parameters, group size, and the caller's description of the rewards;
 - claims are recovered only for their own submission and rewards: another plan divides the same groups differently, and
@@ -12,6 +13,7 @@ Each iteration has one file, `<version>.journal`, in a folder of the run. Invari
 - one process has the folder open; at most `retain` files are kept: the current one and those of the highest versions.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -29,6 +31,8 @@ from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Group, Response, Sampling, Submission
 from megatron_rl.shared.records.append_file import AppendFile, make_private_folder
 
+JOURNALS = "journal"
+"""The folder of the journals, in the folder of a run."""
 _MAGIC = b"mrlj"
 # Precedes each payload: the magic, the payload's length and checksum, and the checksum of these three.
 _HEAD = struct.Struct("<4sIII")
@@ -39,7 +43,11 @@ _REMEDY = "move the file away and resume from the checkpoint, and its groups are
 
 
 class JournalDamaged(MegatronRLError):
-    """A record in the journal was changed, or has another wire version."""
+    """A record in the journal was changed."""
+
+
+class ForeignJournal(MegatronRLError):
+    """The journal has a wire version that this release cannot read."""
 
 
 class _SubmissionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
@@ -203,6 +211,18 @@ def read_groups(path: Path) -> Iterator[Finished]:
                 yield record
 
 
+def find_damage(folder: Path) -> Iterator[tuple[int, JournalDamaged]]:
+    """Find the journals with a changed record, in the folder of a run's journals; yield version and error of each."""
+    for path in sorted(folder.glob(f"{'[0-9]' * 8}.journal")):
+        try:
+            # A run that continues deletes old ones meanwhile.
+            with contextlib.suppress(FileNotFoundError, ForeignJournal):
+                for _ in read_groups(path):
+                    pass
+        except JournalDamaged as error:
+            yield int(path.stem), error
+
+
 @dataclasses.dataclass(frozen=True)
 class _Stored:
     """A journal's file that is only read."""
@@ -290,7 +310,7 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
     except msgspec.DecodeError as error:
         raise _damaged(path, offset, f"{error}") from None
     if isinstance(record, _SubmissionBegun) and record.wire not in _READABLE_WIRE_VERSIONS:
-        raise JournalDamaged(
+        raise ForeignJournal(
             f"{path} has wire version {record.wire}, and this megatron_rl has {WIRE_VERSION}: {_REMEDY}; or resume "
             "with the megatron_rl that wrote it"
         )
