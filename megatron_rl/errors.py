@@ -65,6 +65,11 @@ class InputError(MegatronRLError, ValueError):
     exit_code = ExitCode.INPUT
 
 
+def count_noun(number: int, noun: str, plural: str = "") -> str:
+    """Write a number with its noun: "1 breach", "2 breaches"; without `plural` the plural has an "s"."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 class NoRoom(MegatronRLError):
     """A file cannot be written: its disk or a quota is full, or a limit on the size of files is reached."""
 
@@ -98,7 +103,7 @@ def describe_failed_write(error: OSError, path: Path) -> str:
     """Describe why `path` could not be written; if room is lacking, add the free bytes and the remedy."""
     reason = error.strerror or str(error)
     if error.errno not in _WAYS_OUT:
-        return f"{reason}; mend this, then resume"
+        return f"{reason}; fix this, then resume"
     return f"{reason}{_describe_free(path)}; {_WAYS_OUT[error.errno]}"
 
 

@@ -22,7 +22,7 @@ import transformers
 
 from examples.arithmetic import model, task, warm_up
 from megatron_rl.analysis.picture import picture
-from megatron_rl.errors import ExitCode
+from megatron_rl.errors import ExitCode, count_noun
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.summary import text_curves
 from megatron_rl.shared.records.audit_check import verify
@@ -86,6 +86,7 @@ def main() -> None:
         f"{time.monotonic() - start:.0f} s in all\n(answered with the likeliest tokens; the reward is given to tokens "
         f"drawn at temperature 1)\nthe picture: {out / 'picture.png'}"
     )
+    print(describe_next(run))
     (out / "result.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
 
 
@@ -108,11 +109,22 @@ def describe_missing_gpu(out: Path) -> str:
 def describe_audit(run: Path) -> str:
     """Check the run's audit log, and return the result in a line."""
     report = verify(run)
-    proofs = report.proofs
+    proofs, breaches = report.proofs, count_noun(len(report.breaches), "breach", "breaches")
     return (
-        f"audit: {report.num_lines} lines, {len(report.breaches)} breaches; in {proofs.num_whole} of "
-        f"{proofs.num_reports} publishes the engine's weights were compared bit for bit with what was published"
+        f"audit: {report.num_lines} lines, {breaches}; in {proofs.num_whole} of {proofs.num_reports} publishes the "
+        "engine's weights were compared bit for bit with what was published"
     )
+
+
+def describe_next(run: Path) -> str:
+    """Name the commands that show more of the run."""
+    command = Path(sys.executable).with_name("megatron-rl")
+    uses = {
+        f"report {run} --out {run.parent / 'report.html'}": "a page about the run",
+        f"explain {run}": "where the time goes",
+        f"audit {run}": "what was published, sampled and trained on",
+    }
+    return "\n".join(("see more:", *(f"  {command} {words}   # {what}" for words, what in uses.items())))
 
 
 def train(

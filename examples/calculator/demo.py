@@ -22,6 +22,7 @@ from examples.arithmetic.demo import LAYOUTS
 from examples.calculator.calculator import NUM_DIGITS, OPERATORS, compute
 from examples.calculator.model import CALL, CALL_END, END, draw, make_tokenizer
 from megatron_rl.analysis.picture import picture
+from megatron_rl.errors import count_noun
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.summary import text_curves
 from megatron_rl.shared.records.audit_check import verify
@@ -78,7 +79,7 @@ def main() -> None:
     found = [record["evaluation"]["mean"] for record in records if "evaluation" in record]
     report = verify(run)
     print(
-        f"\naudit: {report.num_lines} lines, {len(report.breaches)} breaches\n"
+        f"\naudit: {report.num_lines} lines, {count_noun(len(report.breaches), 'breach', 'breaches')}\n"
         f"of {NUM_HELD_OUT} held-out questions, 4 times each, {found[0]:.1%} were answered at the first evaluation and "
         f"{found[-1]:.1%} at the last one; {time.monotonic() - start:.0f} s in all\n"
         f"the picture: {out / 'picture.png'}"

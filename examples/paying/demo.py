@@ -23,6 +23,7 @@ from examples.arithmetic import model as tiny
 from examples.arithmetic.demo import LAYOUTS
 from examples.paying.game import AMOUNTS, FEES, MOST_PAYMENTS, write_amount
 from megatron_rl.analysis.picture import picture
+from megatron_rl.errors import count_noun
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.summary import text_curves
 from megatron_rl.shared.records.audit_check import verify
@@ -78,7 +79,7 @@ def run_demo(
     picture({name: run}, out / "picture.png")
     found = [record["evaluation"]["mean"] for record in records if "evaluation" in record]
     report = verify(run)
-    print(f"\naudit: {report.num_lines} lines, {len(report.breaches)} breaches")
+    print(f"\naudit: {report.num_lines} lines, {count_noun(len(report.breaches), 'breach', 'breaches')}")
     print(
         f"of {NUM_HELD_OUT} held-out games, 16 times each, {found[0]:.1%} were won at the first evaluation and "
         f"{found[-1]:.1%} at the last one; {time.monotonic() - start:.0f} s in all\n"

@@ -21,7 +21,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.errors import ExitCode, InputError, UsageError, count_noun
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.shared.records.audit_chain import Breach
 from megatron_rl.shared.records.audit_check import verify
@@ -109,7 +109,8 @@ def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:
 
 
 def _print(report: Report) -> None:
-    print(f"run {report.run}: {report.num_lines} lines, {report.num_starts} starts, {report.num_recovered} recovered")
+    starts = count_noun(report.num_starts, "start")
+    print(f"run {report.run}: {report.num_lines} lines, {starts}, {report.num_recovered} recovered")
     print(
         f"{'version':>8} {'fingerprint':<12} {'outcome':<10} {'groups':>7} {'responses':>9} {'tokens':>10} "
         f"{'compared':>12}  engines"
@@ -126,6 +127,8 @@ def _print(report: Report) -> None:
             f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
             f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
         )
+    for change in report.changes:
+        print(f"{change.version:>8} was trained with another objective: {', '.join(change.changes)}")
     for name, source in report.count_sources().items():
         print(
             f"source {name}: {source.num_groups} groups, {source.num_responses} responses, mean reward "
@@ -145,7 +148,7 @@ def _print(report: Report) -> None:
     _print_put_off(report)
     _print_breaches(report, report.breaches)
     num_complete = sum(item.outcome == "complete" for item in report.iterations)
-    print(f"{num_complete} of {len(report.iterations)} iterations complete, {len(report.breaches)} breaches")
+    print(f"{num_complete} of {len(report.iterations)} iterations complete, {_count_breaches(report.breaches)}")
     print(f"head {report.head}")
     if report.num_covered:
         print(f"lines 1 to {report.num_covered} are unchanged since the head was kept")
@@ -176,8 +179,13 @@ def _print_outcome(report: Report, outcome: "Outcome") -> None:
     for version, reason in outcome.reasons.items():
         print(f"{version:>8} not computed again: {reason}")
     _print_breaches(report, outcome.breaches)
-    num_responses, num_versions = sum(item.num_responses for item in outcome.versions), len(outcome.versions)
-    print(f"{num_responses} responses of {num_versions} versions computed again, {len(outcome.breaches)} breaches")
+    num_responses = count_noun(sum(item.num_responses for item in outcome.versions), "response")
+    num_versions = count_noun(len(outcome.versions), "version")
+    print(f"{num_responses} of {num_versions} computed again, {_count_breaches(outcome.breaches)}")
+
+
+def _count_breaches(breaches: list[Breach]) -> str:
+    return count_noun(len(breaches), "breach", "breaches")
 
 
 def _print_breaches(report: Report, breaches: list[Breach]) -> None:

@@ -138,6 +138,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
             None if trained is None or isinstance(trained.plug_ins, msgspec.UnsetType) else trained.plug_ins,
             None if trained is None or isinstance(trained.seconds, msgspec.UnsetType) else trained.seconds,
             await service.engines.count_drafts(),
+            None if trained is None or isinstance(trained.objective, msgspec.UnsetType) else trained.objective,
         )
         answer: dict[str, Any] = msgspec.to_builtins(ended)
         return answer

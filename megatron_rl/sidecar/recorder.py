@@ -31,6 +31,7 @@ class RunRecorder:
             raise
         self._journal: Journal | None = None
         self._submission: wire.Submission | None = None
+        self._objective: dict[str, str] | None = None
         self._reported: set[str] = set()
         """The engines whose weights the log has reported."""
 
@@ -57,6 +58,12 @@ class RunRecorder:
     def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
         """Record the trainer's plug-ins, before it completes the iteration."""
         self.audit.record_plug_ins(version, plug_ins)
+
+    def stated_objective(self, version: int, objective: Mapping[str, str]) -> None:
+        """Record the trainer's objective, if it is not the one that this process recorded last."""
+        if objective != self._objective:
+            self.audit.record_objective(version, objective)
+            self._objective = dict(objective)
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """Begin an iteration; return the groups and claims that an earlier attempt at it left."""

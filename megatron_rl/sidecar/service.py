@@ -76,6 +76,8 @@ class RunRecords(Protocol):
 
     def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None: ...
 
+    def stated_objective(self, version: int, objective: Mapping[str, str]) -> None: ...
+
     def completed(self, version: int) -> None: ...
 
     def failed(self, version: int, reason: str) -> None: ...
@@ -174,7 +176,10 @@ class RolloutService:
         recorded, and are restored when the same iteration is submitted again.
         """
         if self._only_run not in (None, run):
-            raise Conflict(f"this sidecar keeps the records of the run {self._only_run!r}: start another for {run!r}")
+            raise Conflict(
+                f"this sidecar keeps the records of the run {self._only_run!r}, and this trainer is the run {run!r}: "
+                f"give both a --rollout-folder of the same name, or start a sidecar for {run!r}"
+            )
         lease, now = self.lease, time.monotonic()
         if lease.run not in ("", run) and now - lease.renewed < self._lease_seconds:
             raise Conflict(
@@ -205,7 +210,8 @@ class RolloutService:
                     "resume from its checkpoint"
                 )
             raise Conflict(
-                f"lease {number} is over and {self.lease.number} is held: another trainer has taken this sidecar"
+                f"lease {number} is over and {self.lease.number} is held: another trainer has taken this sidecar. End "
+                "one of the two, or give each its own sidecar, and start the other again"
             )
         self.lease.renewed = time.monotonic()
 
@@ -331,6 +337,7 @@ class RolloutService:
         plug_ins: Mapping[str, str] | None = None,
         train_seconds: float | None = None,
         drafts: wire.Drafts | None = None,
+        objective: Mapping[str, str] | None = None,
     ) -> wire.Ended:
         """End an iteration that the trainer has trained on, for as many seconds as `wire.Trained` says.
 
@@ -343,6 +350,8 @@ class RolloutService:
                 self._records.judged(version, mismatch)
             if plug_ins and not was_over:
                 self._records.trained_with(version, plug_ins)
+            if objective is not None and not was_over:
+                self._records.stated_objective(version, objective)
             iteration.complete()
         except AppendFailed as error:
             self._fail(iteration, str(error))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_rl import cli
 from megatron_rl.observe.metrics import read_metrics, without_times
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_check import verify
@@ -161,6 +162,29 @@ def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_sched
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
+def test_an_objective_that_changes_at_a_resume_is_listed_at_the_start_and_in_the_audit(world, tmp_path, capsys):
+    folder = tmp_path / "run of one objective"
+    reward = Path(shutil.copy(world.reward.rpartition(":")[0], tmp_path))
+    objective = {"reward": f"{reward}:parity", "grpo_kl_beta": 0.05, "grpo_group_size": 4, "global_batch_size": 32}
+    loop.run(folder, 1, words(world, folder, exit_interval=1, **objective))
+    unchanged = loop.run(folder, 1, words(world, folder, exit_interval=1, **objective))
+    assert "another objective" not in unchanged.text()
+    reward.write_text(f"{reward.read_text()}\n# Edited.\n")
+    objective |= {"reward": f"{reward}:parity=2", "grpo_kl_beta": 0.5, "grpo_group_size": 8, "global_batch_size": 64}
+    ranks = loop.run(folder, 1, words(world, folder, micro_batch_size=8, exit_interval=1, **objective))
+    changes = "--grpo-group-size 4 -> 8, --grpo-kl-beta 0.05 -> 0.5, "
+    (note,) = (line for line in ranks.text().splitlines() if "another objective" in line)
+    assert changes in note
+    assert f"--reward {reward}:parity -> {reward}:parity=2" in note
+    assert f"{reward} sha256 " in note
+    assert cli.main(["audit", str(folder / "run")]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "another objective" in line)
+    assert line.startswith("       2 was trained with another objective: --grpo-group-size 4 -> 8")
+    assert changes in line
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
 def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_something_is_missing(world):
     folder = uninterrupted(world, "finished", 2)
     run, log = folder / "run", folder / "run" / "sidecar.log"
@@ -214,10 +238,12 @@ def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_again_keeps_th
     said = f"{folder / 'run'} holds a run up to version 1, and {source} continues from version {ITERATIONS}: name the"
     assert said in ranks.text()
     metrics.write_text(before)
+    (folder / "run" / "drift.json").write_text("{}")
     with loop.running(folder, 1, words(world, folder, load=None, save=None, save_interval=None, save_hf=None)) as ranks:
         assert ranks.wait() == [0], ranks.text()
     assert f"what an earlier run wrote into {metrics} is now metrics.jsonl.1" in ranks.text()
     assert (folder / "run" / "metrics.jsonl.1").read_text() == before
+    assert not (folder / "run" / "drift.json").exists()
     assert len(read_metrics(folder / "run")) == len(before.splitlines())
 
 

@@ -93,6 +93,9 @@ class Memory:
     def trained_with(self, version, plug_ins) -> None:
         self.events.append(("trained with", version, dict(plug_ins)))
 
+    def stated_objective(self, version, objective) -> None:
+        self.events.append(("stated objective", version, dict(objective)))
+
     def begin(self, submission) -> tuple[list[wire.Group], list[Claim]]:
         self.events.append(("submitted", submission.version))
         return list(self.groups), list(self.claims)

@@ -384,6 +384,8 @@ def test_another_run_is_refused_while_the_lease_is_held() -> None:
     async def check(service: RolloutService) -> None:
         with pytest.raises(Conflict, match="works for the run 'run'"):
             await service.take_lease("other")
+        with pytest.raises(Conflict, match="another trainer has taken this sidecar. End one of the two, or give"):
+            service.renew_lease(service.lease.number - 1)
         with pytest.raises(Conflict, match="the lease is held by the run 'run'"):
             await service.publish(weights(1, run="other"))
 

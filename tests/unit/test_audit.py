@@ -516,7 +516,7 @@ def test_the_command_prints_each_iteration_and_breach_and_its_exit_code_says_whe
     head = write_log(path)
     assert cli.main(["audit", str(path.parent), "--head", head]) == ExitCode.OK
     printed = capsys.readouterr().out
-    assert "run run: 15 lines, 1 starts, 0 recovered" in printed
+    assert "run run: 15 lines, 1 start, 0 recovered" in printed
     assert next(lines_of(printed, "       3 ffffffffffff")).split()[2:] == [
         "complete",
         "2",

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_other_weights_is_a_breach_and_nothing_is_computed_from_
     output = capsys.readouterr().out
     assert "checkpoint holds other weights" in output
     assert f"has fingerprint {checkpoints.fingerprints[5][:12]}, and version 4 was published with" in output
-    assert "8 responses of 1 versions computed again, 1 breaches" in output
+    assert "8 responses of 1 version computed again, 1 breach" in output
 
 
 def test_versions_that_cannot_be_computed_again_are_named_with_the_reason(tmp_path, checkpoints, capsys) -> None:
@@ -222,7 +222,7 @@ def test_versions_that_cannot_be_computed_again_are_named_with_the_reason(tmp_pa
     output = capsys.readouterr().out
     assert re.search(r"^ +3 not computed again: its journal .*00000003.journal is no longer kept", output, re.M)
     assert re.search(r"^ +4 not computed again: the checkpoint .*iter_0000004 does not exist$", output, re.M)
-    assert "8 responses of 1 versions computed again" in output
+    assert "8 responses of 1 version computed again" in output
 
 
 def test_rescoring_without_a_response_to_compute_fails(honest, tmp_path, capsys) -> None:

@@ -81,7 +81,7 @@ def _report_seconds(schedule: Schedule, reported: list[float]) -> dict[str, Any]
     answers: list[wire.EnvironmentTimes | None] = [None]
     drafts: list[wire.Drafts | None] = [None]
 
-    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float) -> Any:
+    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float, objective: object) -> Any:
         reported.append(seconds)
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.0)
         return types.SimpleNamespace(
@@ -122,7 +122,7 @@ def test_an_iteration_has_the_mean_reward_of_the_one_before_and_is_recorded_with
         given.append(baseline)
         return Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean")))
 
-    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float) -> Any:
+    def complete(version: int, mismatch: wire.Mismatch, plug_ins: object, seconds: float, objective: object) -> Any:
         recorded.append(plug_ins)
         census = types.SimpleNamespace(num_considered=4, put_off=[], rewards=[], reward=0.25 + version)
         return types.SimpleNamespace(

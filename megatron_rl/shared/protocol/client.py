@@ -151,19 +151,22 @@ class RolloutClient:
         mismatch: wire.Mismatch | None = None,
         plug_ins: Mapping[str, str] | None = None,
         seconds: float | None = None,
+        objective: Mapping[str, str] | None = None,
     ) -> wire.Ended:
         """Report that the whole iteration was trained on; return the audit log's head and the prompts' census.
 
         If the head is kept elsewhere, `megatron-rl audit RUN --head HEAD` proves that the log up to here is unchanged.
-        `plug_ins` are written into the log, and `seconds` are the trainer's, both as in `wire.Trained`.
+        `plug_ins` and `objective` are written into the log, and `seconds` are the trainer's, as in `wire.Trained`.
         """
         content = None
         if mismatch is not None:
             trained_with = dict(plug_ins) if plug_ins else msgspec.UNSET
             taken = msgspec.UNSET if seconds is None else seconds
-            content = wire.encode(
-                wire.Trained(version=version, mismatch=mismatch, plug_ins=trained_with, seconds=taken)
+            aim = msgspec.UNSET if objective is None else dict(objective)
+            trained = wire.Trained(
+                version=version, mismatch=mismatch, plug_ins=trained_with, seconds=taken, objective=aim
             )
+            content = wire.encode(trained)
         answer = self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()
         return msgspec.convert(answer, wire.Ended)
 

@@ -415,6 +415,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mismatch: Mismatch
     plug_ins: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     """The sha256 of the file of each function of a person's own that was trained with, by its flag; unset if none."""
+    objective: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """The values of the objective's flags, and the hashes of the files that they name."""
     seconds: float | msgspec.UnsetType = msgspec.UNSET
     """The seconds for which the trainer computed that can overlap with sampling; 0 if it waits for all groups first."""
 

@@ -10,7 +10,14 @@ from megatron_rl.shared.protocol.slots import Claim, Place, divide
 from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach, BreachName, Chain
 from megatron_rl.shared.records.audit_log import find_files, find_first_file, name_file, read_links, read_log_lines
-from megatron_rl.shared.records.audit_report import IterationSummary, Proofs, PutOff, Report, SourceSummary
+from megatron_rl.shared.records.audit_report import (
+    IterationSummary,
+    ObjectiveChange,
+    Proofs,
+    PutOff,
+    Report,
+    SourceSummary,
+)
 from megatron_rl.shared.records.audit_responses import Problems, find_response_problems
 from megatron_rl.shared.records.journal import JOURNALS, find_damage
 
@@ -40,6 +47,8 @@ class _EventChecker:
         self.summaries: list[IterationSummary] = []
         self.evaluations: list[audit_events.Evaluate] = []
         self.proofs = Proofs()
+        self.changes: list[ObjectiveChange] = []
+        self._objective: dict[str, str] | None = None
         self._published: audit_events.Publish | None = None
         self._engines: set[str] = set()
         # Parameters compared and their total, for the version published last, on the engine with the fewest.
@@ -68,6 +77,8 @@ class _EventChecker:
                 return self._claim(event)
             case audit_events.MismatchMeasured():
                 return self._mismatch(event)
+            case audit_events.ObjectiveStated():
+                self._compare_objective(event)
             case audit_events.Complete():
                 return self._complete(event)
             case audit_events.Fail():
@@ -83,6 +94,11 @@ class _EventChecker:
             self.run = event.run
         elif event.run != self.run:
             yield BreachName.FOREIGN_RUN, f"the log belongs to run {self.run!r}, and this event to {event.run!r}"
+
+    def _compare_objective(self, event: audit_events.ObjectiveStated) -> None:
+        if self._objective is not None and (changes := audit_events.list_changes(self._objective, event.values)):
+            self.changes.append(ObjectiveChange(event.version, changes))
+        self._objective = event.values
 
     def _publish(self, event: audit_events.Publish) -> Problems:
         before = self._published
@@ -324,6 +340,7 @@ def verify(path: Path, heads: Sequence[str] = ()) -> Report:
         iterations=checker.summaries,
         evaluations=checker.evaluations,
         proofs=checker.proofs,
+        changes=checker.changes,
         put_off=checker.put_off,
         breaches=sorted([*chain.breaches, *breaches], key=lambda breach: breach.line),
     )

@@ -1,5 +1,6 @@
 """The events of an audit log, each with fields of its own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -165,6 +166,20 @@ class TrainedWith(AuditEvent, frozen=True, kw_only=True, tag="plug_ins"):
     """Hashes of the functions' files, by flag."""
 
 
+class ObjectiveStated(AuditEvent, frozen=True, kw_only=True, tag="objective"):
+    """The trainer reports the objective that it trains with, from this version on."""
+
+    version: int
+    values: dict[str, str]
+    """Values by flag, and hashes by file."""
+
+
+def list_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """List the flags of an objective whose values have changed, and the files whose hashes have."""
+    # A file that only one of them names shows in its flag.
+    return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]
+
+
 class Complete(AuditEvent, frozen=True, kw_only=True, tag="complete"):
     """The trainer reports the groups and responses that it has trained on."""
 
@@ -202,6 +217,7 @@ AnyEvent = (
     | SlotClaimed
     | MismatchMeasured
     | TrainedWith
+    | ObjectiveStated
     | Complete
     | Fail
     | Evaluate

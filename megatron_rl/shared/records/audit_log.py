@@ -31,6 +31,7 @@ from megatron_rl.shared.records.audit_events import (
     GroupFinished,
     MismatchMeasured,
     NotProven,
+    ObjectiveStated,
     Publish,
     Recovered,
     ResponseRecord,
@@ -224,6 +225,10 @@ class AuditLog:
     def record_plug_ins(self, version: int, plug_ins: Mapping[str, str]) -> None:
         """Record the user's own functions that the trainer has trained with."""
         self._append(TrainedWith(version=version, sha256=dict(plug_ins)))
+
+    def record_objective(self, version: int, values: Mapping[str, str]) -> None:
+        """Record the objective that the trainer trains with from this version on."""
+        self._append(ObjectiveStated(version=version, values=dict(values)))
 
     def record_completion(self, version: int, num_groups: int, num_responses: int) -> None:
         """Record the numbers of groups and responses that the trainer reports to have trained on."""

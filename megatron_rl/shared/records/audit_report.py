@@ -89,6 +89,14 @@ class PutOff(NamedTuple):
     num_responses: int
 
 
+class ObjectiveChange(NamedTuple):
+    """A change of the objective, at a resume."""
+
+    version: int
+    changes: list[str]
+    """Flags with their values before and after, and files with their hashes."""
+
+
 def describe_weaker_proof(proofs: Proofs) -> str:
     """Say how many reports rest on the weaker proof."""
     return (
@@ -112,6 +120,7 @@ class Report:
     iterations: list[IterationSummary]
     evaluations: list[audit_events.Evaluate]
     proofs: Proofs
+    changes: list[ObjectiveChange]
     put_off: list[PutOff] | None
     """Prompts that were put off when the log ended; None if the log does not begin with the run."""
     breaches: list[Breach]

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
-from megatron_rl.config.command_line.own_files import describe_own_files
+from megatron_rl.config.command_line.own_files import describe_objective, describe_own_files
 from megatron_rl.config.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.environments.pool import describe_environment
@@ -15,6 +15,7 @@ from megatron_rl.observe import metrics
 from megatron_rl.observe.startup import Startup, describe_prompts
 from megatron_rl.rewards.spec import build_pool_settings
 from megatron_rl.shared.records.append_file import read_lines
+from megatron_rl.shared.records.audit_events import list_changes
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar.reading import check_offered
@@ -65,7 +66,7 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
     check_loaded_stage(settings)
     check_loaded_schedule(settings, settings.num_updates)
     _check_continuation(settings)
-    notes = check_loaded_plug_ins(settings)
+    notes = check_loaded_plug_ins(settings) + note_changed_objective(settings)
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
@@ -182,6 +183,16 @@ def check_loaded_plug_ins(settings: Settings) -> list[str]:
     if "plug_ins" not in extra:
         return []
     return compare_plug_ins(extra["plug_ins"], describe_own_files(settings), source)
+
+
+def note_changed_objective(settings: Settings) -> list[str]:
+    """Return a note that lists the flags of the objective that have changed since the loaded checkpoint, if any has."""
+    loaded = _find_loaded(settings)
+    saved = None if loaded is None else (serialization.read_common(loaded[1]).get(EXTRA) or {}).get("objective")
+    changes = [] if saved is None else list_changes(saved, describe_objective(settings))
+    if loaded is None or not changes:
+        return []
+    return [f"{loaded[1]} was trained with another objective; from here on: {', '.join(changes)}"]
 
 
 def _check_continuation(settings: RunSettings) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.config.command_line.own_files import describe_own_files
+from megatron_rl.config.command_line.own_files import describe_objective, describe_own_files
 from megatron_rl.config.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import (
@@ -90,6 +90,8 @@ class SubmissionTerms:
     """Whether the mean reward of an iteration is the next one's baseline."""
     plug_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The hash of each plug-in's file, recorded with each iteration."""
+    objective: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The flags of the objective, recorded when they change."""
 
 
 class Rollouts:
@@ -151,7 +153,7 @@ class Rollouts:
         if self._session.rank == 0:
             assert self._prompts is not None
             overlapping = 0.0 if self._schedule is wait_for_all else seconds
-            ended = self._client.complete(version, mismatch, self._terms.plug_ins, overlapping)
+            ended = self._client.complete(version, mismatch, self._terms.plug_ins, overlapping, self._terms.objective)
             self._times = {} if ended.num_in_flight is None else {MAX_IN_FLIGHT: ended.num_in_flight}
             if ended.environments is not None:
                 self._times |= {ENVIRONMENT_MEAN: ended.environments.mean, ENVIRONMENT_P95: ended.environments.p95}
@@ -271,6 +273,7 @@ def build_rollouts(
         settings.service.deadline_minutes * 60,
         advantages.has_baseline,
         describe_own_files(settings),
+        describe_objective(settings),
     )
 
     def make_batcher(baseline: float | None) -> Batcher:

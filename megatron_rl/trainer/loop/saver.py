@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.command_line.own_files import describe_own_files
+from megatron_rl.config.command_line.own_files import describe_objective, describe_own_files
 from megatron_rl.config.command_line.pack_size import RECOMPUTE_NORMS, SWITCH
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
@@ -162,6 +162,7 @@ class Saver:
             "reference": self._start,
             "audit_head": state.audit_head,
             "plug_ins": describe_own_files(self._settings),
+            "objective": describe_objective(self._settings),
             "baseline": state.baseline,
             **describe_rounding(self._settings),
         }
