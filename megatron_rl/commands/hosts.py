@@ -16,6 +16,7 @@ from megatron_rl.shared.protocol.client import RolloutClient, read_token
 _ADDRESS, _TOKEN = "address", "token"
 _PATIENCE_SECONDS = 5.0
 _OWN_HOST = "(own host)"
+_UP = ("ready", "publishing")
 _TITLES = ("host", "state", "silent", "engine", "state", "step", "in flight", "restarts")
 _TITLES_OF_RANKS = ("host of ranks", "ranks", "part of the iteration")
 
@@ -58,7 +59,21 @@ def describe(status: Mapping[str, Any]) -> Iterator[str]:
             rows.append((*first, "none", "", "", "", ""))
     yield from _align(rows)
     yield from (host["error"].removeprefix("its ") for host in hosts.values() if host["error"])
-    yield from (engine["error"] for engine in engines.values() if engine["error"])
+    yield from _list_errors(engines, hosts, places)
+
+
+def _list_errors(
+    engines: Mapping[str, Mapping[str, Any]], hosts: Mapping[str, Mapping[str, Any]], places: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the errors of engines that are not up; the loss of a host is not an error of its engines."""
+    for name, engine in engines.items():
+        host = places.get(name)
+        if not engine["error"] or engine["state"] in _UP:
+            continue
+        if host is None or f"its host {host}" not in engine["error"]:
+            yield engine["error"]
+        elif not hosts[host]["error"]:
+            yield f"engine {name} is started again: its host {host} is back"
 
 
 def describe_ranks(places: ReadPlaces | None) -> Iterator[str]:

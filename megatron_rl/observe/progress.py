@@ -249,7 +249,7 @@ class Shown:
 
 
 def display(shown: Shown, now: float) -> RenderableType:
-    """Draw three rows: the run, the groups of this iteration, and the current phase beside the last one's results."""
+    """Draw the run, the groups of this iteration, and the current phase with the last one's results."""
     bars = Table.grid(padding=(0, 2))
     bars.add_column(no_wrap=True)
     bars.add_column(width=24)
@@ -270,7 +270,8 @@ def display(shown: Shown, now: float) -> RenderableType:
     reward = number_at(shown.metrics, "reward", "mean")
     came_to = [] if reward is None else [f"reward {reward:.3f}"]
     row = "   ".join(filter(None, (", ".join(doing), *came_to, _rates(shown.metrics))))
-    return Group(bars, Text(row, no_wrap=True, overflow="ellipsis"))
+    # The cursor waits on a line of its own, where another process may print, such as torchrun its last traceback.
+    return Group(bars, Text(row, no_wrap=True, overflow="ellipsis"), Text(""))
 
 
 def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:

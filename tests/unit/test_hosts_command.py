@@ -49,6 +49,19 @@ def test_each_engine_stands_beside_its_host_and_errors_below():
     assert error == ["host 10.0.0.3:7100 has not answered for 21 s"]
 
 
+def test_an_engine_whose_host_is_back_is_not_called_lost():
+    status = make_status()
+    engines = status["engines"]["engines"]
+    for name in ("engine-1", "engine-2"):
+        engines[name]["error"] = f"engine {name}: its host 10.0.0.2:7100 is lost: it has not answered for 21 s"
+    engines["engine-2"]["state"] = "starting"
+    *_, back, error = hosts.describe(status)
+    assert "engine engine-2 is started again: its host 10.0.0.2:7100 is back" in (back, error)
+    assert not any("10.0.0.2:7100 is lost" in line for line in hosts.describe(status))
+    engines["engine-2"]["error"] = "engine engine-2 ended before it was ready: its server has ended"
+    assert engines["engine-2"]["error"] in list(hosts.describe(status))
+
+
 def test_a_run_without_other_hosts_has_its_own_alone():
     lines = list(hosts.describe({**make_status(), "hosts": {}, "version": None}))
     assert lines[0] == "run maths, nothing is published"

@@ -137,7 +137,7 @@ def test_the_display_shows_the_run_its_groups_and_what_is_waited_for():
         console = Console(width=width, file=io.StringIO())
         console.print(progress.display(now, 33.0))
         rows = console.file.getvalue().splitlines()
-        assert len(rows) == 3
+        assert (len(rows), rows[-1]) == (4, "")
         assert max(map(len, rows)) <= width
     text = console.file.getvalue()
     for part in (
@@ -188,6 +188,17 @@ def test_a_terminal_gets_a_live_display_that_its_own_thread_redraws(monkeypatch)
     assert text.count("groups trained") <= 4 * seconds + 8 < 20000
     # The cursor is shown again.
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_another_process_that_prints_while_the_display_is_up_begins_a_line():
+    stream = io.StringIO()
+    shown = progress.LiveProgress(3, 1, stream)
+    shown.begin(0, 2)
+    shown.say("a line for people")
+    assert "0 of 2 groups trained" in stream.getvalue()
+    # As after a kill: nothing closes the display.
+    assert stream.getvalue().endswith("\n")
+    shown.close()
 
 
 def test_updates_of_two_threads_to_the_display_are_both_kept(monkeypatch):

@@ -30,6 +30,7 @@ from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import open_listener
 from megatron_rl.sidecar.vllm.connection import Connection
 from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.trainer.loop.reporter import HostNews
 from tests.unit.test_host_engines import World
 
 TOKEN = "0123456789abcdef"
@@ -182,6 +183,19 @@ def test_engines_that_start_together_are_asked_less_often_the_more_they_are(monk
     assert pauses == pytest.approx([pause, pause])
 
 
+def test_an_engine_that_ends_before_it_is_ready_has_its_fault_after_that():
+    async def is_healthy() -> bool:
+        return False
+
+    fault = "its host 10.0.0.2:7100 has not answered for 21 s (): start its agent, or open the way to it"
+    asking = SimpleNamespace(
+        _connection=SimpleNamespace(is_healthy=is_healthy, fault=fault), name="engine-0", last_words=lambda: "no line"
+    )
+    with pytest.raises(EngineLost) as lost:
+        asyncio.run(VllmEngine._until_healthy(asking))
+    assert str(lost.value) == f"engine engine-0 ended before it was ready: {fault}\nno line"
+
+
 def test_an_engine_that_cannot_be_started_has_the_agents_reason(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, _, host):
@@ -213,10 +227,14 @@ def test_engines_of_a_lease_that_is_over_are_lost_and_the_host_is_asked_for_anot
 def test_a_host_whose_agent_has_ended_is_lost_at_once_and_found_again(tmp_path):
     async def check() -> None:
         async with connected(tmp_path) as (agent, hosts, host):
-            handle = await start(agent, host)
+            handle, news = await start(agent, host), HostNews()
+            assert list(news.list_lines(hosts.status())) == []
             await agent.stop()
             assert not await host.answers()
             await until(lambda: "is lost: its agent has ended" in (handle.find_fault() or ""))
+            (line,) = news.list_lines(hosts.status())
+            assert line == f"warning: host {host.name} is lost: its agent has ended, and its engines with it"
+            assert list(news.list_lines(hosts.status())) == []
             assert hosts.status()[host.name]["state"] == "lost"
             assert hosts.list_for_delivery([]).hosts == []
             later = host.start("engine-1", agent.world.start.config, 1)
@@ -227,6 +245,8 @@ def test_a_host_whose_agent_has_ended_is_lost_at_once_and_found_again(tmp_path):
             await later.starting
             assert later.is_started
             assert hosts.status()[host.name]["state"] == "up"
+            assert list(news.list_lines(hosts.status())) == [f"host {host.name} is back"]
+            assert list(news.list_lines(hosts.status())) == []
             # What it had started for the earlier lease is ended.
             assert agent.world.launcher.handles[0].is_killed
 

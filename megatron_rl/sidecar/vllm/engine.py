@@ -401,7 +401,7 @@ class VllmEngine:
     async def _until_healthy(self) -> None:
         while not await self._connection.is_healthy():
             if fault := self._connection.fault:
-                raise EngineLost(f"engine {self.name}: {fault} before it was ready\n{self.last_words()}")
+                raise EngineLost(f"engine {self.name} ended before it was ready: {fault}\n{self.last_words()}")
             await asyncio.sleep(max(_POLL_SECONDS, _LEAST_SECONDS_BETWEEN_POLLS * Connection.num_watched))
 
     async def _load_files(self, weights: Weights) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.config.command_line.describe import describe_run
 from megatron_rl.config.command_line.run import RunSettings
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe import drift_file, run_folder
 from megatron_rl.observe import metrics as metrics_file
-from megatron_rl.observe import run_folder
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
@@ -52,7 +52,7 @@ class Reporter:
         """Print a line for people."""
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
-        """Show the sidecar's counts of the running iteration, from now on, if the display has room for them."""
+        """Show the sidecar's counts of the running iteration if the display has room, and lost hosts, from now on."""
 
     def evaluation(self, version: int, groups: Sequence[Group]) -> None:
         """Write some of the responses of an evaluation."""
@@ -104,6 +104,23 @@ class MetricsReporter(Reporter):
         self._progress.end(version, metrics)
 
 
+class HostNews:
+    """The hosts that were lost, and those that are back, since the sidecar was asked last."""
+
+    def __init__(self) -> None:
+        self._lost: set[str] = set()
+
+    def list_lines(self, hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+        """Yield a line for each host that was lost or is back; `hosts` are those of the sidecar's status."""
+        for name, host in hosts.items():
+            if host["error"] and name not in self._lost:
+                self._lost.add(name)
+                yield f"warning: {host['error'].removeprefix('its ')}"
+            elif host["state"] != "lost" and name in self._lost:
+                self._lost.discard(name)
+                yield f"host {name} is back"
+
+
 class SamplesReporter(MetricsReporter):
     """Writes samples of the responses, too."""
 
@@ -119,6 +136,8 @@ class SamplesReporter(MetricsReporter):
     ):
         super().__init__(settings.sizes.plan.num_prompts, metrics, sinks, progress)
         self._closed = threading.Event()
+        self._has_hosts = settings.rollout.hosts is not None
+        self._host_news = HostNews()
         self._samples = samples
         self._decode = decode
         self._advantages = advantages
@@ -131,7 +150,7 @@ class SamplesReporter(MetricsReporter):
         self._has_suggested = False
 
     def follow(self, status: Callable[[], dict[str, Any]]) -> None:
-        if self._progress.shows_counts:
+        if self._progress.shows_counts or self._has_hosts:
             threading.Thread(target=self._follow, args=(status,), name="follow", daemon=True).start()
 
     def _follow(self, status: Callable[[], dict[str, Any]]) -> None:
@@ -141,6 +160,8 @@ class SamplesReporter(MetricsReporter):
             except MegatronRLError:
                 # The loop gets the same error, and reports it.
                 continue
+            for line in self._host_news.list_lines(now["hosts"]):
+                self.say(line)
             if (iteration := now.get("iteration")) is not None:
                 groups, waiting = iteration["groups"], now["slots_waited_for"]
                 self._progress.counts(
@@ -357,6 +378,8 @@ def build_reporter(
         if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
             progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
         file.restart(version)
+    # Its findings are about the run as it was before.
+    (folder / drift_file.FILE_NAME).unlink(missing_ok=True)
     sinks = sinks_of(observe, settings.name, version, progress.say) if others is None else Sinks(others, progress.say)
     if advantages is None or samples is None:
         return MetricsReporter(0, metrics, sinks, progress)
