@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.analysis.ledger import Account, compute_ledger
+from megatron_rl.errors import count_noun
 from megatron_rl.observe.metrics import number_at
 from megatron_rl.observe.run_folder import SavedConfig
 from megatron_rl.observe.trace import GROUPS, Span, Trace
@@ -73,7 +74,7 @@ def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | 
     found: list[Finding] = []
     if trace is not None:
         accounts = compute_ledger(trace)
-        found += _explain_ledger(accounts, config)
+        found += _explain_ledger(accounts, config, _count_groups(records))
         found += _explain_replicas(trace, accounts)
         found += _explain_engines(trace)
         found += _explain_rewards(trace)
@@ -81,7 +82,15 @@ def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | 
     return [*found, *_explain_metrics(records)]
 
 
-def _explain_ledger(accounts: Sequence[Account], config: SavedConfig | None) -> Iterator[Finding]:
+def _count_groups(records: _Records) -> int | None:
+    """Return the groups of an iteration, in the median; None if metrics do not have them."""
+    counts = _values(records, "groups")
+    return round(statistics.median(counts)) if counts else None
+
+
+def _explain_ledger(
+    accounts: Sequence[Account], config: SavedConfig | None, num_groups: int | None
+) -> Iterator[Finding]:
     ranks = [account for account in accounts if account.is_rank]
     engines = [account for account in accounts if not account.is_rank]
     if not ranks:
@@ -89,7 +98,7 @@ def _explain_ledger(accounts: Sequence[Account], config: SavedConfig | None) -> 
     share = {cause: statistics.fmean(rank.share(cause) for rank in ranks) for cause in ranks[0].seconds}
     if share["starved"] > STARVED:
         yield _of_time("starved", share["starved"], STARVED, "wait for groups while engines sample at full load", [
-            _say_engines(ranks, engines),
+            _say_engines(ranks, engines, num_groups),
             "let each sample more at a time (--rollout-max-num-seqs)",
         ])  # fmt: skip
     sayings = {
@@ -125,8 +134,16 @@ def _of_time(name: str, value: float, bound: float, what: str, remedies: Sequenc
     return Finding(name, value, bound, sentence)
 
 
-def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
-    """Say how many engines would sample as fast as ranks train, if the present ones sample all the time."""
+def _say_engines(ranks: Sequence[Account], engines: Sequence[Account], num_groups: int | None) -> str:
+    """Say how many engines would sample as fast as ranks train, if the present ones sample all the time.
+
+    Engines get whole groups, so more engines than the groups of an iteration would be idle.
+    """
+    if num_groups is not None and num_groups <= len(engines):
+        return (
+            f"give the {count_noun(len(engines), 'engine')} more than {count_noun(num_groups, 'group')} an iteration "
+            "(--grpo-prompts-per-step)"
+        )
     sampling = statistics.fmean(engine.seconds["busy"] for engine in engines) if engines else 0.0
     training = statistics.fmean(
         rank.wall - sum(rank.seconds[cause] for cause in (*_WAITS, "publish")) for rank in ranks
@@ -134,8 +151,9 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account]) -> str:
     if not sampling or training <= 0:
         return "add engines (--rollout-num-engines)"
     wanted = max(len(engines) + 1, math.ceil(len(engines) * sampling / training))
-    more = wanted - len(engines)
-    return f"add {more} engine{'s' if more > 1 else ''} to the {len(engines)} (--rollout-num-engines {wanted})"
+    if num_groups is not None:
+        wanted = min(wanted, num_groups)
+    return f"add {count_noun(wanted - len(engines), 'engine')} to the {len(engines)} (--rollout-num-engines {wanted})"
 
 
 def _say_stream(config: SavedConfig | None) -> Iterator[str]:

@@ -128,6 +128,21 @@ def test_starved_ranks_are_told_how_many_engines_they_want() -> None:
     assert "add 3 engines to the 2 (--rollout-num-engines 5)" in finding.sentence
 
 
+@pytest.mark.parametrize(
+    ("num_groups", "advice"),
+    [
+        (3, "add 1 engine to the 2 (--rollout-num-engines 3)"),
+        (2, "give the 2 engines more than 2 groups an iteration (--grpo-prompts-per-step)"),
+        (1, "give the 2 engines more than 1 group an iteration (--grpo-prompts-per-step)"),
+    ],
+)
+def test_no_more_engines_are_advised_than_an_iteration_has_groups(num_groups, advice) -> None:
+    records = [record | {"groups": num_groups, "reward": {"mean": 0.5}} for record in HEALTHY_RECORDS]
+    (finding,) = list_findings(Trace((rank(starved=60.0), sidecar(starved=60.0, sampling=65.0))), records)
+    assert finding.name == "starved"
+    assert advice in finding.sentence
+
+
 def test_replicas_that_compute_for_other_times_are_uneven() -> None:
     ranks = (rank("rank-0", 0), rank("rank-1", 1, bubble=18.0))
     assert names(Trace((*ranks, sidecar()))) == []
