@@ -3,7 +3,7 @@
 Invariants:
 
 - a rollout's key is good while its agent acts, and everything that the policy said for it then is in its response;
-- a rollout whose agent fails ends there, with the reward for failures, or fails its group by name;
+- a rollout whose agent fails ends there, with the reward for failures, or fails its group with an error;
 - one that others in its process ended begins again, with the same seed and nothing that was said before.
 """
 

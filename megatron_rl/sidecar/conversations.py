@@ -6,7 +6,7 @@ Invariants:
 - every turn of a conversation is sampled under one version, and says so itself;
 - the seeds of turns follow from the response's seed, so a conversation that is held again is the same, if its
   environment is;
-- a conversation whose environment fails ends there, with the reward for failures, or fails its group by name.
+- a conversation whose environment fails ends there, with the reward for failures, or fails its group with an error.
 """
 
 import asyncio

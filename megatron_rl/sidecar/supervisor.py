@@ -450,7 +450,7 @@ class Supervisor:
         if seconds > self._config.lost_seconds:
             errors = self._members.describe_errors()
             return (
-                f"no engine has taken groups for {seconds:.0f} s: {errors}. Mend what is said there and resume "
+                f"no engine has taken groups for {seconds:.0f} s: {errors}. Fix what it reports and resume "
                 "from the last checkpoint, or allow more time (--rollout-lost-minutes)"
             )
         if self._lock.locked():

@@ -143,7 +143,7 @@ def test_the_command_finds_a_split_draws_it_and_says_that_nothing_was_measured(m
     said = capsys.readouterr().out
     assert "tokens/s/device" in said
     assert "torchrun --standalone --nproc-per-node" in said
-    assert "do not believe the times: they come from data sheets" in said
+    assert "unreliable times: they come from data sheets" in said
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -172,11 +172,11 @@ def test_the_command_predicts_what_a_change_of_a_run_would_do(folder, tmp_path, 
     before = capsys.readouterr().out
     assert "a step 20 ms" in before
     assert "one run cannot show the error of a prediction" in before
-    assert "do not believe" not in before
+    assert "unreliable" not in before
     assert (tmp_path / "plan.svg").exists()
     assert cli.main(["plan", run, "--rollout-num-engines", "8", "--grpo-prompts-per-step", "96"]) == ExitCode.OK
     after = capsys.readouterr().out
-    assert "do not believe it: 384 responses an iteration, and the runs cover 96" in after
+    assert "unreliable: 384 responses an iteration, and the runs cover 96" in after
     # What is appended may stand in the run's configuration.
     rollout = {"max_num_seqs": run_folder.Value("12", "a flag")}
     run_folder.write_saved_config(

@@ -163,7 +163,7 @@ def report_equal_groups(to: SamplesReporter, counts: Sequence[int]) -> list[str]
 
 def test_a_streak_of_iterations_without_a_signal_is_said_when_it_begins_and_when_it_ends(tmp_path):
     said = report_equal_groups(reporter(tmp_path, log_samples=0), [0, 2, 2, 2, 1, 2, 0, 2, 2])
-    assert [line.partition(":")[2].partition(" (said once")[0].strip() for line in said] == [
+    assert [line.partition(":")[2].partition(" (repeated only")[0].strip() for line in said] == [
         "in all 2 groups every response got the same reward: the gradient is zero",
         "rewards within groups differ again, after 3 iterations in which none did",
         # A single iteration must not count as a streak.

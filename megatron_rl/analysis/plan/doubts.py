@@ -11,7 +11,7 @@ from megatron_rl.analysis.plan.simulate import simulate
 _MARGIN = 1.5
 _SIMULATED = 20
 NO_RUN = (
-    "do not believe the times: they come from data sheets and assumed shares of them, not from a measured run; use "
+    "unreliable times: they come from data sheets and assumed shares of them, not from a measured run; use "
     "them to compare splits, and run one before you rely on it"
 )
 
@@ -61,7 +61,7 @@ def apply_bounds(run: MeasuredRun, costs: Costs) -> Costs:
 
 
 def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCosts | None = None) -> Iterator[str]:
-    """Yield reasons not to believe a prediction for this setting; none if the runs cover it."""
+    """Yield reasons why a prediction for this setting is unreliable; none if the runs cover it."""
     if not runs:
         yield NO_RUN
         return
@@ -69,12 +69,12 @@ def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCos
         bounds = {run.layout.max_running for run in runs}
         if len(bounds) == 1 and engine.max_running not in bounds:
             yield (
-                f"do not believe it: all runs sampled up to {min(bounds)} responses at once, so they do not show how "
+                f"unreliable: all runs sampled up to {min(bounds)} responses at once, so they do not show how "
                 f"long {engine.max_running} take: run one with --rollout-max-num-seqs {engine.max_running}"
             )
     elif any(run.layout.is_chosen for run in runs):
         yield (
-            "take care: the sidecar chose how many responses were in flight, and plan does not for scripted engines "
+            "note: the sidecar chose how many responses were in flight, and plan does not for scripted engines "
             f"without step_seconds: it assumes {runs[0].layout.max_in_flight}, or the N of --rollout-max-in-flight N"
         )
     seen = [run.setting for run in runs]
@@ -83,18 +83,18 @@ def find_doubts(setting: Setting, runs: Sequence[MeasuredRun], engine: EngineCos
         value, least, most = read(setting), min(values), max(values)
         if not least / _MARGIN <= value <= most * _MARGIN:
             covered = f"{least:g}" if least == most else f"{least:g} to {most:g}"
-            yield f"do not believe it: {value:g} {name}, and the runs cover {covered}: run one that is nearer"
+            yield f"unreliable: {value:g} {name}, and the runs cover {covered}: run one that is nearer"
     stages = {one.num_stages for one in seen}
     if setting.num_stages not in stages:
         yield (
-            f"do not believe it: no run had {setting.num_stages} pipeline stages, so they are assumed to divide the "
+            f"unreliable: no run had {setting.num_stages} pipeline stages, so they are assumed to divide the "
             "layers evenly and not to disturb each other"
         )
     schedules = {one.schedule for one in seen}
     if setting.schedule not in schedules:
-        yield f"take care: no run had the schedule {setting.schedule}, so its time is derived from its parts"
+        yield f"note: no run had the schedule {setting.schedule}, so its time is derived from its parts"
     if len(runs) == 1:
-        yield "take care: one run cannot show the error of a prediction: name a second one to measure it"
+        yield "note: one run cannot show the error of a prediction: name a second one to measure it"
 
 
 def describe_errors(predictions: Sequence[Prediction]) -> list[str]:

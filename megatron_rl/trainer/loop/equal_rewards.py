@@ -60,8 +60,8 @@ class EqualRewards:
         others = list(_list_other_terms(self._settings))
         gradient = f"the gradient can come only from {' and '.join(others)}" if others else "the gradient is zero"
         return (
-            f"warning: in all {num_groups} groups every response got the same reward: {gradient} (said once, until "
-            "rewards differ again)"
+            f"warning: in all {num_groups} groups every response got the same reward: {gradient} (repeated only "
+            "after rewards have differed)"
         )
 
 

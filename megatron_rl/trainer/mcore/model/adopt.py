@@ -9,7 +9,7 @@ Exactly three things are replaced:
 Where kernels of ours compute what an MLP of megatron-core does, they take the place of its activation (`fusions`).
 With `--qkv-backend triton` megatron-core's own self-attention also gets the kernel; a recipe's subclass of it does not.
 
-A model with its own version of one of the three is refused by name: that version would be lost without an error.
+A model with its own version of one of the three is refused with an error: that version would be lost without an error.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Layers whose result for a row depends on that row alone, to the last bit (`--batch-invariant`).
 
 Norms, SwiGLU and linear layers take the functions of `ops.invariant`. Attention, heads and the output layer have
-backends of this name. Any other layer is refused by name, so that no part computes in another way in silence.
+backends of this name. Any other layer is refused with an error, so that no part computes in another way in silence.
 
 Letters: R rows, F columns of an MLP.
 """

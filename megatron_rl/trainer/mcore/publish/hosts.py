@@ -270,7 +270,7 @@ class Delivery:
         new = {name: reason for name, reason in lost.items() if name not in self._told}
         if new and self._settings.lost_host == "wait":
             raise DeliveryError(
-                f"version {self._version} was not delivered to every host: {'; '.join(new.values())}. Mend or remove "
+                f"version {self._version} was not delivered to every host: {'; '.join(new.values())}. Fix or remove "
                 "these hosts, or write --publish-lost-host leave"
             )
         for name, reason in new.items():

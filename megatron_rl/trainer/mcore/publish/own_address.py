@@ -61,6 +61,6 @@ def _find_source(host: str) -> str:
             return source
     except OSError as error:
         raise UsageError(
-            f"rank 0's host finds no way to {host}, which has engines ({error}): mend its name or route, or write "
+            f"rank 0's host finds no way to {host}, which has engines ({error}): fix its name or route, or write "
             "--rollout-transport shm"
         ) from None
