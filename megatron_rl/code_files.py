@@ -1,4 +1,4 @@
-"""Python files that flags name as FILE.py:NAME: losses, advantages and metrics of one's own, families of models.
+"""Python files that flags name as FILE.py:NAME: user-defined losses, advantages, metrics and families of models.
 
 A file is read and run once in a process, so the text that was hashed is the text that runs.
 """

@@ -1,4 +1,4 @@
-"""Losses, advantages and metrics of one's own: FILE.py:FUNCTION at --grpo-loss, --grpo-advantage and --grpo-metric.
+"""User-defined losses, advantages and metrics: FILE.py:FUNCTION at --grpo-loss, --grpo-advantage and --grpo-metric.
 
 The trainer runs a file (`code_files`) as its own code: unlike rewards, nothing confines it.
 
@@ -51,7 +51,7 @@ class PlugIn:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric of one's own."""
+    """A user-defined metric."""
 
     name: str
     compute: Callable[[Targets, Any], torch.Tensor]

@@ -93,7 +93,7 @@ def describe_ranks(places: ReadPlaces | None) -> Iterator[str]:
         rows.append((host, _name_ranks(sorted(rank for ranks in parts.values() for rank in ranks)), ", ".join(doing)))
     yield from _align(rows)
     if places.seconds > _PATIENCE_SECONDS:
-        yield f"rank 0 has not said what ranks do for {places.seconds:.0f} s: it is stopped, or the run has ended"
+        yield f"rank 0 has not reported what ranks do for {places.seconds:.0f} s: it is stopped, or the run has ended"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

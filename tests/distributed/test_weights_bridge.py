@@ -1,4 +1,4 @@
-"""A family of a person's own is compared with transformers at the start, in the layout of the run."""
+"""A user-defined family is compared with transformers at the start, in the layout of the run."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A whole run with a loss, an advantage and a metric of a person's own file."""
+"""A whole run with a loss, an advantage and a metric of a user's file."""
 
 import json
 import shutil

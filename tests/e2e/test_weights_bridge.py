@@ -1,4 +1,4 @@
-"""Whole runs of models whose family is a person's own file."""
+"""Whole runs of models whose family is a user's file."""
 
 import json
 import shutil

@@ -102,7 +102,7 @@ class Host:
             self._holder.communicate()
 
     def set_link(self, is_up: bool) -> None:
-        """Cut the link, or mend it."""
+        """Cut the link, or restore it."""
         _call("ip", "link", "set", self._link, "up" if is_up else "down")
 
     def shape(self, rule: str) -> None:

@@ -39,7 +39,7 @@ def test_a_configuration_has_what_the_mode_demands(impl: str, monkeypatch: pytes
 
 
 def test_its_products_still_overwrite_a_sum_of_gradients() -> None:
-    # If this fails, Megatron has mended it, and gradients can be added in products with the mode.
+    # If this fails, Megatron has fixed it, and gradients can be added in products with the mode.
     grad_NO, rows_NI = torch.randn(5, 3), torch.randn(5, 4)
     main_grad_OI = torch.ones(3, 4).as_subclass(OnCuda)
     operands: list[Any] = [one.as_subclass(OnCuda) for one in (rows_NI, grad_NO)]
@@ -48,7 +48,7 @@ def test_its_products_still_overwrite_a_sum_of_gradients() -> None:
 
 
 def test_its_norms_still_leave_out_the_1_that_is_added_to_weights() -> None:
-    # If this fails, Megatron has mended it, and models with such norms can have the mode.
+    # If this fails, Megatron has fixed it, and models with such norms can have the mode.
     rows_NE, weight_E = torch.randn(5, 8), torch.rand(8)
     norm = SimpleNamespace(weight=weight_E, eps=1e-6, zero_centered_gamma=True)
     found_NE = kernels._te_rmsnorm_forward_patched(norm, rows_NE.as_subclass(OnCuda))

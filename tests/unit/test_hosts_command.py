@@ -115,7 +115,7 @@ def test_ranks_stand_beside_their_host_with_what_they_do():
         "b              3-4     update 0 s",
     ]
     (*_, last) = hosts.describe_ranks(ReadPlaces({0: of_ranks[0]}, 61.0))
-    assert last == "rank 0 has not said what ranks do for 61 s: it is stopped, or the run has ended"
+    assert last == "rank 0 has not reported what ranks do for 61 s: it is stopped, or the run has ended"
     assert list(hosts.describe_ranks(None)) == []
 
 

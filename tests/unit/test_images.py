@@ -1,4 +1,4 @@
-"""Folders that hold a vision model too: the text model is read and published, images are refused by name."""
+"""Folders that hold a vision model too: the text model is read and published, images are refused with an error."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Reward functions that fail or mean harm: the group fails by name in time, no other group notices, nothing is left."""
+"""Reward functions that fail or mean harm: the group fails in time, no other group notices, nothing is left."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Flags about parts that only config.json describes agree with it, or are refused by name."""
+"""Flags about parts that only config.json describes agree with it, or are refused with an error."""
 
 import dataclasses
 import json

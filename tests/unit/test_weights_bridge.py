@@ -1,4 +1,4 @@
-"""A family of a person's own is found by every process that reads its models, from its file alone."""
+"""A user-defined family is found by every process that reads its models, from its file alone."""
 
 import dataclasses
 import json

@@ -31,7 +31,7 @@ def check_lora(settings: DraftSettings) -> Iterator[str]:
         yield f"--load-lora {lora.load} must be a folder: write one in PEFT's format"
     if lora.load is not None and settings.model.weights_bridge is not None:
         yield (
-            f"--load-lora {lora.load} and --weights-bridge cannot be given together, because a family of one's own is "
+            f"--load-lora {lora.load} and --weights-bridge cannot be given together, because a user-defined family is "
             f"compared with transformers at the start, and these adapters change the model: drop --load-lora"
         )
     yield from _check_others(settings)

@@ -182,8 +182,8 @@ def _read(argv: Sequence[str] | None, device: int | None = None) -> _Reading:
     reading = _Reading(flags.list_flags(), platform, device=device, chip=chip)
     if absence is not None:
         reading.notes.append(
-            f"the platform {platform.name} is not on this machine ({absence}): values that depend on its packages are "
-            "those of this machine"
+            f"the platform {platform.name} is not on this machine ({absence}): values that depend on its packages come "
+            "from this machine"
         )
     namespace = argparse.Namespace(reading=reading)
     _, rest = _make_parser(reading.flags).parse_known_args(words, namespace)
@@ -342,9 +342,9 @@ def _note_other_defaults(reading: _Reading, stage: str, is_verbose: bool) -> Ite
     }
     if relied and is_verbose:
         listed = ", ".join(f"{name} ({own})" for name, own in relied.items())
-        yield f"defaults that are not those of Megatron's scripts (docs/flags.md has both): {listed}"
+        yield f"defaults that differ from Megatron's scripts (docs/flags.md has both): {listed}"
     elif relied:
-        yield f"flags left to a default that is not that of Megatron's scripts: {len(relied)} (--verbose lists them)"
+        yield f"flags left to a default that differs from Megatron's scripts: {len(relied)} (--verbose lists them)"
 
 
 def _derive(

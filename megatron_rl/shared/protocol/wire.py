@@ -414,7 +414,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     version: int
     mismatch: Mismatch
     plug_ins: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """The sha256 of the file of each function of a person's own that was trained with, by its flag; unset if none."""
+    """The sha256 of the file of each user-defined function that was trained with, by its flag; unset if none."""
     objective: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     """The values of the objective's flags, and the hashes of the files that they name."""
     seconds: float | msgspec.UnsetType = msgspec.UNSET

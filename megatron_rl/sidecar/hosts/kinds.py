@@ -235,7 +235,7 @@ async def _await_agents(hosts: StaticHosts, seconds: float, clock: Callable[[], 
     tls = None if hosts.tls_ca is None else ssl.create_default_context(cafile=hosts.tls_ca)
     begun = said = clock()
     silent = {place.address: "" for place in hosts.hosts}
-    # A proxy of the environment is not asked for hosts of one's own.
+    # A proxy of the environment is not asked for the run's hosts.
     async with httpx.AsyncClient(verify=tls or False, timeout=_ANSWER_SECONDS, trust_env=False) as client:
 
         async def ask(address: str) -> str:

@@ -1,8 +1,8 @@
 """A worker of vLLM on a CPU whose model computes each part by `ops.invariant` (`--batch-invariant`).
 
 vLLM loads `InvariantWorker` by its flag --worker-cls. Linear layers keep their weights as they are loaded, where vLLM
-would pack them. The cache of keys and values has its own order, a row a token. What is not known here is refused by
-name, so no part of a model computes in another way in silence.
+would pack them. The cache of keys and values has its own order, a row a token. What is not known here is refused
+by an error, so no part of a model computes in another way in silence.
 
 Letters: R rows of a step, H heads, G key-value heads, D dimensions of a head, S requests, L positions, V vocabulary.
 """

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- a turn that a parser cannot read is text, and the reason is said once;
+- a turn that a parser cannot read is text, and the reason is logged once;
 - a turn gets its own answer: that of a turn whose caller has left is dropped;
 - a process that hangs or ends is replaced before the next turn is read;
 - no process outlives `close`.

@@ -39,7 +39,7 @@ def build_trainer(
 
 
 def _check_guest(rank: Rank, policy: Policy) -> None:
-    """Compare the policy, which has the weights of --hf-model, with transformers' if its family is a person's own."""
+    """Compare the policy, which has the weights of --hf-model, with transformers' if its family is user-defined."""
     settings = rank.settings
     if settings.model.weights_bridge is None:
         return

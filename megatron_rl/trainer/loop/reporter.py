@@ -378,8 +378,9 @@ def build_reporter(
         if settings.checkpoint.load is None and (copy := file.set_aside()) is not None:
             progress.say(f"note: what an earlier run wrote into {file.path} is now {copy.name}")
         file.restart(version)
-    # Its findings are about the run as it was before.
-    (folder / drift_file.FILE_NAME).unlink(missing_ok=True)
+    if not version:
+        # Its findings are about the weights of an earlier run.
+        (folder / drift_file.FILE_NAME).unlink(missing_ok=True)
     sinks = sinks_of(observe, settings.name, version, progress.say) if others is None else Sinks(others, progress.say)
     if advantages is None or samples is None:
         return MetricsReporter(0, metrics, sinks, progress)

@@ -1,4 +1,4 @@
-"""The check of a model whose family is a person's own (--weights-bridge), before anything is trained.
+"""The check of a model whose family is user-defined (--weights-bridge), before anything is trained.
 
 transformers loads the same folder on rank 0's host. Its log-probs of a sequence are computed in the precision of the
 run, and in a finer one: the truth. The model on the ranks, laid out as it will be trained, must be as near to the truth

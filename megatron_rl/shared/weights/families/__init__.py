@@ -47,7 +47,7 @@ def _load_guest(source: str) -> tuple[Family, str]:
 
 
 def describe_guest(source: str | None) -> dict[str, str]:
-    """Map the flag and the family to the hash of its file, for records; nothing without a family of one's own."""
+    """Map the flag and the family to the hash of its file, for records; nothing without a user-defined family."""
     return {} if source is None else {f"{BRIDGE} {source}": _load_guest(source)[1]}
 
 
