@@ -119,6 +119,19 @@ def test_an_honest_log_has_no_breach_and_its_summary_counts_what_was_done(tmp_pa
         assert summary.engines == set(ENGINES[: plan.num_prompts])
 
 
+def test_an_objective_that_changes_is_listed_with_its_version_and_is_no_breach(path: Path, capsys) -> None:
+    plan = make_plan(num_prompts=2, group_size=2, micro_batch_size=2)
+    objectives = [{"--grpo-kl-beta": "0.05"}, {"--grpo-kl-beta": "0.05"}, {"--grpo-kl-beta": "0.5", "--new": "1"}]
+    for version, objective in enumerate(objectives, start=3):
+        with AuditLog(path, "run") as log:
+            log.record_objective(version, objective)
+            run_iteration(log, make_submission(plan, version=version), [0, 1])
+    report = verify(path)
+    assert (report.breaches, report.changes) == ([], [(5, ["--grpo-kl-beta 0.05 -> 0.5"])])
+    assert cli.main(["audit", str(path)]) == 0
+    assert "       5 was trained with another objective: --grpo-kl-beta 0.05 -> 0.5" in capsys.readouterr().out
+
+
 def test_the_log_holds_hashes_and_no_token_of_a_prompt_or_a_response(path: Path) -> None:
     write_log(path)
     group = find([json.loads(line) for line in path.read_bytes().splitlines()], "group")

@@ -16,7 +16,9 @@ from megatron_rl.algorithm.plug_ins import check_agreement, compare_plug_ins, de
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.algorithm.trial import find_plug_in_problems
 from megatron_rl.config.command_line.describe import describe_run, print_config
+from megatron_rl.config.command_line.own_files import describe_objective
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.shared.records.audit_events import list_changes
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run
 from tests.processes import ROOT
 from tests.unit.test_losses import compute, draw_batch
@@ -214,6 +216,25 @@ def test_the_configuration_of_a_run_names_each_plug_in_with_the_hash_of_its_file
     (sha256,) = {value.text for value in recorded.values()}
     assert f"--grpo-loss {EXAMPLE}:ce_gppo" in print_config(settings)
     assert len(sha256) == 64
+
+
+def test_the_objective_is_described_by_its_flags_and_by_the_files_of_its_functions(tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def reward(completions, **columns): return [0.0] * len(completions)")
+
+    def describe(words: str) -> dict[str, str]:
+        settings = parse_run(*CPU, *RUN, "--hf-model", model, f"--reward {file}:reward=2", *words.split())
+        return describe_objective(settings)
+
+    model = folder(tmp_path, QWEN3)
+    before = describe("--grpo-kl-beta 0.05")
+    assert before["--reward"] == f"{file}:reward=2"
+    assert before["--rollout-env"] == "not given"
+    file.write_text("def reward(completions, **columns): return [1.0] * len(completions)")
+    changes = list_changes(before, describe("--grpo-kl-beta 0.5 --rl-inference-logprobs-is-correction"))
+    assert changes[:2] == ["--grpo-kl-beta 0.05 -> 0.5", "--rl-inference-logprobs-is-correction off -> on"]
+    (of_file,) = changes[2:]
+    assert of_file.startswith(f"{file} sha256 ")
 
 
 def test_a_checkpoint_does_not_resume_with_another_text_of_the_same_file() -> None:
