@@ -23,7 +23,7 @@ class AlgorithmConfig(LossSettings):
     )
     prompts_per_step: int | None = megatron_flag(
         None,
-        "Prompts in an iteration; those of one `--global-batch-size` if not given.",
+        "Prompts in an iteration; one `--global-batch-size` if not given.",
         "--grpo-prompts-per-step",
         bound="at least 1",
     )
@@ -76,7 +76,7 @@ class AlgorithmConfig(LossSettings):
     )
     turn_credit: bool = own_flag(
         False,
-        "Give each turn of a conversation an advantage of its own: that of the rewards from the turn on.",
+        "Give each turn of a conversation its own advantage, from the rewards of the turn and of later ones.",
         "--grpo-turn-credit",
     )
     reward_min: float = own_flag(-math.inf, "The lower bound that rewards are clipped to.", "--grpo-reward-min")

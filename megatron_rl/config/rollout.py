@@ -24,14 +24,14 @@ class RolloutConfig:
     )
     num_engines: int = own_flag(
         1,
-        "The number of engines to start on the sidecar's own host; 0 if only those of `--rollout-hosts` sample.",
+        "The number of engines to start on the sidecar's own host; 0 if only `--rollout-hosts` have engines.",
         "--rollout-num-engines",
         bound="at least 0",
     )
     hosts: str | None = own_flag(
         None,
-        "Other hosts with engines, each with an agent. `static:FILE`: those of a TOML file. `slurm`, `kubernetes`: "
-        "those that `megatron-rl launch` has started. `ray:FILE`: those that FILE asks of a Ray cluster.",
+        "Other hosts with engines, each with an agent. `static:FILE`: the hosts of a TOML file. `slurm`, `kubernetes`: "
+        "the hosts that `megatron-rl launch` has started. `ray:FILE`: hosts that FILE asks of a Ray cluster.",
         "--rollout-hosts",
     )
     tensor_parallel_size: int = own_flag(
@@ -60,7 +60,7 @@ class RolloutConfig:
     )
     is_batch_invariant: bool = own_flag(
         False,
-        "Have engines and trainer compute each token's log-prob to the same bits, whatever is computed beside it.",
+        "Have engines and trainer compute each token's log-prob to the same bits, whatever else is in the batch.",
         "--batch-invariant",
     )
     num_threads: int | None = own_flag(
@@ -74,8 +74,8 @@ class RolloutConfig:
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
         None,
-        "The precision that engines compute in. If not given, that of training; for a sidecar that is started alone, "
-        "that of the stored weights.",
+        "The precision that engines compute in. If not given, the precision of training; for a sidecar that is "
+        "started alone, the precision of the stored weights.",
         "--rollout-dtype",
     )
     max_model_len: int | None = own_flag(
@@ -136,7 +136,7 @@ class RolloutConfig:
     )
     lora_rank: int = own_flag(
         0,
-        "The largest rank of adapters that engines take; with `--publish-lora adapter`, `--lora-rank` if not given.",
+        "The largest rank of adapters that engines accept; with `--publish-lora adapter`, `--lora-rank` if not given.",
         "--rollout-lora-rank",
         bound="at least 0",
     )
@@ -236,7 +236,7 @@ class DataConfig:
         "Leave out longer prompts and count them; without the flag, a prompt without room for a response is an error.",
         "--max-prompt-tokens",
     )
-    shuffle: bool = own_flag(True, "Take prompts in the order of the files, without shuffling.", "--no-shuffle-prompts")
+    shuffle: bool = own_flag(True, "Use prompts in the order of the files, without shuffling.", "--no-shuffle-prompts")
     rest_below: float | None = own_flag(
         None, "Leave prompts out for a while if their group had a lower mean reward than this.", "--prompts-rest-below"
     )
@@ -317,8 +317,8 @@ class PublishConfig:
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = own_flag(
         None,
-        "The precision that weights are published and exported in; the narrower of those of training and of the stored "
-        "weights if not given, and with `--batch-invariant` on a CPU that of training.",
+        "The precision that weights are published and exported in. If not given, the narrower one of training and the "
+        "stored weights, and with `--batch-invariant` on a CPU the precision of training.",
         "--publish-dtype",
     )
     proof: Literal["digests", "probe"] = own_flag(
@@ -336,8 +336,8 @@ class PublishConfig:
     # No GPU has run the other way.
     through: Literal["auto", "files", "ipc"] = own_flag(
         "files",
-        "The way in which engines take weights with --rollout-transport shm: `files`, or `ipc`, from the memory of the "
-        "trainer's GPUs on the same host; `auto` takes files where that is not possible.",
+        "The way in which engines get weights with --rollout-transport shm: `files`, or `ipc`, from the memory of the "
+        "trainer's GPUs on the same host; `auto` uses files where that is not possible.",
         "--publish-through",
     )
     deadline_minutes: float = own_flag(

@@ -17,10 +17,10 @@ class RunConfig:
     """The stage of the run, and its kind of device."""
 
     stage: Literal["grpo", "sft"] = own_flag(
-        "grpo", "Train on responses that the policy samples, or (supervised fine-tuning) on those of the data."
+        "grpo", "Train on responses that the policy samples, or (supervised fine-tuning) on responses in the data."
     )
     platform: Literal["auto", "cpu", "cuda", "npu"] = own_flag(
-        "auto", "The kind of device; `auto` takes the best of this machine."
+        "auto", "The kind of device; `auto` selects the best of this machine."
     )
     print_config: bool = own_flag(False, "Print every value and where it came from, then exit.")
 
@@ -40,7 +40,7 @@ class ModelConfig:
     )
     output_layer_backend: Literal["auto", "triton", "torch"] = own_flag(
         "auto",
-        "The implementation of the output layer with its log-probs; `auto` takes the fastest that can run.",
+        "The implementation of the output layer with its log-probs; `auto` selects the fastest that can run.",
         "--output-layer-backend",
     )
     elementwise_backend: Literal["auto", "triton", "torch"] = own_flag(
@@ -57,7 +57,7 @@ class ModelConfig:
     )
     linear_attention_backend: Literal["auto", "flash-linear", "torch"] = own_flag(
         "auto",
-        "The implementation of the gated delta rule in linear layers; `auto` takes the fastest that can run.",
+        "The implementation of the gated delta rule in linear layers; `auto` selects the fastest that can run.",
         "--linear-attention-backend",
     )
 
@@ -77,7 +77,7 @@ class LoraConfig:
     )
     targets: list[str] | None = own_flag(
         None,
-        "The linear layers that have adapters, by the ends of their names in the Hugging Face model; those of "
+        "The linear layers that have adapters, by the ends of their names in the Hugging Face model; all of "
         "attention and of MLPs, experts among them, if not given.",
         "--lora-targets",
     )
@@ -98,7 +98,7 @@ class AttentionConfig:
 
     backend: Literal["auto", "merge", "gather", "triton", "flash", "flex", "cudnn", "naive"] = own_flag(
         "auto",
-        "The implementation of shared-prompt attention; `auto` takes the fastest that can run.",
+        "The implementation of shared-prompt attention; `auto` selects the fastest that can run.",
         "--shared-prompt-backend",
     )
     times: Path | None = own_flag(
@@ -150,7 +150,7 @@ class ScheduleConfig:
         "linear", "The shape of the decay from `--lr` to `--min-lr`."
     )
     lr_decay_iters: int | None = megatron_flag(
-        None, "Updates that the decay takes; those of the whole run if not given.", bound="at least 1"
+        None, "Updates of the decay; all of the run if not given.", bound="at least 1"
     )
     lr_warmup_iters: int = megatron_flag(
         0, "Updates during which the rate rises from `--lr-warmup-init` to `--lr`.", bound="at least 0"
@@ -174,13 +174,13 @@ class ScheduleConfig:
     )
     override_opt_param_scheduler: bool = megatron_flag(
         False,
-        "Take the schedule from the flags, not from the checkpoint.",
+        "Use the schedule of the flags, not of the checkpoint.",
         "--override-opt-param-scheduler",
         "--override-opt_param-scheduler",
     )
     use_checkpoint_opt_param_scheduler: bool = megatron_flag(
         False,
-        "Take the schedule from the checkpoint, not from the flags.",
+        "Use the schedule of the checkpoint, not of the flags.",
         "--use-checkpoint-opt-param-scheduler",
         "--use-checkpoint-opt_param-scheduler",
     )
@@ -204,7 +204,7 @@ class CheckpointConfig:
     )
     load: Path | None = megatron_flag(None, "The folder that the newest checkpoint is read from.")
     ckpt_step: int | None = megatron_flag(None, "The iteration to load, in place of the newest.")
-    exit_on_missing_checkpoint: bool = megatron_flag(False, "End if `--load` holds no checkpoint.")
+    exit_on_missing_checkpoint: bool = megatron_flag(False, "End if `--load` contains no checkpoint.")
     finetune: bool = megatron_flag(False, "Load weights only: no optimizer, no random numbers, iteration 0.")
     no_save_optim: bool = megatron_flag(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = megatron_flag(False, "Leave the state of random numbers out of checkpoints.")
@@ -248,7 +248,7 @@ class DistributedConfig:
         10, "The most minutes that a collective may take.", bound="at least 1"
     )
     use_gloo_process_groups: bool = megatron_flag(
-        True, "Make no gloo groups besides those of the backend.", "--disable-gloo-process-groups"
+        True, "Make no gloo groups in addition to the backend's groups.", "--disable-gloo-process-groups"
     )
 
 
@@ -321,7 +321,7 @@ class ObserveConfig:
 
     log_interval: int = megatron_flag(1, "Iterations between printed lines.", bound="at least 1")
     progress: Literal["auto", "live", "lines", "none"] = own_flag(
-        "auto", "A live display, or a line per iteration; `auto` takes the display on a terminal."
+        "auto", "A live display, or a line per iteration; `auto` selects the display on a terminal."
     )
     verbose: bool = own_flag(
         False,
