@@ -74,7 +74,7 @@ def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | 
     found: list[Finding] = []
     if trace is not None:
         accounts = compute_ledger(trace)
-        found += _explain_ledger(accounts, config, _count_groups(records))
+        found += _explain_ledger(accounts, config, _count_groups(records, config))
         found += _explain_replicas(trace, accounts)
         found += _explain_engines(trace)
         found += _explain_rewards(trace)
@@ -82,8 +82,14 @@ def list_findings(trace: Trace | None, records: _Records, config: SavedConfig | 
     return [*found, *_explain_metrics(records)]
 
 
-def _count_groups(records: _Records) -> int | None:
-    """Return the groups of an iteration, in the median; None if metrics do not have them."""
+def _count_groups(records: _Records, config: SavedConfig | None) -> int | None:
+    """Return the groups of an iteration, in the median; None if they are unknown, or if engines share a group's turns.
+
+    An engine gets a whole group unless its responses are conversations, each of which may be on another engine.
+    """
+    rollouts = {} if config is None else config.sections.get("environment", {})
+    if any(name in rollouts and rollouts[name].text != "-" for name in ("source", "agent", "verifiers")):
+        return None
     counts = _values(records, "groups")
     return round(statistics.median(counts)) if counts else None
 
@@ -137,7 +143,7 @@ def _of_time(name: str, value: float, bound: float, what: str, remedies: Sequenc
 def _say_engines(ranks: Sequence[Account], engines: Sequence[Account], num_groups: int | None) -> str:
     """Say how many engines would sample as fast as ranks train, if the present ones sample all the time.
 
-    Engines get whole groups, so more engines than the groups of an iteration would be idle.
+    If `num_groups` is known, more engines than that would be idle.
     """
     if num_groups is not None and num_groups <= len(engines):
         return (

@@ -141,6 +141,10 @@ def test_no_more_engines_are_advised_than_an_iteration_has_groups(num_groups, ad
     (finding,) = list_findings(Trace((rank(starved=60.0), sidecar(starved=60.0, sampling=65.0))), records)
     assert finding.name == "starved"
     assert advice in finding.sentence
+    # The conversations of a group are spread over all engines.
+    config = SavedConfig(sections={"environment": {"source": Value("-", ""), "agent": Value("mine.py:run", "--")}})
+    (finding,) = list_findings(Trace((rank(starved=60.0), sidecar(starved=60.0, sampling=65.0))), records, config)
+    assert "add 3 engines to the 2" in finding.sentence
 
 
 def test_replicas_that_compute_for_other_times_are_uneven() -> None:
