@@ -73,10 +73,10 @@ class Conversation:
         """Return the reward of the conversation."""
         return float(await self.call("reward"))
 
-    async def close(self, timeout: float | None = None) -> None:
+    async def close(self) -> None:
         """Let a call that was broken off end, and then the environment; one that does not end wears its worker."""
         try:
-            await self.call("close", timeout)
+            await self.call("close")
         except EnvironmentFailed:
             pass
         except asyncio.CancelledError:
@@ -110,8 +110,7 @@ class EnvironmentPool:
     """A pool of workers that hold environments. It belongs to the event loop that it is started in."""
 
     WORKER = EnvironmentWorker
-    CLOSE_SECONDS: float | None = None
-    """Seconds that a call that was broken off and `close` may take together; None for those of any call."""
+    CONVERSATION = Conversation
 
     def __init__(
         self,
@@ -119,13 +118,15 @@ class EnvironmentPool:
         settings: PoolSettings | None = None,
         spec: EnvironmentSpec | None = None,
         ports: tuple[int, ...] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Make it; `spec` names what is run if that is not a class of environments.
 
-        With `ports`, workers may connect to no others.
+        With `ports`, workers may connect to no others; `variables` are added to their environment.
         """
         self._spec = spec or EnvironmentSpec.parse(config.source or "")
         self._ports = ports
+        self._variables = variables or {}
         self._source = self._spec.read()
         self._config = config
         self._settings = settings or PoolSettings()
@@ -172,7 +173,7 @@ class EnvironmentPool:
         async with self._places, self._places_alone if is_alone else contextlib.nullcontext():
             worker = await (self._start_alone() if is_alone else self._choose())
             end_wait()
-            conversation = Conversation(worker, next(self._numbers), self._config.timeout, note)
+            conversation = self.CONVERSATION(worker, next(self._numbers), self._config.timeout, note)
             worker.conversations.add(conversation.number)
             is_stuck = False
             try:
@@ -184,7 +185,7 @@ class EnvironmentPool:
             finally:
                 try:
                     if not is_stuck:
-                        await conversation.close(self.CLOSE_SECONDS)
+                        await conversation.close()
                 finally:
                     self._leave(worker, conversation)
 
@@ -221,7 +222,7 @@ class EnvironmentPool:
     async def _start_worker(self) -> None:
         assert self._scratch is not None and self._log is not None
         path = find_python_path()
-        environment = build_environment(self._settings.environment, self._scratch, path)
+        environment = {**build_environment(self._settings.environment, self._scratch, path), **self._variables}
         try:
             worker = await self.WORKER.start(environment, self._settings.namespace, self._log)
         except OSError as error:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from megatron_rl.rewards.worker import answer, read_setup, run_worker
 from megatron_rl.tool_calls.schemas import describe_methods, list_methods
@@ -138,53 +138,48 @@ def describe(factory: Callable[[], Any], has_schemas: bool) -> dict[str, Any]:
     }
 
 
-class Held(Protocol):
-    """The part of a conversation that its worker holds."""
-
-    def call(self, request: Mapping[str, Any]) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-Offer = Callable[[Any, bool], tuple[dict[str, Any], Callable[[], Held]]]
-"""A function from what a flag names to its description, with the schemas of tools if they are wanted, and to the maker
-of what is held of each conversation."""
-
-
-def offer_environments(factory: Any, has_schemas: bool) -> tuple[dict[str, Any], Callable[[], Held]]:
-    """Offer a class of environments."""
-    return describe(factory, has_schemas), lambda: Environment(factory)
-
-
-def serve_calls(
-    requests: IO[bytes], answers: IO[bytes], missing: dict[str, str], offer: Offer = offer_environments
-) -> None:
-    """Load the class or function, and answer calls."""
-    setup = read_setup(requests, missing)
+def load(
+    setup: Mapping[str, Any],
+    answers: IO[bytes],
+    missing: dict[str, str],
+    describe: Callable[[Any, bool], dict[str, Any]],
+) -> Callable[..., Any] | None:
+    """Load the class or function of a set-up, and answer whether this worked; return None if it did not."""
     # Imported here, after the confinement: the keeper does not need it.
-    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line, report_error
+    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line
 
     file, name = setup["file"], setup["name"]
     try:
-        factory = getattr(load_module(file, setup["source"]), name, None)
-        if not callable(factory):
+        loaded: Any = getattr(load_module(file, setup["source"]), name, None)
+        if not callable(loaded):
             raise CannotLoad(f"{file} has no class or function {name}")
-        description, make = offer(factory, setup["has_schemas"])
+        description = describe(loaded, setup["has_schemas"])
     except CannotLoad as error:
         answer(answers, {"cannot_load": str(error)})
-        return
+        return None
     except BaseException as error:
         # The class is the user's own.
         answer(answers, {"cannot_load": f"{name} of {file}: {error}{name_line(error, file)}"})
-        return
+        return None
     answer(answers, {"ready": True, "missing": missing, "description": description})
-    held: dict[int, Held] = {}
+    return loaded
+
+
+def serve_calls(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
+    """Load the class, and answer calls."""
+    from megatron_rl.rewards.calling import report_error
+
+    setup = read_setup(requests, missing)
+    factory = load(setup, answers, missing, describe)
+    if factory is None:
+        return
+    held: dict[int, Environment] = {}
     one_at_a_time = threading.Lock()
 
     def call(request: Mapping[str, Any]) -> Any:
         conversation = request["conversation"]
         if request["call"] == "open":
-            held[conversation] = make()
+            held[conversation] = Environment(factory)
         if request["call"] == "close":
             # It is not there if its row could not be passed on, or the class raised.
             return held.pop(conversation).close() if conversation in held else None
@@ -197,7 +192,7 @@ def serve_calls(
         try:
             said["said"] = call(request)
         except BaseException as error:
-            said["error"] = report_error(error, file)
+            said["error"] = report_error(error, setup["file"])
         with one_at_a_time:
             sys.stdout.flush()
             answer(answers, said)

@@ -1,39 +1,89 @@
-"""Agents that are functions of a person's own, run in confined processes as environments are."""
+"""Agents that are user-defined functions: each rollout is a process, forked from a confined worker."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.environments.pool import Conversation, EnvironmentPool
 from megatron_rl.environments.process import EnvironmentWorker
-from megatron_rl.environments.types import AGENT_FLAG, EnvironmentFailed, EnvironmentSpec, WorkerEnded
+from megatron_rl.environments.types import (
+    AGENT_FLAG,
+    EnvironmentFailed,
+    EnvironmentSpec,
+    WorkerEnded,
+)
+from megatron_rl.gateway.gateway import PROCESS_KEY
+from megatron_rl.gateway.processes import end_strays, end_tree, find_unknown, list_children
 from megatron_rl.gateway.visits import AgentFailed, Visit
+from megatron_rl.gateway.worker import build_variables
 from megatron_rl.rewards.types import PoolSettings
 
 
 class AgentWorker(EnvironmentWorker):
-    """A worker that runs agents."""
+    """A worker that forks a process for each rollout."""
 
     MODULE = "megatron_rl.gateway.worker"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pid = 0
+        # The processes of rollouts, and those that the agent's file started when it was imported.
+        self._known: set[int] = set()
+
+    def follow(self) -> None:
+        # The keeper has one child.
+        self._pid = next(iter(list_children(self._process.pid)), 0)
+        self._known.update(list_children(self._pid))
+        super().follow()
+
+    def note_process(self, pid: int) -> None:
+        """Note the process of a rollout."""
+        self._known.add(pid)
+
+    def end_process(self, pid: int) -> None:
+        """End the process of a rollout, with all that it started."""
+        end_tree(pid)
+        self._known.discard(pid)
+        end_strays(self._pid, self._known)
+
+
+class AgentConversation(Conversation):
+    """A rollout: the conversation is with a process of its own."""
+
+    _worker: AgentWorker
+    process: int | None = None
+
+    async def open(self, row: Mapping[str, Any], seed: int) -> None:
+        self.process = int(await self.call("open", row=row, seed=seed))
+        self._worker.note_process(self.process)
+
+    async def close(self) -> None:
+        """End the rollout's process, and every one that it started."""
+        if self.process is not None and self._worker.is_alive:
+            self._worker.end_process(self.process)
+        await super().close()
 
 
 class AgentPool(EnvironmentPool):
     """A pool of workers that run agents."""
 
     WORKER = AgentWorker
-    # An agent that is called off has this long to end: its calls of the gateway are refused.
-    CLOSE_SECONDS = 5.0
+    CONVERSATION = AgentConversation
+
+    def _check_confinement(self, missing: dict[str, str]) -> None:
+        super()._check_confinement(missing | find_unknown())
 
 
 class FunctionAgents:
     """Agents that are calls of one function. Satisfies `megatron_rl.gateway.visits.Agents`."""
 
-    def __init__(self, config: EnvironmentConfig, settings: PoolSettings, port: int) -> None:
-        """Make it; `port` is the gateway's."""
+    def __init__(self, config: EnvironmentConfig, settings: PoolSettings, port: int, address: str) -> None:
+        """Make it; `port` and `address` are the gateway's."""
         spec = EnvironmentSpec.parse(config.agent or "", AGENT_FLAG)
-        self._pool = AgentPool(config, settings, spec, (port,) if config.agent_network == "gateway" else ())
+        ports = (port,) if config.agent_network == "gateway" else ()
+        self._pool = AgentPool(config, settings, spec, ports, build_variables(address, PROCESS_KEY))
         self._timeout = config.agent_timeout
-        # The rollouts that ran in a process that ended: each runs alone from then on.
-        self._suspects: set[int] = set()
 
     @property
     def identity(self) -> str:
@@ -44,17 +94,18 @@ class FunctionAgents:
         await self._pool.start()
 
     async def act(self, visit: Visit) -> Mapping[str, float]:
-        is_alone = visit.seed in self._suspects
-        self._suspects.discard(visit.seed)
         address = {"base_url": visit.address, "api_key": visit.key, "model": visit.model}
         try:
-            async with self._pool.hold(visit.row, visit.seed, is_alone) as conversation:
-                rewards: dict[str, float] = await conversation.call("act", self._timeout, **address)
+            async with self._pool.hold(visit.row, visit.seed) as conversation:
+                assert isinstance(conversation, AgentConversation) and conversation.process is not None
+                visit.run_in(conversation.process)
+                async with visit.clock.limit(self._timeout):
+                    rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
+        except TimeoutError:
+            raise AgentFailed(f"used more than {self._timeout:g} seconds of its own") from None
         except WorkerEnded as ended:
-            if not is_alone:
-                self._suspects.add(visit.seed)
-            raise AgentFailed(str(ended), is_to_be_repeated=not is_alone) from None
+            raise AgentFailed(str(ended), is_to_be_repeated=True) from None
         except EnvironmentFailed as failure:
             raise AgentFailed(str(failure)) from None
 

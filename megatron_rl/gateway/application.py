@@ -61,7 +61,7 @@ def build_gateway_application(gateway: Gateway) -> Starlette:
 
     async def list_models(request: Request) -> Response:
         try:
-            gateway.find(_read_key(gateway, request))
+            _find(gateway, request)
         except CallRefused as refused:
             return _refuse(gateway, refused, OPENAI)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}
@@ -83,9 +83,12 @@ async def _report_route(request: Request, error: Exception) -> Response:
 
 async def _handle(gateway: Gateway, request: Request, interface: Interface) -> Response:
     try:
-        rollout = gateway.find(_read_key(gateway, request))
+        rollout = _find(gateway, request)
     except CallRefused as refused:
-        return _refuse(gateway, refused, interface)
+        response = _refuse(gateway, refused, interface)
+        # Forks of a process that called while it imported an agent's file would share the connection.
+        response.headers["connection"] = "close"
+        return response
     try:
         call = interface.read_call(await _read_body(request, rollout), MODEL, rollout.terms.sampling.temperature)
         answer = await _answer(request, rollout, call)
@@ -99,6 +102,10 @@ async def _handle(gateway: Gateway, request: Request, interface: Interface) -> R
         return Response(status_code=400)
     except Exception as error:
         return _fail(gateway, rollout, error, interface)
+
+
+def _find(gateway: Gateway, request: Request) -> OpenRollout:
+    return gateway.find(_read_key(gateway, request), tuple(request.scope["server"]), tuple(request.scope["client"]))
 
 
 def _refuse(gateway: Gateway, refused: CallRefused, interface: Interface) -> Response:
@@ -162,7 +169,8 @@ async def _answer(request: Request, rollout: OpenRollout, call: Call) -> Answer:
     answering = rollout.start(rollout.answer(call))
     leaving = asyncio.create_task(_wait_for_leave(request))
     try:
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        with rollout.clock.stopped():
+            await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             raise ClientDisconnect
         with contextlib.suppress(asyncio.CancelledError):

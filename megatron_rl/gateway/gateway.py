@@ -7,12 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.open_rollout import CallCounters, OpenRollout, Sample, Terms
+from megatron_rl.gateway.processes import Address, find_socket, list_files, tree_has_socket
 from megatron_rl.gateway.said import CallRefused
 from megatron_rl.tool_calls.reading import Reader
 
+PROCESS_KEY = "the-rollout-of-the-process-that-calls"
+"""The key in the environment in which an agent's file is imported: the process that calls with it tells the rollout."""
+# Looks for the process of a call: a descendant may get another parent while they are listed.
+_NUM_LOOKS = 3
+
 
 class Gateway:
-    """The open rollouts, by key."""
+    """The open rollouts, by key.
+
+    The calls of a rollout that has a process are made by this process or its descendants, or on another host.
+    """
 
     def __init__(self, chats: Chats, reader: Reader, reads_tools: bool) -> None:
         """Make it; `reads_tools` says that the reader finds calls of tools."""
@@ -44,17 +53,51 @@ class Gateway:
 
     def has_given(self, key: str) -> bool:
         """Check whether this gateway has given the key, to a rollout that is open or has ended."""
-        return key.startswith(self._mark)
+        return key.startswith(self._mark) or key == PROCESS_KEY
 
-    def find(self, key: str) -> OpenRollout:
-        """Return the open rollout with this key; raise CallRefused if there is none."""
+    def find(self, key: str, server: Address, client: Address) -> OpenRollout:
+        """Return the open rollout with this key, for a call on this connection; raise CallRefused if there is none."""
         rollout = self._rollouts.get(key)
+        if key == PROCESS_KEY:
+            return self._find_by_process(_find_socket(server, client))
         if rollout is not None and not rollout.ended.is_set():
+            self._check_process(rollout, server, client)
             return rollout
         if rollout is not None or self.has_given(key):
             raise CallRefused("the rollout of this key has ended: a key is good for one rollout", 401, "ended")
         raise CallRefused(
             "the key is missing or unknown: an agent is given one for each rollout, as api_key", 401, "invalid_api_key"
+        )
+
+    def _check_process(self, rollout: OpenRollout, server: Address, client: Address) -> None:
+        """Refuse a call with a rollout's key by another process of this host, and end the rollout."""
+        if rollout.process is None:
+            return
+        inode = _find_socket(server, client)
+        if inode is None or inode in rollout.sockets:
+            return
+        for _ in range(_NUM_LOOKS):
+            if tree_has_socket(rollout.process, inode):
+                rollout.sockets.add(inode)
+                return
+        # A process that has ended is its agent's failure, and so is a client that has left.
+        if inode and any(list_files(rollout.process)):
+            rollout.refuse_process()
+        raise CallRefused("the rollout of this key has ended, or the client has left", 401, "ended")
+
+    def _find_by_process(self, inode: int | None) -> OpenRollout:
+        with_processes = [one for one in self._rollouts.values() if one.process is not None and not one.ended.is_set()]
+        # A rollout seldom has more than one connection.
+        for rollout in sorted(with_processes, key=lambda one: (inode not in one.sockets, len(one.sockets))):
+            assert rollout.process is not None
+            if inode in rollout.sockets or (inode and tree_has_socket(rollout.process, inode)):
+                rollout.sockets.add(inode)
+                return rollout
+        raise CallRefused(
+            "the key of the environment in which an agent's file is imported is good in processes of rollouts alone: "
+            "make calls in the function",
+            401,
+            "invalid_api_key",
         )
 
     def status(self) -> dict[str, int]:
@@ -66,3 +109,11 @@ class Gateway:
             "gateway_branches": counters.branches,
             "gateway_refused": counters.refused,
         }
+
+
+def _find_socket(server: Address, client: Address) -> int | None:
+    """Return the inode of a connection's client; None if it is on another host, or if the kernel does not tell."""
+    try:
+        return find_socket(server, client)
+    except OSError:
+        return None

@@ -26,6 +26,7 @@ from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.gateway.chats import Chats, ChatTooLong
 from megatron_rl.gateway.record import CallRecord, cut_turn
 from megatron_rl.gateway.said import Answer, Call, CallRefused, digest_chat, get_exact, write_said
+from megatron_rl.gateway.visits import AgentClock
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls.reading import JSON, Reader, Said
 
@@ -99,6 +100,11 @@ class OpenRollout:
         self.messages: list[JSON] = []
         """The chat of the last turn, from the first message that the policy said in it."""
         self.ended = asyncio.Event()
+        self.clock = AgentClock()
+        self.process: int | None = None
+        """The process that it runs in; None if that is not known."""
+        self.sockets: set[int] = set()
+        """The sockets that processes of it have called with, by their inodes."""
         self._sample = sample
         self._chats = chats
         self._reader = reader
@@ -130,6 +136,19 @@ class OpenRollout:
         self.ended.set()
         for task in self._answering:
             task.cancel()
+
+    def run_in(self, process: int) -> None:
+        """Refuse calls of other processes than this one and its descendants from now on."""
+        self.process = process
+
+    def refuse_process(self) -> NoReturn:
+        """Refuse a call of another process, and end the run: the rollouts of such an agent mix."""
+        self.fault = MegatronRLError(
+            f"process {self.process} acts in a rollout, and another process called with this rollout's key: an agent "
+            "must use the key that it is given, in its own process and those that it starts"
+        )
+        self.end()
+        raise CallRefused(str(self.fault), 401, "foreign_process")
 
     def break_off(self, reason: str) -> None:
         """End the rollout because of a call."""

@@ -223,18 +223,18 @@ class VerifiersServer:
         except (TypeError, ValueError, OverflowError) as error:
             raise AgentFailed(f"the row cannot be sent: {error}") from None
         async with self._places:
-            return await self._act(data, visit.model)
+            return await self._act(data, visit)
 
-    async def _act(self, data: bytes, model: str) -> dict[str, float]:
+    async def _act(self, data: bytes, visit: Visit) -> dict[str, float]:
         rollout, number = Rollout(), self._number()
         self._rollouts[number] = rollout
         try:
             await self._socket.send_multipart([number, b"run", data])
-            async with asyncio.timeout(self._timeout):
+            async with visit.clock.limit(self._timeout):
                 reply = await rollout.reply
-            return rollout.read_rewards(reply, model)
+            return rollout.read_rewards(reply, visit.model)
         except TimeoutError:
-            raise AgentFailed(f"the server took longer than {self._timeout:g} seconds") from None
+            raise AgentFailed(f"the server used more than {self._timeout:g} seconds of its own") from None
         finally:
             del self._rollouts[number]
             if not rollout.is_over:

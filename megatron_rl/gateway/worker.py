@@ -1,40 +1,248 @@
-"""A worker of agents: `python -m megatron_rl.gateway.worker PARENT NAMESPACE`; see `environments.worker`.
+"""A worker of agents: `python -m megatron_rl.gateway.worker PARENT NAMESPACE`; see `rewards.worker`.
 
-A conversation is a rollout: "open" has its row and seed, "act" the gateway's address, the key and the model.
+It runs the agent's file once, and then forks a process for each rollout: a rollout shares what was imported, and
+nothing that another one does. It needs no package but Python's own, because the interpreter may be another
+environment's.
+
+The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
+is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. A
+conversation is a rollout: "open" has its row and seed, and is answered with the number of its process; "act" has the
+gateway's address, the key and the model. Before "close" the parent has ended the process and its descendants.
 """
 
 import asyncio
+import contextlib
 import functools
+import gc
 import inspect
+import json
 import math
+import os
+import random
+import selectors
+import shutil
+import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from megatron_rl.environments.types import AGENT_COMPONENT
-from megatron_rl.environments.worker import Held, choose_arguments, serve_calls, wait_for
-from megatron_rl.rewards.worker import run_worker
+from megatron_rl.environments.worker import choose_arguments, load, wait_for
+from megatron_rl.rewards.confinement import adopt_orphans, signal_at_parents_death
+from megatron_rl.rewards.worker import answer, read_setup, run_worker
+
+_PIECE = 1 << 16
+_LONGEST_ANSWER = 1 << 16
 
 
-class Agent:
-    """An agent in one rollout, with an event loop of its own."""
+class RolloutProcess:
+    """The process of a rollout, as the worker has it."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._row: Mapping[str, Any] = {}
-        self._seed = 0
+    def __init__(self, call: int, pid: int, channel: socket.socket, folder: str) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.folder = folder
+        """The folder for files of its own, which is removed at its end."""
+        self.call: int | None = call
+        """The number of the call that it has not answered."""
+        self.data = b""
+        self.ended = ""
+        """The way in which the process has ended; empty while it lives."""
 
-    def call(self, request: Mapping[str, Any]) -> dict[str, float] | None:
-        """Take the row, or act and return the rewards."""
+
+class RolloutProcesses:
+    """The rollouts of a worker, each in a process that is forked from this one."""
+
+    def __init__(self, requests: IO[bytes], answers: IO[bytes], act: Callable[..., Any], file: str) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._act = act
+        self._file = file
+        self._rollouts: dict[int, RolloutProcess] = {}
+        self._data = b""
+        self._has_requests = True
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = os.pipe()
+        for end in (self._woken, self._waker):
+            os.set_blocking(end, False)
+
+    def serve(self) -> None:
+        """Answer calls until there are none."""
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._requests, selectors.EVENT_READ, self._read_requests)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._reap)
+        while self._has_requests:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _read_requests(self) -> None:
+        piece = os.read(self._requests.fileno(), _PIECE)
+        self._has_requests = bool(piece)
+        *lines, self._data = (self._data + piece).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            try:
+                self._handle(request, line)
+            except OSError as error:
+                answer(self._answers, {"id": request["id"], "error": f"its process cannot be started: {error}"})
+
+    def _handle(self, request: dict[str, Any], line: bytes) -> None:
         if request["call"] == "open":
-            self._row, self._seed = request["row"], request["seed"]
-            return None
-        given = {name: request[name] for name in ("base_url", "api_key", "model")}
-        result = self._function(**{**choose_arguments(self._function, self._row, self._seed), **given})
-        return read_rewards(asyncio.run(wait_for(result)) if inspect.isawaitable(result) else result)
+            self._fork(request)
+        elif request["call"] == "close":
+            self._close(request)
+        else:
+            rollout = self._rollouts[request["conversation"]]
+            rollout.call = request["id"]
+            # A process that has ended is noticed when it is reaped.
+            with contextlib.suppress(ConnectionError):
+                rollout.channel.sendall(line + b"\n")
+            self._settle(rollout)
 
-    def close(self) -> None:
-        """Do nothing: an agent has ended when it returns."""
+    def _fork(self, request: dict[str, Any]) -> None:
+        mine, other = socket.socketpair()
+        folder = tempfile.mkdtemp()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            mine.close()
+            self._become(request, other, folder)
+        other.close()
+        rollout = self._rollouts[request["conversation"]] = RolloutProcess(request["id"], pid, mine, folder)
+        self._selector.register(mine, selectors.EVENT_READ, functools.partial(self._read_answer, rollout))
+
+    def _become(self, request: Mapping[str, Any], channel: socket.socket, folder: str) -> NoReturn:
+        """Become the process of a rollout, which lives until it is killed."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal_at_parents_death(signal.SIGKILL)
+            self._close_all()
+            # The number that processes outside of this worker's namespace know.
+            channel.sendall(b'{"said": %s}\n' % os.fsencode(os.readlink("/proc/self")))
+            run_rollout(self._act, request, channel.makefile("rb"), channel.makefile("wb"), folder, self._file)
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _close_all(self) -> None:
+        """Close what belongs to the worker, so that no rollout can write in another one's name."""
+        self._selector.close()
+        for rollout in self._rollouts.values():
+            rollout.channel.close()
+        for end in (self._woken, self._waker):
+            os.close(end)
+        self._requests.close()
+        self._answers.close()
+
+    def _read_answer(self, rollout: RolloutProcess) -> None:
+        if rollout.channel.fileno() < 0:
+            # It was closed after the selector had seen it.
+            return
+        try:
+            piece = rollout.channel.recv(_PIECE)
+        except ConnectionError:
+            piece = b""
+        rollout.data += piece
+        if not piece or len(rollout.data) > _LONGEST_ANSWER:
+            self._selector.unregister(rollout.channel)
+            rollout.data = rollout.data[:_LONGEST_ANSWER]
+        self._settle(rollout)
+
+    def _settle(self, rollout: RolloutProcess) -> None:
+        """Answer the rollout's call, if its process has answered or ended."""
+        line, end, rest = rollout.data.partition(b"\n")
+        if rollout.call is None or not (end or rollout.ended or len(line) == _LONGEST_ANSWER):
+            return
+        content = {"error": rollout.ended or f"its answer has more than {_LONGEST_ANSWER:,} bytes: return less"}
+        if end:
+            content, rollout.data = json.loads(line), rest
+        answer(self._answers, {"id": rollout.call, **content})
+        rollout.call = None
+
+    def _reap(self) -> None:
+        """Reap all children that have ended: processes of rollouts, and those that they left."""
+        os.read(self._woken, _PIECE)
+        rollouts = {rollout.pid: rollout for rollout in self._rollouts.values()}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in rollouts:
+                rollouts[pid].ended = describe_end(os.waitstatus_to_exitcode(status))
+                self._settle(rollouts[pid])
+
+    def _close(self, request: Mapping[str, Any]) -> None:
+        rollout = self._rollouts.pop(request["conversation"])
+        if rollout.channel in self._selector.get_map():
+            self._selector.unregister(rollout.channel)
+        rollout.channel.close()
+        if not rollout.ended:
+            # Its parent may not know it yet.
+            os.kill(rollout.pid, signal.SIGKILL)
+        shutil.rmtree(rollout.folder, ignore_errors=True)
+        answer(self._answers, {"id": request["id"], "said": None})
+
+
+def describe_end(code: int) -> str:
+    """Describe how a process has ended that should not have."""
+    return f"its process ended with exit code {code}" if code >= 0 else f"its process was killed by {-code}"
+
+
+def run_rollout(
+    act: Callable[..., Any], opened: Mapping[str, Any], calls: IO[bytes], answers: IO[bytes], folder: str, file: str
+) -> None:
+    """Act when the call comes, answer with the rewards, and wait to be ended.
+
+    The worker closes nothing before, because descendants would no longer be this process's.
+    """
+    line = calls.readline()
+    if not line:
+        return
+    call = json.loads(line)
+    # From here on, so that a parent can tell descendants from a rollout that it has not heard of.
+    os.setsid()
+    adopt_orphans()
+    os.environ.update(HOME=folder, TMPDIR=folder, **build_variables(call["base_url"], call["api_key"]))
+    tempfile.tempdir = None
+    seed_generators(opened["seed"])
+    # Imported here, after the confinement.
+    from megatron_rl.rewards.calling import report_error
+
+    content: dict[str, Any]
+    try:
+        given = {name: call[name] for name in ("base_url", "api_key", "model")}
+        result = act(**{**choose_arguments(act, opened["row"], opened["seed"]), **given})
+        content = {"said": read_rewards(asyncio.run(wait_for(result)) if inspect.isawaitable(result) else result)}
+    except BaseException as error:
+        content = {"error": report_error(error, file)}
+    sys.stdout.flush()
+    answer(answers, content)
+    calls.readline()
+
+
+def build_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Build the variables in which clients look for an address and a key."""
+    return {
+        "OPENAI_API_KEY": api_key,
+        "OPENAI_BASE_URL": base_url,
+        "ANTHROPIC_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+    }
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of random numbers: a forked process would draw the numbers of all others."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def read_rewards(result: object) -> dict[str, float]:
@@ -56,16 +264,28 @@ def _read_number(value: Any) -> float:
         raise TypeError(f"returned {value!r:.100}, and must return a number, numbers by name, or None") from None
 
 
-def offer_agent(function: Any, has_schemas: bool) -> tuple[dict[str, Any], Callable[[], Held]]:
-    """Offer an agent's function, which has no tools; raise a TypeError if it cannot be called as an agent."""
+def describe_agent(function: Any, has_schemas: bool) -> dict[str, Any]:
+    """Describe an agent's function, which has no tools; raise a TypeError if it cannot be called as an agent."""
     name = getattr(function, "__name__", type(function).__name__)
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     missing = [name for name in ("base_url", "api_key", "model") if name not in parameters]
     if missing and not takes_all:
         raise TypeError(f"an agent has the parameters base_url, api_key and model, and {missing[0]} is missing")
-    return {"name": name, "has_reward": True, "has_step": False, "tools": []}, lambda: Agent(function)
+    return {"name": name, "has_reward": True, "has_step": False, "tools": []}
+
+
+def serve_rollouts(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
+    """Load the function, and answer calls."""
+    setup = read_setup(requests, missing)
+    adopt_orphans()
+    function = load(setup, answers, missing, describe_agent)
+    if function is not None:
+        gc.collect()
+        # Objects that the collector visits would be copied into each fork.
+        gc.freeze()
+        RolloutProcesses(requests, answers, function, setup["file"]).serve()
 
 
 if __name__ == "__main__":
-    run_worker(sys.argv[1:], functools.partial(serve_calls, offer=offer_agent))
+    run_worker(sys.argv[1:], serve_rollouts)

@@ -79,7 +79,8 @@ class AgentRollouts:
         terms = Terms(np.asarray(request.prompt_tokens, dtype="<i4"), seed, request.sampling)
         sample = self._make_sampler(request, number, attempt)
         with self._gateway.open(terms, sample) as (key, rollout):
-            visit = Visit({**prompt.columns, "prompt": prompt.text}, self._gateway.address, key, seed, MODEL)
+            row = {**prompt.columns, "prompt": prompt.text}
+            visit = Visit(row, self._gateway.address, key, seed, MODEL, rollout.clock, rollout.run_in)
             rewards = self._check_names(await self._act(visit, rollout))
         if isinstance(rewards, AgentFailed) and (rewards.is_to_be_repeated or not rollout.record.num_turns):
             raise rewards

@@ -37,7 +37,8 @@ class GatewayOpening:
         assert place is not None
         listener = open_listener(*place, GATEWAY_FLAG)
         if config.verifiers is None:
-            return cls(listener, FunctionAgents(config, settings, listener.getsockname()[1]))
+            address = _find_address(listener)
+            return cls(listener, FunctionAgents(config, settings, listener.getsockname()[1], address))
         return cls(
             listener, VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency)
         )
@@ -45,7 +46,7 @@ class GatewayOpening:
     def build(self, chats: Chats, reader: Reader, reads_tools: bool) -> Gateway:
         """Build the gateway; `reads_tools` says that the reader finds calls of tools."""
         gateway = Gateway(chats, reader, reads_tools)
-        gateway.address = f"{find_url(self.listener)}/v1"
+        gateway.address = _find_address(self.listener)
         return gateway
 
     @contextlib.asynccontextmanager
@@ -59,3 +60,7 @@ class GatewayOpening:
         finally:
             ended.set()
             await serving
+
+
+def _find_address(listener: socket.socket) -> str:
+    return f"{find_url(listener)}/v1"

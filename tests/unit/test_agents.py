@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import MegatronRLError, UsageError
-from megatron_rl.gateway.agents import AgentPool
 from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.rewards.confinement import NETWORK, landlock_version
 from megatron_rl.rewards.types import PoolSettings
@@ -53,9 +53,6 @@ async def act(base_url, api_key, model, task, seed, **row):
     if task == "raise": raise RuntimeError("no such move")
     if task == "hang": await asyncio.sleep(60)
     if task == "stubborn": time.sleep(60)
-    if task == "late":
-        try: ask(*policy, messages)
-        finally: time.sleep(seed % 10)
     if task == "die": os._exit(3)
     if task == "malformed": ask(*policy, None, raw="{")
     if task == "none": return None
@@ -188,27 +185,26 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
     assert not leftovers(WORKERS)
 
 
-def test_an_agent_whose_process_ends_begins_again_alone_and_a_slow_one_ends_by_its_time(tmp_path: Path, caplog) -> None:
+def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_not_its_own(tmp_path: Path, caplog) -> None:
     async def run() -> None:
-        async with acting(tmp_path, agent_timeout=3.0) as world:
+        async with acting(tmp_path) as world:
             dying = asyncio.create_task(world.act("die"))
             others = [asyncio.create_task(world.act("finish")) for _ in range(2)]
             (response,) = await dying
             assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
+            assert "its process ended with exit code 3: its reward is -1" in caplog.text
             assert {(await other)[0].reward for other in others} == {1.0}
+            (worker,) = list_workers(world)
+            assert not worker.is_worn
+            # The rollouts of a worker that ends begin again in another one.
             num_asked = len(world.engines.requests)
-            # An iteration that is given up takes its rollouts along, and their keys.
-            hanging = asyncio.create_task(world.act("hang", size=2))
-            while len(world.engines.requests) < num_asked + 2:
-                await asyncio.sleep(0.01)
-            hanging.cancel()
-            await asyncio.wait([hanging])
-            assert hanging.cancelled()
-            assert world.gateway.status()["gateway_rollouts"] == 0
-            (response,) = await world.act("hang")
-            assert "did not answer act within 3 seconds: its reward is -1" in caplog.text
-            assert (response.finish_reason, response.reward) == ("failed", -1.0)
-            assert (await world.act("finish"))[0].reward == 1.0
+            world.engines.longest = 2
+            waiting = asyncio.create_task(world.act("finish"))
+            await wait_for_requests(world, num_asked + 2)
+            world.engines.longest = 1000
+            os.kill(worker._pid, signal.SIGKILL)
+            assert (await waiting)[0].reward == 1.0
+            assert list_workers(world) != [worker]
 
     asyncio.run(run())
     assert not leftovers(WORKERS)
@@ -218,56 +214,57 @@ def list_workers(world: World) -> list[Any]:
     return world.opening.agents._pool._workers
 
 
-async def call_off(world: World, task: str, num_asked: int) -> None:
-    """Call a group of two agents off once the engines have had `num_asked` requests."""
-    acting = asyncio.create_task(world.act(task, size=2))
-    while len(world.engines.requests) < num_asked:
+async def wait_for_requests(world: World, number: int) -> None:
+    while len(world.engines.requests) < number:
         await asyncio.sleep(0.01)
-    acting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await acting
-    world.engines.requests.clear()
 
 
-def test_no_agent_outlives_a_group_that_is_called_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_calls_are_unanswered_is_not_the_agents(tmp_path: Path, caplog) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        read_clock, hours = loop.time, [0]
+        loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
+
+        async def generate(request: GroupRequest) -> list[wire.Response]:
+            # An engine is lost, and an hour goes by until another one answers.
+            hours[0] += 1
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return await Engines.generate(engines, request)
+
+        async with acting(tmp_path, agent_timeout=1800.0, concurrency=1) as world:
+            engines, world.engines.generate = world.engines, generate  # type: ignore[method-assign]
+            # One of them waits for its place.
+            assert [response.reward for response in await world.act("finish", size=2)] == [1.0, 1.0]
+            hanging = asyncio.create_task(world.act("hang"))
+            await wait_for_requests(world, 5)
+            # Its call is answered, once it counts.
+            while world.gateway.status()["gateway_rollouts"]:
+                hours[0] += 1
+                await asyncio.sleep(0.01)
+            (response,) = await hanging
+            assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
+            assert "used more than 1800 seconds of its own: its reward is -1" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tmp_path: Path) -> None:
     async def run() -> None:
         async with acting(tmp_path) as world:
+            hanging = asyncio.create_task(world.act("stubborn", size=2))
+            await wait_for_requests(world, 2)
+            hanging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hanging
+            assert world.gateway.status()["gateway_rollouts"] == 0
             (worker,) = list_workers(world)
-            # The refusal of its call ends an agent, and its process stays.
-            world.engines.longest = 2
-            await call_off(world, "finish", 4)
-            assert list_workers(world) == [worker]
+            assert not worker.conversations
             assert not worker.is_worn
-            monkeypatch.setattr(AgentPool, "CLOSE_SECONDS", 0.1)
-            other = asyncio.create_task(world.act("finish"))
-            while len(world.engines.requests) < 2:
-                await asyncio.sleep(0.01)
-            # One that does not end is ended with its process, once no other agent acts there.
-            await call_off(world, "stubborn", 4)
-            assert worker.is_worn
-            assert worker.is_alive
-            other.cancel()
-            await asyncio.wait([other])
-            await asyncio.wait_for(worker._process.wait(), 60)
-            world.engines.longest = 1000
             assert (await world.act("finish"))[0].reward == 1.0
 
     asyncio.run(run())
     assert not leftovers(WORKERS)
-
-
-def test_agents_of_a_group_that_is_called_off_end_each_in_its_own_time(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with acting(tmp_path) as world:
-            (worker,) = list_workers(world)
-            world.engines.longest = 2
-            # The second one takes a second longer.
-            await call_off(world, "late", 4)
-            assert list_workers(world) == [worker]
-            assert not worker.is_worn
-            assert worker.conversations == set()
-
-    asyncio.run(run())
 
 
 def test_agents_reach_the_gateway_alone_unless_they_may_reach_all(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_calls_that_cannot_be_read_end_their_rollout_and_foreign_and_late_ones_a
                 late = await post(world, json={"model": MODEL, "messages": [ASKED]})
                 assert (late.status_code, late.json()["error"]["code"]) == (401, "ended")
         with pytest.raises(CallRefused, match="the rollout of this key has ended"):
-            world.gateway.find(world.key)
+            world.gateway.find(world.key, ("", 0), ("", 0))
 
     run(test)
 
@@ -373,7 +373,7 @@ def test_a_call_whose_body_arrives_after_its_rollouts_end_is_refused_and_not_sam
 
             finding = asyncio.Event()
             find = world.gateway.find
-            world.gateway.find = lambda key: (finding.set(), find(key))[1]
+            world.gateway.find = lambda *call: (finding.set(), find(*call))[1]
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {world.key}"}) as client:
                 asking = asyncio.create_task(client.post(f"{world.url}/chat/completions", content=send()))
                 await finding.wait()

@@ -181,7 +181,7 @@ def test_a_rollout_that_is_called_off_is_cancelled_on_the_server(tmp_path: Path)
 
 def test_a_rollout_that_takes_too_long_is_cancelled_on_the_server(tmp_path: Path) -> None:
     async def check(client: VerifiersServer, server: Server) -> None:
-        with pytest.raises(AgentFailed, match=r"the server took longer than 0\.2 seconds"):
+        with pytest.raises(AgentFailed, match=r"the server used more than 0\.2 seconds"):
             await client.act(VISIT)
         while len(server.requests) < 2:
             await asyncio.sleep(0.01)

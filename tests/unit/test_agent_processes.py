@@ -1,0 +1,256 @@
+"""Agents as processes: each rollout has one of its own, with the policy's address and key in its environment."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.processes import list_children
+from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.protocol import wire
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.gateway_opening import GatewayOpening
+from tests.reward_pools import leftovers
+from tests.unit.test_agents import WORKERS, Engines, World
+
+NUM_ROLLOUTS = 32
+# Seconds that no other program on this host sleeps.
+MARK = f"600.{os.getpid()}"
+# A prompt has one word from here on, its rollout's own.
+FIRST_WORD = 100
+AGENT = '''
+import asyncio, multiprocessing, os
+from concurrent.futures import ThreadPoolExecutor
+import openai
+
+def set_environment(base_url, api_key):
+    """Do what people did when a rollout had no environment of its own."""
+    os.environ.update(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key)
+
+def ask(word, client=None):
+    messages = [{"role": "user", "content": str(word)}]
+    answer = (client or openai.OpenAI()).chat.completions.create(model="policy", messages=messages)
+    return answer.choices[0].message.content
+
+def act_alone(base_url, api_key, model, word):
+    set_environment(base_url, api_key)
+    return float(bool(ask(word)) and bool(ask(word)))
+
+def act_in_threads(base_url, api_key, model, word):
+    set_environment(base_url, api_key)
+    with ThreadPoolExecutor(2) as executor:
+        return float(all(executor.map(ask, [word, word])))
+
+async def act_in_tasks(base_url, api_key, model, word):
+    set_environment(base_url, api_key)
+
+    async def ask_client():
+        async with openai.AsyncOpenAI() as client:
+            messages = [{"role": "user", "content": str(word)}]
+            return await client.chat.completions.create(model=model, messages=messages)
+
+    return float(all(await asyncio.gather(ask_client(), ask_client())))
+
+def act_in_processes(base_url, api_key, model, word):
+    set_environment(base_url, api_key)
+    children = [multiprocessing.get_context("fork").Process(target=ask, args=(word,)) for _ in range(2)]
+    for child in children: child.start()
+    for child in children: child.join()
+    return float(not any(child.exitcode for child in children))
+'''
+
+
+@contextlib.asynccontextmanager
+async def acting(folder: Path, name: str, text: str = AGENT, **changes: Any) -> AsyncIterator[World]:
+    """Start agents, each a call of this function of the text."""
+    file = folder / "agent.py"
+    file.write_text(text)
+    config = EnvironmentConfig(agent=f"{file}:{name}", **{"workers": 1, "agent_timeout": 300.0, **changes})
+    opening = GatewayOpening.open(config, PoolSettings(log=folder / "log"))
+    world = World(opening, Engines())
+    try:
+        await opening.agents.start()
+        async with opening.serve(world.gateway):
+            yield world
+    finally:
+        opening.listener.close()
+        await opening.agents.close()
+
+
+async def act(world: World, number: int, **columns: Any) -> wire.Response:
+    """Have one rollout, whose word follows from its number."""
+    rollouts = AgentRollouts(world.engines, world.opening.agents, world.gateway, None, False)
+    terms = wire.Sampling(max_tokens=30, max_turns=4)
+    row = {"word": FIRST_WORD + number, **columns}
+    prompt = wire.Prompt(index=number, row=f"rows:{number}", tokens=b"", text="7", columns=row)
+    (response,) = await rollouts.hold_group(GroupRequest(f"{number}", (7,), 1, number, terms, prompt=number), prompt)
+    return response
+
+
+def check_words(world: World) -> None:
+    """Check that the engines were asked for each rollout with its own word alone."""
+    asked: dict[str, set[int]] = {}
+    for request in world.engines.requests:
+        words = {token for token in request.prompt_tokens if token >= FIRST_WORD}
+        asked.setdefault(request.request_id.partition("-")[0], set()).update(words)
+    assert asked == {f"{number}": {FIRST_WORD + number} for number in range(NUM_ROLLOUTS)}
+
+
+@pytest.mark.parametrize("name", ["act_alone", "act_in_threads", "act_in_tasks", "act_in_processes"])
+def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_alone(tmp_path: Path, name: str) -> None:
+    async def run() -> None:
+        async with acting(tmp_path, name) as world:
+            responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
+            assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
+            check_words(world)
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
+
+
+# Calls the policy with nothing but Python's own packages.
+BARE_AGENT = """
+import http.client, json, os, subprocess, sys, time
+from urllib.parse import urlsplit
+
+def ask(key=None):
+    place = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(place.hostname, place.port)
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "100"}]})
+    headers = {"authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"])}
+    connection.request("POST", place.path + "/chat/completions", body, headers)
+    answer = json.loads(connection.getresponse().read())
+    return answer.get("error", {}).get("message", "")
+"""
+
+
+def test_clients_that_the_agents_file_makes_call_for_the_rollout_of_their_process(tmp_path: Path) -> None:
+    text = f"""{BARE_AGENT}
+import openai
+CLIENT = openai.OpenAI()
+
+def act(base_url, api_key, model, word):
+    messages = [{{"role": "user", "content": str(word)}}]
+    return float(all(CLIENT.chat.completions.create(model=model, messages=messages).choices for _ in range(2)))
+"""
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text) as world:
+            responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
+            assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
+            check_words(world)
+
+    asyncio.run(run())
+
+
+def test_a_call_with_the_key_of_another_rollout_is_refused_and_ends_the_run(tmp_path: Path) -> None:
+    text = f'''{BARE_AGENT}
+from pathlib import Path
+
+def act(base_url, api_key, model, word, is_thief):
+    ask()
+    if not is_thief:
+        Path(os.path.dirname(os.environ["HOME"]), "key").write_text(api_key)
+        time.sleep(600)
+    key = Path(os.path.dirname(os.environ["HOME"]), "key")
+    while not key.exists(): time.sleep(0.01)
+    # In a process of its own, which counts as the rollout's.
+    program = "import agent, sys; sys.exit(agent.ask(sys.argv[1]))"
+    raise RuntimeError(subprocess.run([sys.executable, "-c", program, key.read_text()], cwd="{tmp_path}").returncode)
+'''
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text) as world:
+            robbed = asyncio.create_task(act(world, 0, is_thief=False))
+            thief = asyncio.create_task(act(world, 1, is_thief=True))
+            with pytest.raises(MegatronRLError, match="another process called with this rollout's key"):
+                await robbed
+            with pytest.raises(MegatronRLError, match="RuntimeError"):
+                await thief
+            # Nothing was sampled for the call.
+            assert len(world.engines.requests) == 2
+
+    asyncio.run(run())
+
+
+def test_the_processes_of_a_rollout_end_with_it_however_it_ends(tmp_path: Path) -> None:
+    text = f'''{BARE_AGENT}
+import signal
+from pathlib import Path
+
+def act(base_url, api_key, model, word, how):
+    ask()
+    # A child, a session of its own, and one that its parent has left.
+    subprocess.Popen(["sleep", "{MARK}"])
+    subprocess.Popen(["sleep", "{MARK}"], start_new_session=True)
+    subprocess.run(["sh", "-c", "sleep {MARK} &"])
+    Path(os.environ["TMPDIR"], "file").write_text("of this rollout")
+    if how == "raise": raise RuntimeError
+    if how == "exit": os._exit(3)
+    if how == "killed": os.kill(os.getpid(), signal.SIGKILL)
+    if how == "wait": signal.pause()
+    return 1.0
+'''
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text, on_error=-1.0) as world:
+            (worker,) = world.opening.agents._pool._workers
+            for how in ("return", "raise", "exit", "killed", "wait"):
+                acting_one = asyncio.create_task(act(world, 0, how=how))
+                if how == "wait":
+                    while len(find_marked()) < 3:
+                        await asyncio.sleep(0.01)
+                    acting_one.cancel()
+                await asyncio.wait([acting_one])
+                await wait_until(lambda: not find_marked())
+                await wait_until(lambda: not list_children(worker._pid))
+                assert not os.listdir(world.opening.agents._pool._scratch)
+            assert worker.is_alive
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
+
+
+def test_no_process_of_a_rollout_outlives_a_pool_that_is_killed(tmp_path: Path) -> None:
+    text = f'''{BARE_AGENT}
+def act(base_url, api_key, model, word):
+    ask()
+    subprocess.Popen(["sleep", "{MARK}"], start_new_session=True)
+    time.sleep(600)
+'''
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text) as world:
+            acting_one = asyncio.create_task(act(world, 0))
+            await wait_until(find_marked)
+            os.kill(os.getpid(), signal.SIGKILL)
+            await acting_one
+
+    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(run()))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert not leftovers(f"sleep {MARK}")
+    assert not leftovers(f"gateway.worker {child.pid} ")
+
+
+def find_marked() -> list[str]:
+    """Find the processes that an agent of this test has started, those that have ended left out."""
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if line == f"sleep {MARK}"]
+
+
+async def wait_until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(300):
+        while not holds():
+            await asyncio.sleep(0.01)
