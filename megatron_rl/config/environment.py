@@ -1,6 +1,7 @@
 """The settings of environments and agents. As in `trainer`."""
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from megatron_rl.config.flag import own_flag
@@ -47,6 +48,11 @@ class EnvironmentConfig:
         "gateway",
         "The network of agents: TCP connections to the gateway's port alone, or any.",
         "--rollout-agent-network",
+    )
+    agent_python: Path | None = own_flag(
+        None,
+        "The Python of the environment that agents run in, 3.11 or later; this environment's if not given.",
+        "--rollout-agent-python",
     )
     gateway_listen: str = own_flag(
         "127.0.0.1:0",

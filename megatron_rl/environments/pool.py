@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.environments.interpreter import Interpreter
 from megatron_rl.environments.process import EnvironmentWorker
 from megatron_rl.environments.types import Description, EnvironmentFailed, EnvironmentSpec, TooSlow
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.rewards.confinement import build_environment, find_python_path, plan_confinement
+from megatron_rl.rewards.confinement import build_environment, plan_confinement
 from megatron_rl.rewards.process import OutputLog, WorkerFault
 from megatron_rl.rewards.types import PoolSettings
 
@@ -119,14 +120,17 @@ class EnvironmentPool:
         spec: EnvironmentSpec | None = None,
         ports: tuple[int, ...] = (),
         variables: Mapping[str, str] | None = None,
+        interpreter: Interpreter | None = None,
     ) -> None:
         """Make it; `spec` names what is run if that is not a class of environments.
 
-        With `ports`, workers may connect to no others; `variables` are added to their environment.
+        With `ports`, workers may connect to no others; `variables` are added to their environment. They run in this
+        process's Python, or in another one.
         """
         self._spec = spec or EnvironmentSpec.parse(config.source or "")
         self._ports = ports
         self._variables = variables or {}
+        self._interpreter = interpreter or Interpreter.find_own()
         self._source = self._spec.read()
         self._config = config
         self._settings = settings or PoolSettings()
@@ -221,10 +225,10 @@ class EnvironmentPool:
 
     async def _start_worker(self) -> None:
         assert self._scratch is not None and self._log is not None
-        path = find_python_path()
+        path = self._interpreter.path
         environment = {**build_environment(self._settings.environment, self._scratch, path), **self._variables}
         try:
-            worker = await self.WORKER.start(environment, self._settings.namespace, self._log)
+            worker = await self.WORKER.start(environment, self._settings.namespace, self._log, self._interpreter.python)
         except OSError as error:
             raise PlatformError(
                 f"a process for environments cannot be started: {error.strerror or error}; make room for it (ulimit "
@@ -249,7 +253,7 @@ class EnvironmentPool:
 
     def _setup_line(self, path: list[str]) -> bytes:
         assert self._scratch is not None
-        read = [self._spec.file.parent, *self._settings.readable]
+        read = [self._spec.file.parent, *self._interpreter.readable, *self._settings.readable]
         limits = plan_confinement(read, self._settings.private, self._scratch, path)
         limits = dataclasses.replace(limits, ports=self._ports)
         setup = {

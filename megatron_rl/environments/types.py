@@ -1,6 +1,7 @@
 """An environment as its flag names it, and what its processes say about it."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from megatron_rl.config.environment import EnvironmentConfig
@@ -11,6 +12,7 @@ from megatron_rl.tool_calls.reading import JSON
 
 FLAG = "--rollout-env"
 AGENT_FLAG = "--rollout-agent"
+AGENT_PYTHON_FLAG = "--rollout-agent-python"
 VERIFIERS_FLAG = "--rollout-verifiers"
 # The component of a response's reward that its environment gives.
 COMPONENT = "environment"
@@ -85,6 +87,11 @@ def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     named = {FLAG: config.source, AGENT_FLAG: config.agent, VERIFIERS_FLAG: config.verifiers}
     if len(given := [flag for flag, value in named.items() if value is not None]) > 1:
         found.append(f"{' and '.join(given)} each say who writes between the policy's turns: write one of them")
+    python = config.agent_python
+    if python is not None and config.agent is None:
+        found.append(f"{AGENT_PYTHON_FLAG} {python} is for {AGENT_FLAG}: add it, or drop this flag")
+    elif python is not None and (not python.is_file() or not os.access(python, os.X_OK)):
+        found.append(f"{AGENT_PYTHON_FLAG} {python} must be a program: name the bin/python of the agent's environment")
     try:
         parse_on_error(config.on_error, ON_ERROR_FLAG)
     except UsageError as error:

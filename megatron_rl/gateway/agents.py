@@ -1,14 +1,17 @@
 """Agents that are user-defined functions: each rollout is a process, forked from a confined worker."""
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.environments.interpreter import Interpreter
 from megatron_rl.environments.pool import Conversation, EnvironmentPool
 from megatron_rl.environments.process import EnvironmentWorker
 from megatron_rl.environments.types import (
     AGENT_FLAG,
+    AGENT_PYTHON_FLAG,
     EnvironmentFailed,
     EnvironmentSpec,
     WorkerEnded,
@@ -82,13 +85,21 @@ class FunctionAgents:
         """Make it; `port` and `address` are the gateway's."""
         spec = EnvironmentSpec.parse(config.agent or "", AGENT_FLAG)
         ports = (port,) if config.agent_network == "gateway" else ()
-        self._pool = AgentPool(config, settings, spec, ports, build_variables(address, PROCESS_KEY))
+        variables, interpreter = build_variables(address, PROCESS_KEY), None
+        if config.agent_python is not None:
+            interpreter = Interpreter.ask(config.agent_python, AGENT_PYTHON_FLAG)
+            # The programs of its environment are found, as if it were activated.
+            variables["PATH"] = os.pathsep.join(
+                [str(config.agent_python.absolute().parent), os.environ.get("PATH", "")]
+            )
+        self._pool = AgentPool(config, settings, spec, ports, variables, interpreter)
         self._timeout = config.agent_timeout
+        self._python = config.agent_python
 
     @property
     def identity(self) -> str:
         """Everything that is known to decide what agents do."""
-        return self._pool.identity
+        return self._pool.identity if self._python is None else f"{self._pool.identity} in {self._python}"
 
     async def start(self) -> None:
         await self._pool.start()

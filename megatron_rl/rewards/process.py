@@ -20,6 +20,17 @@ _PIECE = 1 << 16
 _END_SECONDS = 5.0
 _LOGGER = logging.getLogger(__name__)
 _MOST_BYTES = 16 << 20
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Runs a module of this package alone: the folder that the package is in may have packages for another interpreter.
+_RUN_MODULE = """
+import importlib.util, runpy, sys
+folder, module = sys.argv.pop(1), sys.argv.pop(1)
+name = module.partition(".")[0]
+spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
 
 
 class OutputLog:
@@ -92,16 +103,15 @@ class ConfinedWorker:
         self._output = asyncio.create_task(self._follow_output())
 
     @classmethod
-    async def start(cls, environment: Mapping[str, str], namespace: bool, log: OutputLog) -> Self:
-        """Start the process; it is ready once `set_up` has returned."""
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            cls.MODULE,
-            str(os.getpid()),
-            str(int(namespace)),
-        ]
+    async def start(
+        cls, environment: Mapping[str, str], namespace: bool, log: OutputLog, python: Path | None = None
+    ) -> Self:
+        """Start the process; it is ready once `set_up` has returned.
+
+        `python` is the interpreter of another environment, which need not have this package.
+        """
+        program = ["-m", cls.MODULE] if python is None else ["-c", _RUN_MODULE, str(_PACKAGE), cls.MODULE]
+        command = [str(python or sys.executable), "-P", *program, str(os.getpid()), str(int(namespace))]
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 *command,

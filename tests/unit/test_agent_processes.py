@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import venv
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway.processes import list_children
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
@@ -132,6 +133,53 @@ def ask(key=None):
     answer = json.loads(connection.getresponse().read())
     return answer.get("error", {}).get("message", "")
 """
+
+
+def test_agents_run_in_the_python_of_another_environment(tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", with_pip=False, symlinks=True)
+    (packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    (packages / "only_there.py").write_text("WORDS = 3")
+    program = tmp_path / "other" / "bin" / "agents-tool"
+    program.write_text("#!/bin/sh\necho 4")
+    program.chmod(0o700)
+    text = f"""{BARE_AGENT}
+import importlib.util, only_there
+
+def act(base_url, api_key, model, word):
+    assert not ask()
+    foreign = [name for name in ("msgspec", "openai", "torch") if importlib.util.find_spec(name)]
+    said = subprocess.run(["agents-tool"], capture_output=True, check=True).stdout
+    return {{"words": only_there.WORDS, "tool": int(said), "foreign": len(foreign)}}
+"""
+
+    async def run() -> None:
+        python = tmp_path / "other" / "bin" / "python"
+        async with acting(tmp_path, "act", text, agent_python=python) as world:
+            response = await act(world, 0)
+            assert response.components == {"words": 3, "tool": 4, "foreign": 0}
+            assert str(python) in world.opening.agents.identity
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("#!/bin/sh\nexit 3", "cannot be run as Python: .*exit status 3"),
+        ('#!/bin/sh\necho \'[[3, 9], "/", "/", []]\'', "is Python 3.9, and must be 3.11 or later"),
+    ],
+)
+def test_a_python_that_agents_cannot_run_in_is_refused_by_name(tmp_path: Path, program: str, said: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(program)
+    python.chmod(0o700)
+
+    async def run() -> None:
+        async with acting(tmp_path, "act_alone", agent_python=python):
+            raise AssertionError("it started")
+
+    with pytest.raises(UsageError, match=f"--rollout-agent-python .*{said}"):
+        asyncio.run(run())
 
 
 def test_clients_that_the_agents_file_makes_call_for_the_rollout_of_their_process(tmp_path: Path) -> None:
