@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from prometheus_client import Gauge
 
 from megatron_rl.shared.protocol.wire import Sampling
 from megatron_rl.sidecar.engines import (
@@ -411,6 +412,22 @@ def test_a_commit_answers_with_the_name_that_is_kept_and_with_the_workers_report
     assert held == routes.Committed(
         "vLLM's 3:abc" if keeps_a_name else "3:abc", [{"asked for": "megatron_rl_report"}], True
     )
+
+
+def test_a_commit_drops_the_metrics_of_former_adapters():
+    gauge = Gauge("lora_requests_info", "As vLLM's.", ["running_lora_adapters"], registry=None)
+
+    async def scenario() -> None:
+        server = Server()
+        loggers = [SimpleNamespace(), SimpleNamespace(gauge_lora_info=None), SimpleNamespace(gauge_lora_info=gauge)]
+        server.engine.logger_manager = SimpleNamespace(stat_loggers=loggers)
+        for version in range(3):
+            await server.commit(f"{version}:abc", f"{version}:abc")
+            gauge.labels(f"{version}:abc").set_to_current_time()
+
+    asyncio.run(scenario())
+    (metric,) = gauge.collect()
+    assert [sample.labels for sample in metric.samples] == [{"running_lora_adapters": "2:abc"}]
 
 
 @pytest.mark.parametrize(
