@@ -87,4 +87,6 @@ class Ranks:
 
     def offer(self, fingerprint: str = "") -> Offer:
         dtype = str(self.dtype).removeprefix("torch.")
-        return Offer(fingerprint, identify_host(), "run", dtype, list(self.shapes.items()), list(self.ranks))
+        return Offer(
+            fingerprint, identify_host(), torch.__version__, "run", dtype, list(self.shapes.items()), list(self.ranks)
+        )

@@ -6,6 +6,8 @@ import torch
 
 from megatron_rl.platforms.device_sharing import CannotShare, MemoryHandle
 
+_NO_EVENT = b""
+
 
 class CudaSharing:
     """Satisfies `megatron_rl.platforms.device_sharing.DeviceSharing`.
@@ -29,7 +31,8 @@ class CudaSharing:
             shared = unnamed._share_cuda_()
         except RuntimeError as error:
             raise CannotShare(_first_line(error)) from None
-        _, memory, num_bytes, first_byte, counter, counter_place, event, is_event_awaited = shared
+        # The last two name an event for the reader's queue. An offer is read only once its weights are written.
+        _, memory, num_bytes, first_byte, counter, counter_place, _, _ = shared
         return MemoryHandle(
             device=_identify(storage.device.index),
             memory=memory,
@@ -37,8 +40,6 @@ class CudaSharing:
             first_byte=first_byte,
             counter=counter,
             counter_place=counter_place,
-            event=event,
-            is_event_awaited=is_event_awaited,
         )
 
     def open(self, handle: MemoryHandle) -> torch.Tensor:
@@ -58,8 +59,8 @@ class CudaSharing:
                 handle.first_byte,
                 handle.counter,
                 handle.counter_place,
-                handle.event,
-                handle.is_event_awaited,
+                _NO_EVENT,
+                False,
             )
         except RuntimeError as error:
             raise CannotShare(f"memory of GPU {handle.device} cannot be opened: {_first_line(error)}") from None

@@ -28,8 +28,6 @@ class MemoryHandle:
     """The place of the bytes in the allocation that `memory` stands for."""
     counter: bytes = b""
     counter_place: int = 0
-    event: bytes = b""
-    is_event_awaited: bool = False
 
 
 class DeviceSharing(Protocol):

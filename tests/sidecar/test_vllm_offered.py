@@ -186,6 +186,11 @@ def test_a_worker_names_why_it_cannot_take_an_offer():
     elsewhere = msgspec.structs.replace(ranks.offer(), host=("another boot", "pid", "ipc"))
     with pytest.raises(CannotShare, match="the trainer runs on another host, or in another namespace"):
         OpenedMemory(HostSharing()).open(elsewhere)
+    older = msgspec.structs.replace(ranks.offer(), torch="2.11.0+cu130")
+    with pytest.raises(CannotShare, match=r"the trainer's torch is 2\.11\.0\+cu130 and the engine's is 2\."):
+        OpenedMemory(HostSharing()).open(older)
+    other_build = msgspec.structs.replace(ranks.offer(), torch=torch.__version__.partition("+")[0] + "+cu130")
+    OpenedMemory(HostSharing()).open(other_build)
     handle = dataclasses.replace(ranks.ranks[0].handles[0], memory=b"/no-such-memory")
     unknown = msgspec.structs.replace(ranks.ranks[0], handles=[handle])
     with pytest.raises(CannotShare, match="cannot be opened"):

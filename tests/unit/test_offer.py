@@ -25,7 +25,7 @@ from megatron_rl.shared.weights.offer import (
 
 pytestmark = pytest.mark.each_change
 
-OFFER = Offer("fingerprint", identify_host(), "run", "bfloat16", [("a", (2, 3))], [])
+OFFER = Offer("fingerprint", identify_host(), "2.13.0", "run", "bfloat16", [("a", (2, 3))], [])
 HOLD = """
 import sys, time
 from pathlib import Path

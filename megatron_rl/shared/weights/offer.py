@@ -22,7 +22,7 @@ from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.platforms.device_sharing import MemoryHandle
 
 OFFER_FILE = "offer"
-OFFER_VERSION = 2
+OFFER_VERSION = 3
 _POLL_SECONDS = 0.0005
 _NAMESPACES = ("pid", "ipc")
 
@@ -58,6 +58,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
     host: tuple[str, ...]
     """The host of the ranks, as `identify_host` names it."""
+    torch: str
+    """The version of the ranks' torch, which makes the handles."""
     run: str
     """A number of the run's own: handles of another run are never taken for this one's."""
     dtype: str

@@ -56,6 +56,11 @@ class OpenedMemory:
         """Open what an offer names; raise CannotShare if this process cannot, InputError if its pieces are wrong."""
         if offer.host != identify_host():
             raise CannotShare("the trainer runs on another host, or in another namespace of processes or of memory")
+        if _drop_build(offer.torch) != _drop_build(torch.__version__):
+            raise CannotShare(
+                f"the trainer's torch is {offer.torch} and the engine's is {torch.__version__}, and each release makes "
+                "handles of its own"
+            )
         unnamed = msgspec.structs.replace(offer, fingerprint="")
         if self._last is not None and self._last[0] == unnamed:
             return self._last[1]
@@ -96,6 +101,10 @@ class OpenedMemory:
         if key not in self._kept:
             self._kept[key] = self._sharing.open(key[-1])
         return self._kept[key]
+
+
+def _drop_build(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def find_unheld(order: Order, specs: Sequence[TensorSpec], tied: str) -> list[str]:

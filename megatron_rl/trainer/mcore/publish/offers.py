@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from megatron_rl.errors import UsageError
 from megatron_rl.platforms.device_sharing import CannotShare
 from megatron_rl.shared.protocol.wire import PublishAnswer
@@ -70,7 +72,9 @@ class Offers:
         self._ranks = [new or old for new, old in zip(changed, self._ranks, strict=True)]
         tensors = [(spec.name, spec.shape) for spec in self._specs]
         others = {spec.name: spec.dtype for spec in self._specs if spec.dtype != self._dtype}
-        offer = Offer(fingerprint, identify_host(), self._run, self._dtype, tensors, self._ranks, others)
+        offer = Offer(
+            fingerprint, identify_host(), torch.__version__, self._run, self._dtype, tensors, self._ranks, others
+        )
         session.run_or_raise_everywhere(lambda: write_offer(folder, offer) if session.rank == 0 else None)
         return True
 
