@@ -63,10 +63,11 @@ _INHERITED_FAMILIES = (
     "PYTORCH_", "TORCH_", "FLASHINFER_",
 )  # fmt: skip
 # Variables of those families that engines do not inherit. Some would change who may connect to the engine, or where its
-# processes meet. Others are for the trainer: one queue on a device, and no backend that torch loads by itself.
+# processes meet. Others are for the trainer: one queue on a device, and no backend that torch loads by itself. With the
+# last one, an engine gets the memory that an earlier engine with another --gpu-memory-utilization had.
 _WITHHELD = (
     "VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_LOGGING_CONFIG_PATH", "CUDA_DEVICE_MAX_CONNECTIONS",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD", "VLLM_ENABLE_STARTUP_PLAN",
 )  # fmt: skip
 
 
@@ -248,8 +249,6 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
     elif config.devices:
         environment[hardware.VARIABLES[config.device]] = hardware.name_devices(config.device, config.devices)
     if config.device == "cuda":
-        # The memory that remains for keys and values is measured once for a configuration, and read from then on.
-        environment.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
         # FlashInfer's sampler gives no log-probs of what was sampled from, so no request uses it, and the start would
         # compile it.
         environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
