@@ -407,6 +407,11 @@ def check_sharing(settings: SidecarSettings, num_ranks: int) -> Iterator[str]:
         if rollout.is_colocated:
             yield f"{FLAG_OF_SHARING} is for vLLM on accelerators, where it divides a device's memory: drop it"
         return
+    if rollout.is_colocated and rollout.transport != "shm":
+        yield (
+            f"{FLAG_OF_SHARING} with --rollout-transport {rollout.transport}: ranks and engines on one device cannot "
+            "be in one group of its collectives: write --rollout-transport shm, which copies on the device"
+        )
     if rollout.devices is None:
         return
     named = " ".join(map(str, rollout.devices))

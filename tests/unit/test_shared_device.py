@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl import platforms
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import settings as sidecar_settings
+from megatron_rl.sidecar.settings import RewardConfig, SidecarSettings, check_sharing
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm import memory
 from megatron_rl.sidecar.vllm.memory import EngineMemory, EngineNeeds, count_needs, divide
@@ -23,6 +25,7 @@ from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make
 from megatron_rl.trainer.loop import colocation, rank_memory
 from megatron_rl.trainer.loop import run as loop_run
 from megatron_rl.trainer.loop.inputs import Inputs
+from megatron_rl.types import Experts
 from tests import hf_models
 from tests.command_lines import QWEN3, RUN, folder, parse_run
 from tests.processes import ROOT
@@ -105,6 +108,29 @@ def test_an_engines_needs_follow_from_model_lengths_and_precision() -> None:
         with_slots = count_needs(QWEN3, "bfloat16", size, 8, 100, lora_rank=9)
         assert with_slots.weights - count_needs(QWEN3, "bfloat16", size, 8, 100).weights == 2 * 16 * sum(sizes)
     assert count_needs(dataclasses.replace(QWEN3, vocab_size=100_000), "bfloat16", 1, 8, 100).work > one.work
+
+
+def test_an_engine_has_room_for_the_experts_that_vllm_loads_at_once() -> None:
+    # GLM-4.5-Air: a layer's 128 experts.
+    experts = Experts(
+        num_experts=128, num_active=8, ffn_hidden_size=1408, shared_ffn_hidden_size=1408, num_dense_layers=1
+    )
+    air = dataclasses.replace(QWEN3, family="glm4_moe", hidden_size=4096, ffn_hidden_size=10944, experts=experts)
+    of_layer = 128 * 3 * 4096 * 1408 * 2
+    for size in (1, 2):
+        needs = count_needs(air, "bfloat16", size, 8, 100)
+        assert needs.work - count_needs(QWEN3, "bfloat16", size, 8, 100).work > of_layer / size
+
+
+def test_ranks_and_engines_of_one_device_are_in_no_group_of_its_collectives(model: Path) -> None:
+    for transport, is_refused in (("shm", False), ("nccl", True), ("nccl_m2n", True)):
+        rollout = RolloutConfig(is_colocated=True, transport=transport, devices=(0,))
+        settings = SidecarSettings(
+            platform="cuda", hf_model=model, seq_length=64, rollout=rollout, reward=RewardConfig()
+        )
+        problems = [problem for problem in check_sharing(settings, 1) if transport in problem]
+        assert bool(problems) == is_refused, transport
+        assert all("write --rollout-transport shm" in problem for problem in problems)
 
 
 def test_an_engine_is_started_with_its_part_and_a_users_flags_follow() -> None:

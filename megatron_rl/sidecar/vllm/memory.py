@@ -11,13 +11,14 @@ weights, room for its work, and a cache. Invariants:
 The bytes of work are estimates, on the large side. Where they are wrong, the flags in `MEMORY_FLAGS` divide instead.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
 from megatron_rl.types import Architecture
 
@@ -141,8 +142,8 @@ def count_needs(
         columns = experts.num_active * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
     step = _STEP_TOKENS * (4 * architecture.hidden_size + 3 * math.ceil(columns / size)) * item
     logits = _LOGITS_COPIES * max_num_seqs * architecture.vocab_size * _ITEM_BYTES["float32"]
-    # A published tensor lies beside its place until it is copied.
-    publish = max(tensors) * _ITEM_BYTES["float32"]
+    # vLLM loads a layer into new memory before it copies the layer, and each tensor comes in a precision of its own.
+    publish = max(tensors) * _ITEM_BYTES["float32"] + math.ceil(_count_largest_layer(specs) / size) * item
     channels = architecture.cached_channels
     if architecture.latents is None:
         channels = channels // architecture.num_query_groups * max(1, architecture.num_query_groups // size)
@@ -154,6 +155,15 @@ def count_needs(
         + _count_states(architecture, size),
         num_responses=max_num_seqs,
     )
+
+
+def _count_largest_layer(specs: Sequence[TensorSpec]) -> int:
+    """Count the numbers of the largest layer that vLLM loads at once: all experts of a block are one."""
+    layers: collections.Counter[str] = collections.Counter()
+    for spec in specs:
+        block, is_expert, _ = spec.name.partition(".experts.")
+        layers[block if is_expert else spec.name.rsplit(".", 2)[0]] += spec.num_elements
+    return max(layers.values())
 
 
 def _count_states(architecture: Architecture, size: int) -> int:
