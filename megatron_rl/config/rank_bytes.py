@@ -9,8 +9,8 @@ from megatron_rl.types import Architecture
 
 # The largest block of logits, which its gradient replaces.
 _LOGITS = 1 << 29
-# Two buckets of tensors that are streamed to engines.
-STREAM_BYTES = 2 << 28
+BUFFER_BYTES, NUM_BUFFERS = 1 << 28, 2
+"""The size and the number of the buffers in which tensors are streamed to engines; the last tensor may exceed it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class RankMemory:
             frozen=two_layers if self.is_frozen_offloaded else self.num_frozen * weights,
             activations=self._count_in_flight(micro, stage) * kept,
             workspace=of_layer + (min(_LOGITS, logits) if is_last else 0),
-            publish=STREAM_BYTES if self.streams else 0,
+            publish=count_streamed(self.architecture, parameter.weight) if self.streams else 0,
         )
 
     def _count_in_flight(self, micro: Micro, stage: int) -> float:
@@ -222,6 +222,15 @@ class RankMemory:
             return layers / together * of_input, together * of_layer
         whole = min(recomputed.num_layers, layers) if recomputed.method == "block" else 0
         return whole * of_input + (layers - whole) * of_layer, of_layer
+
+
+def count_streamed(architecture: Architecture, item: int) -> int:
+    """Count the bytes of a stream on rank 0: the buffers that are sent, and the tensors that the next is made of.
+
+    Each ends with a tensor that may be the largest.
+    """
+    largest = architecture.hidden_size * max(architecture.vocab_size, architecture.ffn_hidden_size)
+    return (NUM_BUFFERS + 1) * (BUFFER_BYTES + largest * item)
 
 
 def count_kept_of_layer(

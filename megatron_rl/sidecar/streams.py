@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_rl.config.rank_bytes import BUFFER_BYTES, NUM_BUFFERS
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.shared.protocol.wire import Weights
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 RECEIVE = "/update_weights"
 """The call that ends when an engine has received all tensors."""
+
+
+PACKING: dict[str, Any] = {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "packed_num_buffers": NUM_BUFFERS}
+"""The settings of both sides with nccl."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +80,7 @@ def list_join_calls(weights: Weights, place: StreamPlace) -> Iterator[EngineCall
         "world_size": place.world_size,
     }
     if not _is_packed_by_update(weights):
-        init["packed"] = True
+        init |= PACKING
     yield EngineCall("/init_weight_transfer_engine", {"init_info": init})
 
 
@@ -136,7 +141,7 @@ def open_sender(transport: str, host: str, port: int, world_size: int, tensors: 
         return HcclSender(host, port, world_size, tensors)
     make_info, make_sender = find_library(transport)
     # Rank 0 is the sender.
-    info = make_info(master_address=host, master_port=port, world_size=world_size, packed=True, rank=0)
+    info = make_info(master_address=host, master_port=port, world_size=world_size, rank=0, **PACKING)
     return make_sender.trainer_init(info, client=ToldBySidecar(), source=_make_source(tensors))
 
 

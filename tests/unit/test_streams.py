@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks.gpu.models import SIZES
+from megatron_rl.config.rank_bytes import count_streamed
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
@@ -50,6 +52,7 @@ def test_the_workers_of_all_engines_follow_the_trainer_in_one_group():
 
 def test_the_calls_are_those_that_vllm_knows():
     from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLTrainerInitInfo,
         NCCLWeightTransferInitInfo,
         NCCLWeightTransferUpdateInfo,
     )
@@ -59,6 +62,12 @@ def test_the_calls_are_those_that_vllm_knows():
     init = NCCLWeightTransferInitInfo(**join.content["init_info"])
     assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == ("::1", 7000, 3, 8)
     assert init.packed
+    # Both sides fill the same buffers, and the memory of a rank is counted with these.
+    sender = NCCLTrainerInitInfo(master_address="::1", master_port=7000, world_size=8, rank=0, **streams.PACKING)
+    sizes = (init.packed_buffer_size_bytes, init.packed_num_buffers)
+    assert sizes == (sender.packed_buffer_size_bytes, sender.packed_num_buffers)
+    tiny = dataclasses.replace(SIZES["0.6b"], hidden_size=1, vocab_size=1, ffn_hidden_size=1)
+    assert sizes[0] * (sizes[1] + 1) <= count_streamed(tiny, 2) < 1 << 30
     info = NCCLWeightTransferUpdateInfo(**update.content["update_info"])
     assert (info.names, info.dtype_names) == (["b.weight", "a.bias"], ["float32", "bfloat16"])
     assert info.shapes == [[3, 4], [5]]

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_rl.config.rank_bytes import count_streamed
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.log_probs import triton_fused
 from megatron_rl.shared.weights.fingerprint import DTYPES
@@ -34,8 +35,6 @@ from megatron_rl.trainer.mcore.model.lora import attach_adapters
 from megatron_rl.trainer.mcore.session import find_coordinates, make_groups
 from megatron_rl.types import ParallelSizes
 
-# Two buckets of tensors that are gathered for engines: one is sent while the next one is filled.
-_STREAM_BYTES = 2 << 28
 # The versions in shared memory: the one that engines sample with, and the one before or after it.
 _VERSIONS_SHARED = 2
 # The rows of a chunk of linear layers.
@@ -107,7 +106,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "frozen": layers if is_offloaded else frozen,
         "activations": activations,
         "workspace": max(of_layer + (_count_logits(settings, pack) if is_last else 0), of_update),
-        "publish": _STREAM_BYTES if is_published and not is_shared else 0,
+        "publish": count_streamed(settings.architecture, dtype.itemsize) if is_published and not is_shared else 0,
     }
     host = {
         "publish": _VERSIONS_SHARED * num_published * dtype.itemsize if is_published and is_shared else 0,
