@@ -1,8 +1,11 @@
-"""The conditions under which Triton kernels of `ops` run. It imports no Triton."""
+"""The conditions under which Triton kernels of `ops` run. It imports no Triton before it is called."""
 
+import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,6 +23,25 @@ def refuse_triton(device: str, dtype: torch.dtype) -> str | None:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"
     return None
+
+
+@contextlib.contextmanager
+def without_compile_hook() -> Iterator[None]:
+    """Compile without the hook of another package, such as vLLM's, which warns of kernels after its warm-up or fails.
+
+    Our kernels compile when an engine is prepared and at its first publish, while it serves no request.
+    """
+    if not _has_triton():
+        yield
+        return
+    from triton import knobs
+
+    runtime: Any = knobs.runtime
+    hook, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, None
+    try:
+        yield
+    finally:
+        runtime.jit_post_compile_hook = hook
 
 
 @functools.cache

@@ -114,3 +114,15 @@ def test_a_trial_passes_the_kernel_and_finds_a_fault(monkeypatch: pytest.MonkeyP
         fault = sampled.try_kernel(host, FP32)
         assert fault is not None
         assert fault.startswith(said)
+
+
+def test_a_trial_compiles_the_kernel_for_rows_of_any_length_and_for_multiples_of_16(monkeypatch) -> None:
+    lengths, score = [], sampled.score
+
+    def noted(logits_RV: torch.Tensor, chosen_R: torch.Tensor) -> sampled.Scores:
+        lengths.append(logits_RV.stride(0))
+        return score(logits_RV, chosen_R)
+
+    monkeypatch.setattr(sampled, "score", noted)
+    assert sampled.try_kernel(torch.device("cpu"), BF16) is None
+    assert {length % 16 == 0 for length in lengths} == {True, False}

@@ -21,6 +21,7 @@ from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.scoring import patch_sampler, use_own_scoring
 from megatron_rl.sidecar.vllm.server import configure_server
 from tests import hf_models
+from tests.processes import run_python
 from tests.sidecar.standin_vllm import FACTS
 
 HOST, BF16 = torch.device("cpu"), torch.bfloat16
@@ -147,3 +148,32 @@ def test_the_choice_of_a_run_reaches_every_engine_and_what_keeps_vllms_kernels_i
         for number in range(2)
     ]
     assert f"engine engine-1: vLLM computes adapters: {kept}" in caplog.text
+
+
+COMPILE_AFTER_WARM_UP = """
+from types import SimpleNamespace
+from triton import knobs
+from vllm.utils import jit_monitor
+from megatron_rl.sidecar.vllm.worker import answered
+
+# Without a GPU vLLM finds no Triton that it can use.
+jit_monitor.HAS_TRITON = True
+jit_monitor.activate(mode="error")
+
+def compile_kernel(*_):
+    # As Triton does once a kernel is compiled.
+    hook = knobs.runtime.jit_post_compile_hook
+    return {} if hook is None else hook(fn=SimpleNamespace(name="a_kernel"))
+
+print("ours:", answered(compile_kernel)(None))
+try:
+    compile_kernel()
+except RuntimeError as error:
+    print("vLLM's:", error)
+"""
+
+
+def test_our_kernels_may_compile_after_vllms_warm_up_and_no_others() -> None:
+    ours, vllms = run_python(COMPILE_AFTER_WARM_UP).splitlines()[-2:]
+    assert ours == "ours: {}"
+    assert "kernel JIT compilation during inference: a_kernel" in vllms

@@ -12,8 +12,9 @@ __all__ = ["Scores", "score", "try_kernel"]
 # A kernel adds in another order. Its distance from the truth may be this factor times the naive twin's, plus these
 # units in the last place of the largest value.
 _FACTOR, _UNITS = 2, 4
-# Columns that end inside the kernel's third block.
-_NUM_COLUMNS = 8201
+# Columns that end inside the kernel's third block. The kernel is compiled for rows with a length of any number, and for
+# those whose length is a multiple of 16, as most vocabularies' is.
+_NUMS_COLUMNS = (8201, 8208)
 
 
 class Scores(NamedTuple):
@@ -42,11 +43,16 @@ def score(logits_RV: torch.Tensor, chosen_R: torch.Tensor) -> Scores:
 
 
 def try_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Try the kernel on a device; return what is wrong with it, or None."""
+    """Try the kernel on a device; return what is wrong with it, or None. No later call waits for it to compile."""
+    faults = (_try_columns(device, dtype, num_columns) for num_columns in _NUMS_COLUMNS)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _try_columns(device: torch.device, dtype: torch.dtype, num_columns: int) -> str | None:
     from megatron_rl.ops.sampled import naive
 
     generator = torch.Generator().manual_seed(0)
-    logits_RV = (4 * torch.randn(5, _NUM_COLUMNS, generator=generator)).to(dtype)
+    logits_RV = (4 * torch.randn(5, num_columns, generator=generator)).to(dtype)
     logits_RV[:, ::7] = -torch.inf
     chosen_R = torch.tensor([1, 1601, 4803, 8191, 8200])
     truth, plain = (naive.score(logits_RV.to(kind), chosen_R) for kind in (torch.float64, torch.float32))

@@ -24,6 +24,7 @@ import torch
 
 from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.ops.triton_support import without_compile_hook
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
 from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.weights.files import read_digests
@@ -68,11 +69,12 @@ _CODES: tuple[tuple[type[MegatronRLError], RefusalCode], ...] = (
 
 
 def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
-    """Turn a refusal into an answer."""
+    """Turn a refusal into an answer; the kernels of the method may compile."""
 
     def call(self: Any, *args: str) -> RpcAnswer:
         try:
-            return method(self, *args)
+            with without_compile_hook():
+                return method(self, *args)
         except MegatronRLError as refusal:
             code = next(code for kind, code in _CODES if isinstance(refusal, kind))
             return {"error": str(refusal), "code": str(code)}
