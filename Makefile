@@ -23,7 +23,7 @@ TRL_VENV := .venv-trl
 VERIFIERS_VENV := .venv-verifiers
 SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse bench gpu-check gpu-bench rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -182,6 +182,9 @@ rival: ## install TRL with the vLLM that it supports (.venv-rival), for the part
 # With PYTHON= it is that one, which has torch for CUDA already.
 gpu-bench: $(if $(PYTHON),,cuda) ## the whole system on one GPU, with random weights; 10 minutes, into benchmarks/RESULTS-GPU.md
 	@$(or $(PYTHON),.venv-cuda/bin/python) -m benchmarks.gpu_bench
+
+gpu-first: $(if $(PYTHON),,cuda) ## what a first GPU is needed for, most valuable first; 12 minutes, into build/gpu-first/gpu-first.json
+	@$(or $(PYTHON),.venv-cuda/bin/python) -m benchmarks.gpu_first
 
 flags: env ## write docs/flags.md from the installed megatron-core, and the tables of docs/algorithms.md
 	$(VENV)/bin/python -m megatron_rl.config --docs > docs/flags.md.unfinished
