@@ -17,6 +17,7 @@ from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.gateway import verifiers
 from megatron_rl.gateway.verifiers import VerifiersServer, build_request
 from megatron_rl.gateway.visits import AgentFailed, Visit
+from megatron_rl.sidecar.temporary import make_socket_folder
 
 VISIT = Visit({"prompt": "abc", "answer": "cba"}, "http://127.0.0.1:8000/v1", "the-key", 7, "policy")
 Messages = Sequence[tuple[bytes, Any]]
@@ -68,6 +69,12 @@ class Server:
                 for kind, content in answers:
                     data = content if isinstance(content, bytes) else msgspec.msgpack.encode(content)
                     await self._socket.send_multipart([client, request, kind, data])
+
+
+@pytest.fixture
+def tmp_path() -> Path:
+    """Make a folder with a short path, for the socket of a server."""
+    return make_socket_folder()
 
 
 def run(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.sidecar.temporary import make_socket_folder
+
 _PYTHON = os.environ.get("VERIFIERS_PYTHON")
 _SERVE = """
 import sys
@@ -22,9 +24,9 @@ needs_verifiers = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def serve_guessing(folder: Path) -> Iterator[str]:
-    """Serve the environment at a socket in the folder; yield its address."""
-    address = f"ipc://{folder / 'server'}"
+def serve_guessing() -> Iterator[str]:
+    """Serve the environment at a unix socket; yield its address."""
+    address = f"ipc://{make_socket_folder() / 'server'}"
     assert _PYTHON is not None
     # Agents start programs with uv, which is beside the Python.
     path = f"{Path(_PYTHON).absolute().parent}:{os.environ['PATH']}"

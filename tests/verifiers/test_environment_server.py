@@ -94,9 +94,9 @@ def serving_policy() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address() -> Iterator[str]:
     """Serve the environment."""
-    with serve_guessing(tmp_path_factory.mktemp("verifiers")) as address:
+    with serve_guessing() as address:
         yield address
 
 

@@ -44,7 +44,7 @@ def test_a_real_server_acts_in_rollouts_of_real_vllm_that_are_trained_on(tmp_pat
     model, run = save_model(tmp_path / "model"), tmp_path / "runs" / "run"
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "Guess!", "secret": secret}) + "\n" for secret in range(1, 9)))
-    with serve_guessing(tmp_path) as address:
+    with serve_guessing() as address:
         words = loop.World(tmp_path, model, rows, "").words(
             "run", reward=None, reward_workers=None, prompt_chat=True, rollout_verifiers=address, rollout_engine="vllm",
             rollout_num_engines=1, rollout_max_num_seqs=16, rollout_env_max_turns=5, rollout_max_tokens=100,
