@@ -23,6 +23,8 @@ setup(
         "megatron_rl.migrate": ["translations.toml"],
         "megatron_rl.analysis.report": ["parts/*"],
     },
+    # Pages that messages and help name as docs/NAME.md.
+    data_files=[("share/doc/megatron_rl", sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))],
     # torch and megatron-core come with an extra, in the build for the device: none of them fits every machine.
     install_requires=NEEDS["always"],
     extras_require={

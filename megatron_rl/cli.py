@@ -6,8 +6,8 @@ import select
 import sys
 from collections.abc import Callable
 
-from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.versions import leave_backends_to_platforms
+from megatron_rl.errors import ExitCode, MegatronRLError, packages_checked, room_checked
+from megatron_rl.versions import find_docs, leave_backends_to_platforms
 
 # The module and the function that run each command, as MODULE:FUNCTION, and a line of help.
 _COMMANDS = {
@@ -75,7 +75,7 @@ def _run(arguments: list[str]) -> int:
         return ExitCode.USAGE
     leave_backends_to_platforms()
     try:
-        with room_checked():
+        with room_checked(), packages_checked():
             return _load(command)(rest)
     except MegatronRLError as error:
         for problem in error.problems:
@@ -94,7 +94,9 @@ def _load(command: str) -> Callable[[list[str]], int]:
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:<10} {text}" for name, (_, text) in _COMMANDS.items())
-    return f"usage: megatron-rl COMMAND ...\n\n{commands}"
+    docs = find_docs()
+    place = "" if docs is None else f"\n\nPages that are named docs/NAME.md are in {docs}."
+    return f"usage: megatron-rl COMMAND ...\n\n{commands}\n\n`torchrun -m megatron_rl` trains.{place}"
 
 
 if __name__ == "__main__":

@@ -121,6 +121,26 @@ def room_checked(*places: Path) -> Iterator[None]:
         raise no_room from None
 
 
+# Packages whose names differ from those of their modules.
+_PACKAGES = {"megatron": "megatron-core", "zmq": "pyzmq", "google": "protobuf"}
+
+
+@contextlib.contextmanager
+def packages_checked() -> Iterator[None]:
+    """Raise a PlatformError within this context in place of an error that reports a missing package."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module in ("", __package__):
+            raise
+        package = _PACKAGES.get(module, module)
+        raise PlatformError(
+            f"the package {package} is not installed: pip install {package}; `megatron-rl doctor` lists all that a "
+            "platform needs"
+        ) from error
+
+
 def _build_no_room(code: int, places: Sequence[Path]) -> NoRoom:
     reason, way_out = os.strerror(code), _WAYS_OUT[code]
     if len(places) == 1:

@@ -18,6 +18,8 @@ from typing import Any
 
 from megatron_rl.errors import PlatformError
 
+_PAGE = "flags.md"
+
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
@@ -98,6 +100,19 @@ def read_needs(*groups: str) -> list[Need]:
         assert match is not None, text
         needs.append(Need(match[1], match[2], listed["also"].get(match[1], ())))
     return needs
+
+
+def find_docs() -> Path | None:
+    """Find the folder of the pages that messages name as docs/NAME.md: a clone's, or that of the installed package."""
+    clone = Path(__file__).parents[1] / "docs"
+    if (clone / _PAGE).is_file():
+        return clone
+    try:
+        files = importlib.metadata.files("megatron-rl") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    pages = [Path(str(file.locate())) for file in files if file.name == _PAGE]
+    return pages[0].resolve().parent if pages else None
 
 
 def leave_backends_to_platforms() -> None:

@@ -30,7 +30,7 @@ LAYERS = (
     {"config.command_line"},
     {"trainer.loop"},
     {"trainer.recipe"},
-    {"recipe"},
+    {"recipe", "__main__"},
     {"analysis", "commands", "drift", "launch", "migrate"},
     {"cli"},
 )

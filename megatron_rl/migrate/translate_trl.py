@@ -42,15 +42,15 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     _write_intervals(theirs, to, num_updates)
     _write_rewards(theirs, to)
     _write_data(theirs, to)
+    engines = theirs.text("vllm_mode") if theirs.is_on("use_vllm") else ""
     carry_settings(table, theirs, to)
-    _place(theirs, to)
+    _place(theirs.count("num_processes") or 1, engines, to)
     return to
 
 
-def _place(theirs: TheirSettings, to: Translation) -> None:
-    """Place ranks and engines: in TRL engines are servers, or share the devices of the processes that train."""
-    num_processes, mode = theirs.count("num_processes") or 1, theirs.text("vllm_mode")
-    if theirs.is_on("use_vllm") and mode == "colocate":
+def _place(num_processes: int, engines: str, to: Translation) -> None:
+    """Place ranks and engines: TRL's engines are servers, or share the devices of the processes that train."""
+    if engines == "colocate":
         of_engine = to.count("--rollout-tensor-parallel-size", 1) or 1
         to.ranks = num_processes
         to.write("--rollout-colocate")
@@ -58,7 +58,7 @@ def _place(theirs: TheirSettings, to: Translation) -> None:
         to.write("--platform", "cuda")
         to.write_unless_default("--rollout-num-engines", max(1, num_processes // of_engine))
         return
-    place_devices(to, 1, num_processes, is_shared=not (theirs.is_on("use_vllm") and mode == "server"))
+    place_devices(to, 1, num_processes, is_shared=engines != "server")
 
 
 def _write_rewards(theirs: TheirSettings, to: Translation) -> None:

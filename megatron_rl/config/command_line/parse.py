@@ -24,6 +24,7 @@ from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_pro
 from megatron_rl.ops.choice import Choice
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
+from megatron_rl.versions import find_docs
 
 __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
@@ -252,7 +253,8 @@ class _Store(argparse.Action):
 def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
     parser = FlagParser(
         prog="pretrain_grpo.py",
-        description="Trains on rewards or demonstrations under Megatron's flags. docs/flags.md lists them by subject.",
+        description="Trains on rewards or demonstrations under Megatron's flags. "
+        f"{find_docs() or 'docs'}/flags.md lists them by subject.",
         formatter_class=_Formatter,
     )
     for flag in flags:

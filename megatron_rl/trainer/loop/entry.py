@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_rl.errors import ExitCode, MegatronRLError, UsageError, room_checked
+from megatron_rl.errors import ExitCode, MegatronRLError, UsageError, packages_checked, room_checked
 from megatron_rl.trainer.loop.watch import Watch, tell_launcher
 from megatron_rl.versions import leave_backends_to_platforms
 
@@ -37,7 +37,7 @@ class Entry:
         try:
             # Before anything that takes time: from here on the other ranks notice the loss of this one.
             self._watch = Watch.of_environment()
-            with room_checked():
+            with room_checked(), packages_checked():
                 code = action(self)
         except MegatronRLError as error:
             for problem in error.problems:
