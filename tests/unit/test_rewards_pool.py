@@ -334,15 +334,23 @@ def test_a_failure_that_only_the_trial_may_cause_does_not_refuse_a_function(tmp_
     assert with_pool([f"{file}:f"], use, trials=[request()], num_workers=1).rewards == [1.0]
 
 
-def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path):
-    code = "def f(completions, gold): return [float(text.split('=')[1] == gold) for text in completions]"
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return [float(text.split('=')[1] == gold) for text in completions]", "IndexError: list index out of range ("),
+        ("raise KeyError('solution')", "KeyError: 'solution' ("),
+        ("return [float('nan') for text in completions]", "ValueError: completion 0 got nan, not a finite number;"),
+    ],
+)
+def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path, body, said):
+    code = f"def f(completions, gold): {body}"
     rows = [request(gold="1"), request(gold="2")]
 
     async def use(started):
         return started.warnings
 
     (warning,) = with_pool([f"{write(tmp_path, code)}:f"], use, trials=rows)
-    assert warning.startswith("--reward f: IndexError: list index out of range")
+    assert warning.startswith(f"--reward f: {said}")
     assert "it failed on each of 2 rows that it was tried on, with made-up completions" in warning
 
 
