@@ -23,6 +23,7 @@ from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.guard import OPEN, Guard
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService
+from megatron_rl.sidecar.strangers import BoundedListener, build_configuration
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
 
 MAX_BODY_BYTES = 1 << 30
@@ -270,20 +271,19 @@ async def serve(
 ) -> None:
     """Serve until the event is set, then finish the requests in progress; `tls` is a certificate and its key."""
     cert, key = tls or (None, None)
-    config = uvicorn.Config(
+    bounded = None if listener is None else BoundedListener.wrap(listener)
+    config = build_configuration(
         app,
+        bounded,
         uds=str(uds) if uds is not None else None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
         timeout_graceful_shutdown=2,
         ssl_certfile=cert,
         ssl_keyfile=key,
     )
     server = uvicorn.Server(config)
     # Signals belong to the sidecar, which has engines to end.
-    task = asyncio.create_task(server._serve([listener] if listener is not None else None))
-    ended = asyncio.create_task(until.wait())
+    task = asyncio.create_task(server._serve([bounded] if bounded is not None else None))
+    ended = asyncio.create_task(until.wait() if bounded is None else bounded.expire_until(until))
     await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     ended.cancel()

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import shutil
+import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,20 @@ from tests.unit.test_host_engines import World
 
 TOKEN = "0123456789abcdef"
 QUICK = Patience(beat=0.02, lost=0.5, first_pause=0.05, longest_pause=0.1)
+
+
+@contextlib.contextmanager
+def full_listener() -> Iterator[int]:
+    """Yield a port that accepts no connection any more: the kernel drops attempts."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
 
 
 class Agent:
@@ -435,5 +450,18 @@ def test_an_agent_with_a_certificate_is_spoken_to_by_tls_and_another_certificate
                 assert "has not answered" in (others.all[0].find_fault() or "")
                 assert wrong is None or "CERTIFICATE_VERIFY_FAILED" in (others.all[0].find_fault() or "")
                 await others.close()
+
+    asyncio.run(check())
+
+
+def test_requests_to_an_engine_end_if_its_host_accepts_no_connection(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with connected(tmp_path) as (_, _, host):
+            with full_listener() as port:
+                host.url = f"http://127.0.0.1:{port}"
+                request = httpx.Request("POST", "http://engine/generate")
+                async with asyncio.timeout(60):
+                    with pytest.raises(httpx.ConnectTimeout):
+                        await host.connect("engine-0").handle_async_request(request)
 
     asyncio.run(check())

@@ -30,7 +30,7 @@ class GatheredRequests:
         host: "RemoteHost",
         transport: httpx.AsyncBaseTransport,
         authorization: str,
-        connect_seconds: float,
+        timeout: httpx.Timeout,
         connects: asyncio.Semaphore,
     ) -> None:
         """Make them; the caller owns the transport. `connects` bounds the connections that are opened at once."""
@@ -40,7 +40,7 @@ class GatheredRequests:
             base_url=host.url,
             transport=transport,
             headers={"authorization": authorization},
-            timeout=httpx.Timeout(None, connect=connect_seconds),
+            timeout=timeout,
         )
         self._requests: list[EngineRequest] = []
         self._answers: list[asyncio.Future[EngineAnswer]] = []

@@ -134,7 +134,9 @@ class RemoteHost:
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
-        self.gathered = GatheredRequests(self, self._transport, self._authorization, patience.answer, crowd.connects)
+        # An engine may take any time for its answer: its callers have deadlines of their own.
+        self._sending = httpx.Timeout(None, connect=patience.answer, write=patience.lost)
+        self.gathered = GatheredRequests(self, self._transport, self._authorization, self._sending, crowd.connects)
 
     @property
     def num_engines(self) -> int:
@@ -266,7 +268,7 @@ class RemoteHost:
             await asyncio.wait((handle.starting,))
 
     def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
-        return Forwarded(self, address, self._transport, self._authorization)
+        return Forwarded(self, address, self._transport, self._authorization, self._sending)
 
     async def is_given(self, weights: Weights) -> bool:
         if weights.transport != "shm":

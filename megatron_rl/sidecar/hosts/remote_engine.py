@@ -74,11 +74,19 @@ class Forwarded(httpx.AsyncBaseTransport):
     Those of a publish's step go together with those of the host's other engines.
     """
 
-    def __init__(self, host: "RemoteHost", name: str, transport: httpx.AsyncBaseTransport, authorization: str) -> None:
+    def __init__(
+        self,
+        host: "RemoteHost",
+        name: str,
+        transport: httpx.AsyncBaseTransport,
+        authorization: str,
+        timeout: httpx.Timeout,
+    ) -> None:
         self._host = host
         self._name = name
         self._transport = transport
         self._authorization = authorization
+        self._timeout = timeout
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await self._host.until_started(self._name)
@@ -89,6 +97,7 @@ class Forwarded(httpx.AsyncBaseTransport):
         request.headers["host"] = self._host.name
         request.headers["authorization"] = self._authorization
         request.headers[LEASE_HEADER] = self._host.lease
+        request.extensions["timeout"] = self._timeout.as_dict()
         try:
             answer = await self._transport.handle_async_request(request)
         except httpx.HTTPError:

@@ -16,11 +16,13 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
 
+from megatron_rl.shared.protocol.greetings import shut
 from megatron_rl.shared.weights.delivery.messages import PROTOCOL, DeliveryError, Hello, Refused
 
 _MAGIC = b"mrlweights"
@@ -30,7 +32,7 @@ _HEADER = struct.Struct("<BQI")
 _CODE_BYTES = 16
 _MOST_HELLO_BYTES = 1 << 16
 _MOST_PAYLOAD_BYTES = 1 << 30
-_GREETING_SECONDS = 10.0
+GREETING_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
 _MOST_GREETINGS = 3
 """Attempts at a greeting, since a byte that the network changed looks like a wrong token."""
@@ -142,12 +144,6 @@ class Channel:
         return code.update(data).digest(length=_CODE_BYTES)
 
 
-def shut(connection: socket.socket) -> None:
-    """End a connection, if it has not ended by itself: threads that wait for it return."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def connect(address: str, port: int, key: bytes, hello: Hello) -> Channel:
     """Open a connection to a receiver that knows the key."""
     for _ in range(_MOST_GREETINGS - 1):
@@ -169,14 +165,14 @@ def _connect_once(address: str, port: int, key: bytes, hello: Hello) -> Channel:
 
 
 def _greet(connection: socket.socket, key: bytes, hello: Hello) -> Channel:
-    connection.settimeout(_GREETING_SECONDS)
-    theirs = _read_opening(connection)
+    end = time.monotonic() + GREETING_SECONDS
+    theirs = _read_opening(connection, end)
     ours = secrets.token_bytes(32)
     body = msgspec.msgpack.encode(hello)
     proof = hmac.digest(key, b"hello" + theirs + ours + body, "sha256")
     opening = _OPENING.pack(_MAGIC, PROTOCOL, ours)
     _send_all(connection, opening + _LENGTH.pack(len(body)) + body + proof)
-    answer = _read_bytes(connection, 33)
+    answer = _read_bytes(connection, 33, end)
     if answer[:1] != b"\0":
         # Nothing proves who refuses, so nothing but the number of the reason is read.
         raise Refused(_REASONS.get(answer[0], "the receiver refuses"))
@@ -194,14 +190,15 @@ _REASONS = {
 
 def accept(connection: socket.socket, key: bytes) -> tuple[Hello, Channel]:
     """Greet a sender; raise Refused if it does not know the key."""
-    connection.settimeout(_GREETING_SECONDS)
+    end = time.monotonic() + GREETING_SECONDS
+    connection.settimeout(GREETING_SECONDS)
     ours = secrets.token_bytes(32)
     _send_all(connection, _OPENING.pack(_MAGIC, PROTOCOL, ours))
-    theirs = _read_opening(connection)
-    (length,) = _LENGTH.unpack(_read_bytes(connection, _LENGTH.size))
+    theirs = _read_opening(connection, end)
+    (length,) = _LENGTH.unpack(_read_bytes(connection, _LENGTH.size, end))
     if length > _MOST_HELLO_BYTES:
         raise Refused(f"a hello announces {length} bytes")
-    body, proof = bytes(_read_bytes(connection, length)), _read_bytes(connection, 32)
+    body, proof = bytes(_read_bytes(connection, length, end)), _read_bytes(connection, 32, end)
     try:
         hello = msgspec.msgpack.decode(body, type=Hello)
     except msgspec.MsgspecError:
@@ -227,8 +224,8 @@ def _begin_channel(
     return Channel(connection, hmac.digest(key, b"session" + of_receiver + of_sender, "sha256"), is_sender)
 
 
-def _read_opening(connection: socket.socket) -> bytes:
-    magic, protocol, challenge = _OPENING.unpack(_read_bytes(connection, _OPENING.size))
+def _read_opening(connection: socket.socket, end: float) -> bytes:
+    magic, protocol, challenge = _OPENING.unpack(_read_bytes(connection, _OPENING.size, end))
     if magic != _MAGIC:
         raise Refused("what answers does not speak this protocol: check the address and the port")
     if protocol != PROTOCOL:
@@ -243,14 +240,18 @@ def _send_all(connection: socket.socket, data: bytes) -> None:
         raise Broken(f"the connection broke: {error}") from None
 
 
-def _read_bytes(connection: socket.socket, num_bytes: int) -> bytearray:
+def _read_bytes(connection: socket.socket, num_bytes: int, end: float) -> bytearray:
+    """Receive bytes of a greeting, which is over at `end` however slowly they come."""
     data = bytearray(num_bytes)
-    _fill(connection, memoryview(data))
+    _fill(connection, memoryview(data), end)
     return data
 
 
-def _fill(connection: socket.socket, target: memoryview) -> None:
+def _fill(connection: socket.socket, target: memoryview, end: float | None = None) -> None:
     while target:
+        if end is not None:
+            # A timeout of 0 would mean that no call waits.
+            connection.settimeout(max(0.001, end - time.monotonic()))
         try:
             received = connection.recv_into(target, 0, socket.MSG_WAITALL)
         except OSError as error:

@@ -15,14 +15,16 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.shared.weights.delivery.channel import Broken, Channel, FrameKind, accept, shut
+from megatron_rl.shared.protocol.greetings import Greetings, shut
+from megatron_rl.shared.weights.delivery.channel import GREETING_SECONDS, Broken, Channel, FrameKind, accept
 from megatron_rl.shared.weights.delivery.incoming import Incoming, lay_out
 from megatron_rl.shared.weights.delivery.messages import Begin, DeliveryError, Hello, Refused
 
 _log = logging.getLogger(__name__)
 _SILENT_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
-_MOST_CONNECTIONS = 4096
+# The greetings of all ranks of a run may come at once, each for a moment and in a thread of its own.
+_MOST_GREETINGS, _MOST_GREETINGS_OF_ADDRESS = 1024, 256
 
 
 class Receiver:
@@ -39,6 +41,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._connections: set[socket.socket] = set()
+        self._greetings = Greetings(GREETING_SECONDS, _MOST_GREETINGS, _MOST_GREETINGS_OF_ADDRESS)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=512)
         self.port: int = self._listener.getsockname()[1]
@@ -79,11 +82,13 @@ class Receiver:
                 continue
             with self._lock:
                 self._connections.add(connection)
-                is_one_too_many = len(self._connections) > _MOST_CONNECTIONS
-            if is_one_too_many:
+            self._greetings.begin(connection, address)
+            try:
+                threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+            except (RuntimeError, MemoryError) as error:
+                # A sender connects again.
+                _log.warning("a connection from %s is closed: %s", address, error)
                 self._drop(connection)
-                continue
-            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
 
     def _look(self) -> None:
         """End a version whose senders have all gone."""
@@ -96,6 +101,7 @@ class Receiver:
                 current.end(f"no sender was connected for {seconds:.0f} s")
 
     def _drop(self, connection: socket.socket) -> None:
+        self._greetings.end(connection.fileno())
         with self._lock:
             self._connections.discard(connection)
         connection.close()
@@ -103,6 +109,7 @@ class Receiver:
     def _serve(self, connection: socket.socket, address: str) -> None:
         try:
             hello, channel = accept(connection, self._key)
+            self._greetings.end(connection.fileno())
             if hello.purpose == "control":
                 self._control(hello, channel)
             else:

@@ -1,0 +1,96 @@
+"""Bounds of clients that have shown no token or key: they may send one request, soon, with a short head.
+
+The answer to a request that has shown nothing ends its connection. So the time to the end of a connection's first head
+is bounded here, the number of connections that wait for it, and the size of any head.
+"""
+
+import asyncio
+import contextlib
+import functools
+import socket
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from megatron_rl.shared.protocol.greetings import Greetings, raise_file_limit
+from megatron_rl.sidecar.guard import OPEN
+
+_GREETING_SECONDS = 10.0
+_MOST_GREETINGS = 4096
+_LONGEST_HEAD = 1 << 16
+_LOOK_SECONDS = 1.0
+# The answers to requests without a token or key, and to those for routes that do not exist.
+_STRANGE = (401, 404, 405)
+
+
+class BoundedListener(socket.socket):
+    """A listening socket that notes each connection as one that has not greeted."""
+
+    greetings: Greetings
+
+    @classmethod
+    def wrap(cls, listener: socket.socket) -> "BoundedListener":
+        """Take a listening socket over. This process may have as many files open as it can, and a quarter is theirs."""
+        most = min(_MOST_GREETINGS, raise_file_limit() // 4)
+        bounded = cls(fileno=listener.detach())
+        bounded.greetings = Greetings(_GREETING_SECONDS, most, most // 2)
+        return bounded
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        self.greetings.begin(connection, address[0])
+        return connection, address
+
+    async def expire_until(self, ended: asyncio.Event) -> None:
+        """Shut late connections until the event is set."""
+        while not ended.is_set():
+            self.greetings.expire()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await ended.wait()
+
+
+class CloseAfterStrangers:
+    """Closes the connection of a request that has shown no token. A plain ASGI layer, because every slot passes it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and (message["status"] in _STRANGE or scope["path"] == OPEN):
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, send_closing)
+
+
+class _BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection, whose greeting is the end of its first head."""
+
+    def __init__(self, greetings: Greetings, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._greetings = greetings
+        self._num_head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        has_body = before is not None and before.more_body
+        super().data_received(data)
+        if self.cycle is not before:
+            self._num_head_bytes = 0
+            self._greetings.end(self.transport.get_extra_info("socket").fileno())
+        elif not has_body:
+            # These bytes belong to a head, which the parser keeps however long it is.
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _LONGEST_HEAD and not self.transport.is_closing():
+                self.send_400_response(f"The head of a request may have {_LONGEST_HEAD} bytes.")
+
+
+def build_configuration(app: ASGIApp, listener: BoundedListener | None, **settings: Any) -> uvicorn.Config:
+    """Build uvicorn's configuration; with a listener, strangers are bounded."""
+    if listener is not None:
+        app, settings["http"] = CloseAfterStrangers(app), functools.partial(_BoundedProtocol, listener.greetings)
+    return uvicorn.Config(app, ws="none", log_level="warning", access_log=False, lifespan="off", **settings)

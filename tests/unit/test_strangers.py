@@ -1,0 +1,223 @@
+"""Clients without a token: they stop neither a host's agent, nor its receiver of weights, nor the gateway."""
+
+import asyncio
+import contextlib
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.gateway.chats import NumberChats
+from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.weights.delivery.channel import connect
+from megatron_rl.shared.weights.delivery.messages import DeliveryError, Hello
+from megatron_rl.sidecar.agent.messages import LeaseRequest
+from megatron_rl.sidecar.gateway_opening import GatewayOpening
+from megatron_rl.tool_calls.reading import PlainReader
+from tests.processes import ROOT
+
+TOKEN = "a token of an agent"
+SOON = 120.0
+NUM_IDLE = 1100
+MIB = 1 << 20
+HEADERS = [b"X-Endless: ", *[b"a" * MIB] * 64], [b"X-%d: %s\r\n" % (number, b"a" * 1000) for number in range(64_000)]
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[None]:
+    """Let this process have as many files open as an attack needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4 * NUM_IDLE:
+        pytest.skip(f"at most {hard} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Agent:
+    """An agent's process, which begins with the usual limit of 1,024 open files."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, most_files: int) -> None:
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(TOKEN)
+        command = ["-m", "megatron_rl.sidecar.agent", "--listen", "127.0.0.1:0", "--token-file", str(token)]
+        limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({min(1024, most_files)}, "
+        limit += f"{most_files})); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        words = [sys.executable, "-c", limit, *command, "--folder", str(folder / "logs")]
+        self.log = folder / "agent.log"
+        with self.log.open("wb") as log:
+            self.process = stack.enter_context(subprocess.Popen(words, cwd=ROOT, stderr=log))
+        stack.callback(self.process.terminate)
+        wait_for(lambda: "serves at" in self.log.read_text())
+        self.port = int(re.findall(r"serves at http://127.0.0.1:(\d+)", self.log.read_text())[0])
+        self.status = psutil.Process(self.process.pid)
+
+    def lease(self) -> int:
+        """Take the lease with the token, and return the port of the receiver of weights."""
+        request = LeaseRequest(run="run", seconds=600.0, token=TOKEN)
+        answer = httpx.post(
+            f"http://127.0.0.1:{self.port}/v1/lease",
+            json={"run": request.run, "seconds": request.seconds, "token": TOKEN, "protocol": request.protocol},
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            timeout=SOON,
+        )
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["port"])
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory, files: None) -> Iterator[Agent]:
+    with contextlib.ExitStack() as stack:
+        yield Agent(tmp_path_factory.mktemp("agent"), stack, 4096)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def dial(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=SOON)
+
+
+def idle(port: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """Open connections that say nothing."""
+    return [stack.enter_context(dial(port)) for _ in range(NUM_IDLE)]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait until the other end closes a connection."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(1 << 16):
+            pass
+    return True
+
+
+def flood(port: int, path: str, headers: list[bytes]) -> None:
+    """Send headers without an end, until the other end closes the connection."""
+    with dial(port) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\n".encode())
+        for header in headers:
+            connection.sendall(header)
+        pytest.fail("all headers were taken")
+
+
+def test_connections_that_say_nothing_do_not_stop_an_agent(agent: Agent) -> None:
+    with contextlib.ExitStack() as stack:
+        attack = idle(agent.port, stack)
+        assert agent.lease()
+        assert all(map(is_closed, attack))
+        assert agent.lease()
+
+
+def test_more_connections_than_an_agent_may_have_files_do_not_stop_it(tmp_path: Path, files: None) -> None:
+    with contextlib.ExitStack() as stack:
+        agent = Agent(tmp_path, stack, 600)
+        attack = idle(agent.port, stack)
+        assert agent.lease()
+        assert all(map(is_closed, attack))
+
+
+@pytest.mark.parametrize("headers", HEADERS, ids=["one", "many"])
+def test_headers_without_an_end_are_not_kept(agent: Agent, headers: list[bytes]) -> None:
+    before = agent.status.memory_info().rss
+    for _ in range(3):
+        flood(agent.port, "/health", headers)
+    assert agent.status.memory_info().rss - before < 16 * MIB
+    assert agent.lease()
+
+
+def test_an_answer_to_a_client_without_a_token_ends_its_connection(agent: Agent) -> None:
+    for path in ("/health", "/v1/beat", "/nothing"):
+        for more in ("", "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"):
+            with dial(agent.port) as connection:
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\n{more}\r\n".encode())
+                assert b"connection: close\r\n" in connection.recv(1 << 16)
+                assert is_closed(connection)
+
+
+def greet(port: int) -> None:
+    """Greet a receiver as a rank does, which tries again."""
+    hello = Hello(purpose="stream", run="run", lease=1, version=0, fingerprint="none", sender="rank 0")
+    wait_for(lambda: greets(port, hello))
+
+
+def greets(port: int, hello: Hello) -> bool:
+    try:
+        connect("127.0.0.1", port, TOKEN.encode(), hello).connection.close()
+    except DeliveryError:
+        return False
+    return True
+
+
+def test_connections_that_say_nothing_do_not_fill_a_receiver(agent: Agent) -> None:
+    port = agent.lease()
+    with contextlib.ExitStack() as stack:
+        attack = idle(port, stack)
+        greet(port)
+        assert agent.status.num_threads() < 400
+        assert all(map(is_closed, attack))
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte again and again until the other end closes the connection."""
+    with contextlib.suppress(ConnectionError):
+        end = time.monotonic() + SOON
+        while time.monotonic() < end:
+            connection.sendall(b"m")
+            time.sleep(0.5)
+        pytest.fail("the connection is still open")
+
+
+def test_a_greeting_has_one_deadline_however_its_bytes_come(agent: Agent) -> None:
+    # The first bytes are right, and announce a long message.
+    opening = b"mrlweights\1\0" + bytes(32) + (1 << 16).to_bytes(4, "little")
+    with dial(agent.lease()) as connection:
+        connection.sendall(opening)
+        drip(connection)
+    with dial(agent.port) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        drip(connection)
+
+
+def test_a_receiver_goes_on_after_a_thread_could_not_start(agent: Agent) -> None:
+    port = agent.lease()
+    limit = agent.status.rlimit(psutil.RLIMIT_AS)
+    agent.status.rlimit(psutil.RLIMIT_AS, (agent.status.memory_info().vms + MIB, limit[1]))
+    with contextlib.ExitStack() as stack:
+        attack = [stack.enter_context(dial(port)) for _ in range(8)]
+        wait_for(lambda: "can't start" in agent.log.read_text())
+        agent.status.rlimit(psutil.RLIMIT_AS, limit)
+        greet(port)
+        assert attack
+
+
+def test_the_gateway_closes_what_says_nothing_or_too_much(tmp_path: Path) -> None:
+    async def run() -> None:
+        (tmp_path / "agent.py").touch()
+        with contextlib.ExitStack() as stack:
+            opening = GatewayOpening.open(EnvironmentConfig(agent=f"{tmp_path}/agent.py:act"), PoolSettings())
+            gateway = opening.build(NumberChats(), PlainReader(), reads_tools=False)
+            port = opening.listener.getsockname()[1]
+            async with opening.serve(gateway):
+                for headers in HEADERS:
+                    await asyncio.to_thread(flood, port, "/v1/models", headers)
+                silent = stack.enter_context(dial(port))
+                unknown = stack.enter_context(dial(port))
+                unknown.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
+                assert await asyncio.to_thread(is_closed, unknown)
+                assert await asyncio.to_thread(is_closed, silent)
+
+    asyncio.run(run())
