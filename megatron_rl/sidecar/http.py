@@ -276,6 +276,8 @@ async def serve(
         app,
         bounded,
         uds=str(uds) if uds is not None else None,
+        # The gateway must know the connection of a call, not the one that its headers claim.
+        proxy_headers=False,
         timeout_graceful_shutdown=2,
         ssl_certfile=cert,
         ssl_keyfile=key,

@@ -124,11 +124,11 @@ BARE_AGENT = """
 import http.client, json, os, subprocess, sys, time
 from urllib.parse import urlsplit
 
-def ask(key=None):
+def ask(key=None, **headers):
     place = urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(place.hostname, place.port)
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "100"}]})
-    headers = {"authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"])}
+    headers["authorization"] = "Bearer " + (key or os.environ["OPENAI_API_KEY"])
     connection.request("POST", place.path + "/chat/completions", body, headers)
     answer = json.loads(connection.getresponse().read())
     return answer.get("error", {}).get("message", "")
@@ -212,8 +212,8 @@ def act(base_url, api_key, model, word, is_thief):
         time.sleep(600)
     key = Path(os.path.dirname(os.environ["HOME"]), "key")
     while not key.exists(): time.sleep(0.01)
-    # In a process of its own, which counts as the rollout's.
-    program = "import agent, sys; sys.exit(agent.ask(sys.argv[1]))"
+    # In a child, which counts as the rollout's, and which claims to be another host's.
+    program = "import agent, sys; sys.exit(agent.ask(sys.argv[1], **{{'x-forwarded-for': '203.0.113.1'}}))"
     raise RuntimeError(subprocess.run([sys.executable, "-c", program, key.read_text()], cwd="{tmp_path}").returncode)
 '''
 
