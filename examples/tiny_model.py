@@ -1,4 +1,4 @@
-"""Draw an untrained Qwen3 of 150,000 parameters that reads any text byte by byte: a model where none is at hand.
+"""Draw an untrained Qwen3 of 150,000 parameters that reads any text or chat byte by byte, where no model is at hand.
 
 python -m examples.tiny_model FOLDER
 """
@@ -11,6 +11,10 @@ import torch
 import transformers
 
 END = "<end>"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def main() -> None:
@@ -40,7 +44,11 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )
 
 

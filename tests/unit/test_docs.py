@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import tiny_model
 from megatron_rl import cli
 from megatron_rl.config.command_line.run import compute_sizes
 from megatron_rl.ops.shared_prompt import BACKENDS
@@ -131,6 +132,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     },
     "docs/agents.md": {
         "make agent": By("tests/unit/test_docs.py::test_an_agent_of_the_openai_client_learns"),
+        "torchrun --standalone --nproc-per-node 1": By(
+            "tests/unit/test_docs.py::test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm"
+        ),
     },
     "docs/hosts.md": {
         "python -m megatron_rl.sidecar.agent": By("tests/hosts/test_agents.py"),
@@ -440,6 +444,20 @@ def test_the_game_over_several_turns_is_learned(tmp_path):
 def test_an_agent_of_the_openai_client_learns(tmp_path):
     learn_to_pay("agent", tmp_path / "agent")
     assert "megatron" not in (ROOT / "examples" / "agent" / "payer.py").read_text()
+
+
+@pytest.mark.slow
+def test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm(tmp_path):
+    tiny_model.save(tmp_path / "MODEL")
+    (tmp_path / "pretrain_grpo.py").symlink_to(ROOT / "pretrain_grpo.py")
+    for block in blocks("docs/agents.md"):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+    (command,) = (words for words in commands_of("docs/agents.md") if words.startswith("torchrun"))
+    run(command, tmp_path)
+    report = verify(tmp_path / "RUN")
+    assert report.breaches == []
+    assert [item.num_responses for item in report.iterations] == [8, 8]
 
 
 @pytest.mark.slow
