@@ -112,7 +112,7 @@ def print_summary(
 
 def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths, notes: Sequence[str] = ()) -> list[str]:
     """Return the lines of the summary without styles; those of a section are indented below its heading."""
-    sections = {
+    sections: dict[str, Sequence[tuple[str, ...]]] = {
         "results": _results(records),
         "time by part": _times(records),
         "files": _places(places),
