@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.interpreter import Interpreter
-from megatron_rl.environments.pool import Conversation, EnvironmentPool
+from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
 from megatron_rl.environments.process import EnvironmentWorker
 from megatron_rl.environments.types import (
     AGENT_FLAG,
@@ -55,7 +55,11 @@ class AgentConversation(Conversation):
     """A rollout: the conversation is with a process of its own."""
 
     _worker: AgentWorker
-    process: int | None = None
+
+    def __init__(self, worker: EnvironmentWorker, number: int, timeout: float, note: Note) -> None:
+        # Its worker may be importing modules, and the agent has a limit of its own.
+        super().__init__(worker, number, math.inf, note)
+        self.process: int | None = None
 
     async def open(self, row: Mapping[str, Any], seed: int) -> None:
         self.process = int(await self.call("open", row=row, seed=seed))
@@ -111,7 +115,7 @@ class FunctionAgents:
                 assert isinstance(conversation, AgentConversation) and conversation.process is not None
                 visit.run_in(conversation.process)
                 async with visit.clock.limit(self._timeout):
-                    rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
+                    rewards: dict[str, float] = await conversation.call("act", **address)
                 return rewards
         except TimeoutError:
             raise AgentFailed(f"used more than {self._timeout:g} seconds of its own") from None

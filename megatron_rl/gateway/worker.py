@@ -1,8 +1,9 @@
 """A worker of agents: `python -m megatron_rl.gateway.worker PARENT NAMESPACE`; see `rewards.worker`.
 
 It runs the agent's file once, and then forks a process for each rollout: a rollout shares what was imported, and
-nothing that another one does. It needs no package but Python's own, because the interpreter may be another
-environment's.
+nothing that another one does. Frameworks load much at first use, so the first rollout goes ahead: what it has imported
+when it first connects, the worker imports before it forks the others. The worker needs no package but Python's own,
+because the interpreter may be another environment's.
 
 The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
 is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. A
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import json
 import math
@@ -34,7 +36,7 @@ from megatron_rl.rewards.confinement import adopt_orphans, signal_at_parents_dea
 from megatron_rl.rewards.worker import answer, read_setup, run_worker
 
 _PIECE = 1 << 16
-_LONGEST_ANSWER = 1 << 16
+_LONGEST_ANSWER = 1 << 20
 
 
 class RolloutProcess:
@@ -61,6 +63,11 @@ class RolloutProcesses:
         self._act = act
         self._file = file
         self._rollouts: dict[int, RolloutProcess] = {}
+        # The first rollout, until it has said what it imports, and the requests for others, which wait for that.
+        self._first: int | None = None
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._has_imported = False
+        self._tried: set[str] = set()
         self._data = b""
         self._has_requests = True
         self._selector = selectors.DefaultSelector()
@@ -83,15 +90,12 @@ class RolloutProcesses:
         self._has_requests = bool(piece)
         *lines, self._data = (self._data + piece).split(b"\n")
         for line in lines:
-            request = json.loads(line)
-            try:
-                self._handle(request, line)
-            except OSError as error:
-                answer(self._answers, {"id": request["id"], "error": f"its process cannot be started: {error}"})
+            self._handle(json.loads(line), line)
 
     def _handle(self, request: dict[str, Any], line: bytes) -> None:
         if request["call"] == "open":
-            self._fork(request)
+            self._waiting[request["conversation"]] = request
+            self._fork_waiting()
         elif request["call"] == "close":
             self._close(request)
         else:
@@ -102,7 +106,17 @@ class RolloutProcesses:
                 rollout.channel.sendall(line + b"\n")
             self._settle(rollout)
 
-    def _fork(self, request: dict[str, Any]) -> None:
+    def _fork_waiting(self) -> None:
+        while self._waiting and (self._has_imported or self._first is None):
+            conversation, request = next(iter(self._waiting.items()))
+            del self._waiting[conversation]
+            self._first = conversation
+            try:
+                self._fork(request)
+            except OSError as error:
+                answer(self._answers, {"id": request["id"], "error": f"its process cannot be started: {error}"})
+
+    def _fork(self, request: Mapping[str, Any]) -> None:
         mine, other = socket.socketpair()
         folder = tempfile.mkdtemp()
         sys.stdout.flush()
@@ -155,14 +169,35 @@ class RolloutProcesses:
 
     def _settle(self, rollout: RolloutProcess) -> None:
         """Answer the rollout's call, if its process has answered or ended."""
-        line, end, rest = rollout.data.partition(b"\n")
-        if rollout.call is None or not (end or rollout.ended or len(line) == _LONGEST_ANSWER):
-            return
-        content = {"error": rollout.ended or f"its answer has more than {_LONGEST_ANSWER:,} bytes: return less"}
-        if end:
-            content, rollout.data = json.loads(line), rest
-        answer(self._answers, {"id": rollout.call, **content})
-        rollout.call = None
+        *lines, rollout.data = rollout.data.split(b"\n")
+        for line in lines:
+            content = json.loads(line)
+            if "modules" in content:
+                self._import(content["modules"])
+            else:
+                self._answer(rollout, content)
+        if rollout.ended:
+            self._answer(rollout, {"error": rollout.ended})
+        elif len(rollout.data) == _LONGEST_ANSWER:
+            self._answer(rollout, {"error": f"its answer has {_LONGEST_ANSWER:,} bytes or more: return less"})
+
+    def _answer(self, rollout: RolloutProcess, content: Mapping[str, Any]) -> None:
+        if rollout.call is not None:
+            answer(self._answers, {"id": rollout.call, **content})
+            rollout.call = None
+
+    def _import(self, modules: list[str]) -> None:
+        """Import what a rollout has imported; then fork those that wait for this."""
+        new = [name for name in modules if name not in self._tried]
+        self._tried.update(new)
+        for name in new:
+            # A module may need what the rollout did before.
+            with contextlib.suppress(BaseException):
+                importlib.import_module(name)
+        if new:
+            share_objects()
+        self._has_imported = True
+        self._fork_waiting()
 
     def _reap(self) -> None:
         """Reap all children that have ended: processes of rollouts, and those that they left."""
@@ -180,20 +215,29 @@ class RolloutProcesses:
                 self._settle(rollouts[pid])
 
     def _close(self, request: Mapping[str, Any]) -> None:
-        rollout = self._rollouts.pop(request["conversation"])
-        if rollout.channel in self._selector.get_map():
-            self._selector.unregister(rollout.channel)
-        rollout.channel.close()
-        if not rollout.ended:
-            # Its parent may not know it yet.
-            os.kill(rollout.pid, signal.SIGKILL)
-        shutil.rmtree(rollout.folder, ignore_errors=True)
+        conversation = request["conversation"]
+        self._waiting.pop(conversation, None)
+        if (rollout := self._rollouts.pop(conversation, None)) is not None:
+            if rollout.channel in self._selector.get_map():
+                self._selector.unregister(rollout.channel)
+            rollout.channel.close()
+            if not rollout.ended:
+                # Its parent may not know it yet.
+                os.kill(rollout.pid, signal.SIGKILL)
+            shutil.rmtree(rollout.folder, ignore_errors=True)
+        if conversation == self._first:
+            self._first = None
+            self._fork_waiting()
         answer(self._answers, {"id": request["id"], "said": None})
 
 
 def describe_end(code: int) -> str:
     """Describe how a process has ended that should not have."""
-    return f"its process ended with exit code {code}" if code >= 0 else f"its process was killed by {-code}"
+    return (
+        f"its process ended with exit code {code}"
+        if code >= 0
+        else f"its process was killed by {signal.Signals(-code).name}"
+    )
 
 
 def run_rollout(
@@ -216,6 +260,7 @@ def run_rollout(
     # Imported here, after the confinement.
     from megatron_rl.rewards.calling import report_error
 
+    send_modules_at_first_connection(answers)
     content: dict[str, Any]
     try:
         given = {name: call[name] for name in ("base_url", "api_key", "model")}
@@ -226,6 +271,20 @@ def run_rollout(
     sys.stdout.flush()
     answer(answers, content)
     calls.readline()
+
+
+def send_modules_at_first_connection(answers: IO[bytes]) -> None:
+    """Send the names of the modules that were imported since, once this process connects to a socket."""
+    known, sender = {*sys.modules}, os.getpid()
+    sent: list[str] = []
+
+    def watch(event: str, _: object) -> None:
+        # Children inherit the watch, and the channel.
+        if event == "socket.connect" and not sent and os.getpid() == sender:
+            sent.append(event)
+            answer(answers, {"modules": [name for name in sys.modules if name not in known]})
+
+    sys.addaudithook(watch)
 
 
 def build_variables(base_url: str, api_key: str) -> dict[str, str]:
@@ -275,15 +334,19 @@ def describe_agent(function: Any, has_schemas: bool) -> dict[str, Any]:
     return {"name": name, "has_reward": True, "has_step": False, "tools": []}
 
 
+def share_objects() -> None:
+    """Hide all objects from the collector of garbage: those that it visits would be copied into each fork."""
+    gc.collect()
+    gc.freeze()
+
+
 def serve_rollouts(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
     """Load the function, and answer calls."""
     setup = read_setup(requests, missing)
     adopt_orphans()
     function = load(setup, answers, missing, describe_agent)
     if function is not None:
-        gc.collect()
-        # Objects that the collector visits would be copied into each fork.
-        gc.freeze()
+        share_objects()
         RolloutProcesses(requests, answers, function, setup["file"]).serve()
 
 

@@ -201,6 +201,26 @@ def act(base_url, api_key, model, word):
     asyncio.run(run())
 
 
+def test_what_the_first_rollout_imports_is_imported_once_for_all_others(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("WORDS = 3")
+    (tmp_path / "broken.py").write_text("import os\nif 'late' not in os.environ: raise SystemExit(1)")
+    text = f"""{BARE_AGENT}
+def act(base_url, api_key, model, word):
+    was_imported = "late" in sys.modules
+    os.environ["late"] = ""
+    import broken, late
+    ask()
+    return {{"was_imported": was_imported, "words": late.WORDS}}
+"""
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text) as world:
+            responses = await asyncio.gather(*[act(world, number) for number in range(4)])
+            assert sorted(response.components["was_imported"] for response in responses) == [0, 1, 1, 1]
+
+    asyncio.run(run())
+
+
 def test_a_call_with_the_key_of_another_rollout_is_refused_and_ends_the_run(tmp_path: Path) -> None:
     text = f'''{BARE_AGENT}
 from pathlib import Path
