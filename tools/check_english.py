@@ -45,6 +45,18 @@ GLOSSARY = {
     "let go of": "release",
     "is of": "belongs to",
     "are of": "belong to",
+    "mend": "fix, correct, repair",
+    "mends": "fixes, corrects, repairs",
+    "mended": "fixed, corrected, repaired",
+    "without meaning": "without effect",
+    "said once": "reported once",
+    "take care:": "note:",
+    "do not believe": "unreliable, with the reason",
+    "of one's own": "your own, user-defined",
+    "a person's own": "your own, user-defined",
+    "refused by name": "refused with an error",
+    "fails by name": "fails with an error",
+    "ends by name": "ends with an error",
 }
 # A function is a verb: its docstring does not begin with one of these. That it is an imperative is checked by ruff.
 NO_VERBS = {

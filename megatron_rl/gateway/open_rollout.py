@@ -251,7 +251,7 @@ class OpenRollout:
         message = messages[place]
         _log.warning(
             "a call extends no answered call of its rollout, and is trained as a branch: its message %d (%s) differs "
-            "from all that were recorded, or its tools do: %.200r; this is said once",
+            "from all that were recorded, or its tools do: %.200r; this is reported once",
             place + 1,
             message["role"],
             message["content"],

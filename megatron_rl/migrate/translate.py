@@ -87,7 +87,7 @@ def write(translation: Translation, problems: Sequence[str] = ()) -> str:
     """Write the command line after shell comments with the settings that it omits and those that it needs."""
     lines = [f"# From {translation.source}.", *(f"# {text}" for text in translation.notes)]
     if translation.meaningless:
-        lines.append(f"# Without meaning here: {' '.join(dict.fromkeys(translation.meaningless))}")
+        lines.append(f"# Without effect here: {' '.join(dict.fromkeys(translation.meaningless))}")
     for title, texts in (
         ("Changes training and is not carried over", translation.changed),
         ("What you must add or change", problems),

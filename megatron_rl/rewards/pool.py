@@ -177,7 +177,7 @@ class RewardPool:
         row = f"{request.row}: " if request.row else ""
         for number, answer in answers.items():
             if answer.is_misfit:
-                remedy = "" if answer.has_remedy else "; mend the function"
+                remedy = "" if answer.has_remedy else "; correct the function"
                 problems.append(f"--reward {self._specs[number].name}: {row}{answer.error}{remedy}")
             elif answer.values is None:
                 failed.setdefault(number, []).append(answer.error)

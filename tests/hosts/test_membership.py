@@ -37,7 +37,7 @@ def test_hosts_join_while_groups_are_sampled_and_leave_with_a_publish_without_a_
             (joined,) = await supervisor.generate(request())
             assert {span.version for span in joined.spans} == {"1"}
             (tmp_path / "hosts.toml").write_text("[[host")
-            await until(lambda: "the hosts stay as they are until this is mended" in caplog.text)
+            await until(lambda: "the hosts stay as they are until this is corrected" in caplog.text)
             write_hosts(tmp_path, [second.address])
             await until(lambda: supervisor.status()["engines"]["engine-0"]["leaving"])
             assert world.hosts.status()[first.address]["state"] == "leaving"

@@ -281,12 +281,12 @@ TRIALS = {
         r"it asks for target, .* \(it has gold\): add it, rename the parameter to a column, or to answer and "
     )),
     "text": ("def f(completions, **columns): return ['1'] * len(completions)", (
-        r"completion 0 got '1' \(str\), not a number; mend the function$"
+        r"completion 0 got '1' \(str\), not a number; correct the function$"
     )),
-    "one for all": ("def f(completions, **columns): return 1.0", "returned float, not a list of numbers; mend"),
-    "too few": ("def f(completions, **columns): return [1.0]", "returned 1 rewards for 2 completions; mend"),
+    "one for all": ("def f(completions, **columns): return 1.0", "returned float, not a list of numbers; correct"),
+    "too few": ("def f(completions, **columns): return [1.0]", "returned 1 rewards for 2 completions; correct"),
     "an import inside": ("def f(completions, **columns):\n    import no_such_module", (
-        r"ModuleNotFoundError: No module named 'no_such_module' \(.*mine.py:2\); mend the function$"
+        r"ModuleNotFoundError: No module named 'no_such_module' \(.*mine.py:2\); correct the function$"
     )),
     "an async one": ("async def f(completions, **columns): return None", "returned NoneType, not a list"),
 }  # fmt: skip

@@ -96,7 +96,7 @@ class Membership:
                 self.follow(await asyncio.to_thread(read))
             except UsageError as error:
                 if str(error) != said:
-                    _log.warning("the hosts stay as they are until this is mended: %s", error)
+                    _log.warning("the hosts stay as they are until this is corrected: %s", error)
                 said = str(error)
                 continue
             said = ""
