@@ -57,10 +57,12 @@ class Conversations:
         tools: Sequence[JSON] = (),
         reader: Reader | None = None,
         clock: EnvironmentClock | None = None,
+        has_functions: bool = False,
     ) -> None:
         """Make it; `on_error` is the reward of a conversation whose environment fails, None to fail its group.
 
-        Without `has_step` a turn that calls no tool ends its conversation.
+        Without `has_step` a turn that calls no tool ends its conversation. With `has_functions` the messages of
+        conversations are kept, for the reward functions.
         """
         self.clock = clock or EnvironmentClock()
         self._sampler = sampler
@@ -71,6 +73,7 @@ class Conversations:
         self._has_step = has_step
         self._tools = tools
         self._reader = reader or PlainReader()
+        self._has_functions = has_functions
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
         """Hold the conversations of a group, all at once."""
@@ -130,7 +133,8 @@ class Conversations:
             (sampled,) = await self._sampler.generate(_request_turn(request, number, turn, draft))
             tokens = draft.say(sampled)
             said = await self._reader.read(tokens, self._texts.decode(tokens), self._tools)
-            draft.messages.append(write_said(said))
+            if self._has_functions:
+                draft.messages.append(write_said(said))
             if sampled.finish_reason != "stop":
                 return sampled.finish_reason
             messages, reply = await self._answer(prompt, conversation, draft, said, tokens)
@@ -138,7 +142,8 @@ class Conversations:
                 return "stop"
             if turn + 1 == sampling.max_turns or len(draft.tokens) + len(reply) >= sampling.max_tokens:
                 return "limit"
-            draft.messages += messages
+            if self._has_functions:
+                draft.messages += messages
             draft.hear(reply)
         raise AssertionError("a conversation has at least one turn")
 

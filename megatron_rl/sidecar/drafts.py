@@ -19,7 +19,7 @@ class Transcript:
 
     response: wire.Response
     messages: list[JSON]
-    """The messages after the prompt, in OpenAI's form; the last one is the policy's."""
+    """The messages after the prompt, in OpenAI's form; the last one is the policy's. None if no function reads them."""
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class Draft:
     have_calls: list[bool] = dataclasses.field(default_factory=list)
     """True for a turn that called tools, which gets no reward of its own."""
     messages: list[JSON] = dataclasses.field(default_factory=list)
-    """The messages after the prompt, in OpenAI's form."""
+    """The messages after the prompt, in OpenAI's form; none if no function reads them."""
 
     def hear(self, tokens: Sequence[int]) -> None:
         """Add what the environment says."""

@@ -166,6 +166,7 @@ async def run(settings: SidecarSettings) -> None:
                 offered.tools,
                 choose_reader(texts, offered, parsers),
                 EnvironmentClock(trace.recorder),
+                has_functions=pool is not None,
             )
         lease_seconds = settings.rollout.lease_seconds
         service = RolloutService(

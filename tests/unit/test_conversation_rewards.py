@@ -238,7 +238,9 @@ async def judge_environment(
     engines, texts = Engines(load(folder), answers), TokenizerTexts(str(folder))
     environments = EnvironmentPool(EnvironmentConfig(source=f"{folder / 'told.py'}:{name}", workers=1), PoolSettings())
     offered = await environments.start()
-    holder = Conversations(engines, environments, texts, None, True, offered.has_step, offered.tools, Caller())
+    holder = Conversations(
+        engines, environments, texts, None, True, offered.has_step, offered.tools, Caller(), None, True
+    )
     texts.check_prompt = lambda prompt: None  # type: ignore[method-assign]
     try:
         return await judge(folder, engines, holder, specs, text, answer="50"), engines
