@@ -73,8 +73,10 @@ class EnvironmentWorker(ConfinedWorker):
 
     def _ask(self, ping: int) -> None:
         """Ask the process whether it lives."""
-        self._pings.add(ping)
-        self._write(json.dumps({"id": ping, "call": "ping"}).encode() + b"\n")
+        # Agents have processes of their own, which share no lock.
+        if type(self) is EnvironmentWorker:
+            self._pings.add(ping)
+            self._write(json.dumps({"id": ping, "call": "ping"}).encode() + b"\n")
 
     def _break_off(self, fault: WorkerFault) -> None:
         """End all calls for the first fault of the process."""
