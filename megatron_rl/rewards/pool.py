@@ -194,8 +194,8 @@ class RewardPool:
                 made_up = ", ".join(map(repr, trials[0].completions))
                 name = self._specs[number].name
                 self._warn(
-                    f"--reward {name}: {errors[0]}; it failed on each of {len(trials)} rows that it was tried on, "
-                    f"with made-up completions ({made_up}): check that it works for others"
+                    f"--reward {name} failed in its trial, on all rows that were tried ({len(trials)}): {errors[0]}; "
+                    f"check that it works for other completions than {made_up}"
                 )
 
     def _check_confinement(self, missing: dict[str, str]) -> None:

@@ -107,7 +107,7 @@ class News:
             yield from self._name_awaited(starting, now)
 
     def _find_news(self, starting: StartProgress) -> Iterator[str]:
-        yield from (f"rewards: {warning}" for warning in starting.warnings[self._num_warnings :])
+        yield from (f"warning: {warning}" for warning in starting.warnings[self._num_warnings :])
         self._num_warnings = len(starting.warnings)
         if not self._is_begun:
             self._is_begun = True

@@ -350,8 +350,8 @@ def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path, body, said)
         return started.warnings
 
     (warning,) = with_pool([f"{write(tmp_path, code)}:f"], use, trials=rows)
-    assert warning.startswith(f"--reward f: {said}")
-    assert "it failed on each of 2 rows that it was tried on, with made-up completions" in warning
+    assert warning.startswith(f"--reward f failed in its trial, on all rows that were tried (2): {said}")
+    assert warning.endswith("; check that it works for other completions than 'a', 'bb'")
 
 
 def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):

@@ -155,11 +155,11 @@ def test_each_warning_of_rewards_is_printed_once_whenever_it_comes(tmp_path):
     StartProgress(engines={"engine-0": None}, warnings=warnings[:1]).write(tmp_path / FILE_NAME)
     news = News(tmp_path / FILE_NAME)
     assert [*news.lines(news._begun)] == [
-        "rewards: --reward f: it failed", "engines: engine-0 start and load the model",
+        "warning: --reward f: it failed", "engines: engine-0 start and load the model",
     ]  # fmt: skip
     assert [*news.lines(news._begun + 1)] == []
     StartProgress(engines={"engine-0": None}, warnings=warnings).write(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun + 2)] == ["rewards: --reward g: it failed"]
+    assert [*news.lines(news._begun + 2)] == ["warning: --reward g: it failed"]
 
 
 def test_many_engines_are_counted_and_not_listed(tmp_path):
