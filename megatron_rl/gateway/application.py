@@ -23,6 +23,7 @@ from megatron_rl.tool_calls.reading import JSON
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+_LONG_BYTES = 1 << 16
 _ENDED = "the rollout of this key has ended: its call is not answered"
 
 
@@ -90,7 +91,7 @@ async def _handle(gateway: Gateway, request: Request, interface: Interface) -> R
         response.headers["connection"] = "close"
         return response
     try:
-        call = interface.read_call(await _read_body(request, rollout), MODEL, rollout.terms.sampling.temperature)
+        call = await _read_call(request, rollout, interface)
         answer = await _answer(request, rollout, call)
         if call.is_streamed:
             return StreamingResponse(interface.stream_answer(answer, call), media_type="text/event-stream")
@@ -133,21 +134,37 @@ def _read_key(gateway: Gateway, request: Request) -> str:
     return next((key for key in keys if gateway.has_given(key)), keys[0] or keys[1])
 
 
-async def _read_body(request: Request, rollout: OpenRollout) -> JSON:
-    """Read a body; one that cannot be read ends the rollout."""
+async def _read_call(request: Request, rollout: OpenRollout, interface: Interface) -> Call:
+    """Read a call; a body that cannot be read ends the rollout."""
+
+    def read(data: bytes) -> Call:
+        call = interface.read_call(_parse(data), MODEL, rollout.terms.sampling.temperature)
+        # They are kept with the call.
+        assert call.digests
+        return call
+
     try:
-        return _parse(await _receive(request))
+        data = await _receive(request, rollout)
+        # The event loop answers other calls meanwhile.
+        return read(data) if len(data) < _LONG_BYTES else await asyncio.to_thread(read, data)
     except CallUnreadable as error:
         rollout.break_off(f"its agent made a call that cannot be read: {error}")
         raise
 
 
-async def _receive(request: Request) -> bytes:
-    data = bytearray()
+async def _receive(request: Request, rollout: OpenRollout) -> bytes:
+    """Receive a body; one that is too long for its rollout is dropped, so that its client gets an answer."""
+    data, size = bytearray(), 0
     async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
             raise CallUnreadable(f"a body may have {MAX_BODY_BYTES:,} bytes: send less", 413, "too_large")
+        if size <= rollout.most_bytes:
+            data += chunk
+        else:
+            data.clear()
+    if size > rollout.most_bytes:
+        rollout.refuse_size(size)
     return bytes(data)
 
 

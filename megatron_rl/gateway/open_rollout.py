@@ -25,7 +25,7 @@ import numpy as np
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.gateway.chats import Chats, ChatTooLong
 from megatron_rl.gateway.record import CallRecord, cut_turn
-from megatron_rl.gateway.said import Answer, Call, CallRefused, digest_chat, get_exact, write_said
+from megatron_rl.gateway.said import Answer, Call, CallRefused, ChatDigests, write_said
 from megatron_rl.gateway.visits import AgentClock
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls.reading import JSON, Reader, Said
@@ -33,6 +33,9 @@ from megatron_rl.tool_calls.reading import JSON, Reader, Said
 _log = logging.getLogger(__name__)
 
 MODEL = "policy"
+# The bytes that a call may have: this many for the frame of messages and tools, and for each token that it may have.
+_FRAME_BYTES = 1 << 20
+_BYTES_OF_TOKEN = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +117,24 @@ class OpenRollout:
         self._num_calls = 0
         self._num_taken = 0
         self._asked: dict[bytes, int] = {}
-        # By the digest of a chat: the parts that end with its last message, each with the exact messages of its chat;
-        # none for the chats before.
-        self._known: dict[bytes, list[tuple[int, list[JSON]]]] = {}
+        # By the digest of a chat: the parts that end with its last message, each with digests of the answers in its
+        # chat as they were sent; none for the chats before.
+        self._known: dict[bytes, list[tuple[int, bytes]]] = {}
         self._answering: set[asyncio.Task[Any]] = set()
         self._num_open = 0
         # The order of the last turn: of turns that were open at the same time, the one with the longest prompt.
         self._last: tuple[Any, ...] = ()
         # By the digest of a chat that the policy answered: the number of messages before the first that it said.
         self._begins: dict[bytes, int] = {}
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a call's body, which follow from the tokens that it may have."""
+        return _FRAME_BYTES + _BYTES_OF_TOKEN * (len(self.terms.prompt) + self.terms.sampling.max_tokens)
+
+    def refuse_size(self, num_bytes: int) -> NoReturn:
+        """Refuse a call that has too many bytes."""
+        self._refuse(f"a call of this rollout may have {self.most_bytes:,} bytes, and one has {num_bytes:,}")
 
     def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Begin to answer; the rollout's end cancels it."""
@@ -173,7 +185,7 @@ class OpenRollout:
             self._num_open -= 1
 
     async def _sample_answer(self, call: Call) -> Answer:
-        prompt, after, digests = await self._compose(call)
+        prompt, after = await self._compose(call)
         request = self._request(call, prompt, after)
         self._num_taken += 1
         try:
@@ -190,16 +202,16 @@ class OpenRollout:
                 self.end()
                 raise CallRefused(f"the turn was not sampled: {error}", 410, "failed") from None
             raise
-        self._record(call, prompt, turn, said, digests)
+        self._record(call, prompt, turn, said)
         return self._write(call, len(prompt), turn, said)
 
-    async def _compose(self, call: Call) -> tuple[np.ndarray, str | None, list[bytes]]:
-        """Return a call's prompt, the engine of the turn that it extends, and the digests of its chat."""
-        digests = [*digest_chat(call.messages, call.tools)]
+    async def _compose(self, call: Call) -> tuple[np.ndarray, str | None]:
+        """Return a call's prompt, and the engine of the turn that it extends."""
+        digests = call.digests.ends
         try:
             for length in range(len(digests) - 1, 0, -1):
                 if found := self._known.get(digests[length - 1]):
-                    number = self._choose(found, call.messages[:length])
+                    number = self._choose(found, call.digests)
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
                     turn = self.record.parts[number].turn
@@ -207,7 +219,7 @@ class OpenRollout:
                         self._chats.extend, call.messages[length:], call.tools, path.tolist(), calls
                     )
                     assert turn is not None
-                    return np.concatenate([path, np.asarray(new, dtype=path.dtype)]), turn.engine, digests
+                    return np.concatenate([path, np.asarray(new, dtype=path.dtype)]), turn.engine
             tokens = await self._write_chat(self._chats.render, call.messages, call.tools)
             prompt = np.asarray(tokens, dtype=self.terms.prompt.dtype)
         except ChatTooLong:
@@ -216,20 +228,19 @@ class OpenRollout:
             raise CallRefused(str(error), parameter="messages") from None
         if self._known:
             self._note_branch(call.messages, digests)
-        return prompt, None, digests
+        return prompt, None
 
-    def _choose(self, found: Sequence[tuple[int, list[JSON]]], messages: Sequence[JSON]) -> int:
+    def _choose(self, found: Sequence[tuple[int, bytes]], digests: ChatDigests) -> int:
         """Choose the part that a chat extends: of equal answers, those with the most messages as the client sent them.
 
         Of those that are left, the first by its tokens is chosen, whenever it was answered.
         """
 
-        def rank(one: tuple[int, list[JSON]]) -> tuple[Any, ...]:
-            number, exact = one
-            num_equal = sum(get_exact(sent) == get_exact(known) for sent, known in zip(messages, exact, strict=True))
-            return -num_equal, self.record.get_order(number)
+        def rank(part: tuple[int, bytes]) -> tuple[Any, ...]:
+            number, exact = part
+            return -digests.count_equal(exact), self.record.get_order(number)
 
-        return min(found, key=rank)[0]
+        return found[0][0] if len(found) == 1 else min(found, key=rank)[0]
 
     async def _write_chat(self, write: Callable[..., list[int]], *parts: Any) -> list[int]:
         """Write a chat in the writer's thread: it takes seconds for a long one, and the event loop has other calls.
@@ -295,19 +306,20 @@ class OpenRollout:
         tokens = wire.decode_tokens(turn.tokens).tolist()
         return await self._reader.read(tokens, self._chats.decode(tokens), tools)
 
-    def _record(self, call: Call, prompt: np.ndarray, turn: wire.Response, said: Said, digests: list[bytes]) -> None:
+    def _record(self, call: Call, prompt: np.ndarray, turn: wire.Response, said: Said) -> None:
         number = self.record.add(prompt, turn)
         self.is_cut |= turn.finish_reason == "length"
-        for digest in digests:
+        for digest in call.digests.ends:
             self._known.setdefault(digest, [])
-        messages = [*call.messages, write_said(said)]
-        *_, answered = digest_chat(messages, call.tools)
-        self._known.setdefault(answered, []).append((number, messages))
-        begin = next((self._begins[digest] for digest in reversed(digests) if digest in self._begins), len(digests))
+        digests, reply = call.digests, write_said(said)
+        begin = next((self._begins[end] for end in reversed(digests.ends) if end in self._begins), len(digests.ends))
+        digests.add(reply)
+        answered = digests.ends[-1]
+        self._known.setdefault(answered, []).append((number, digests.exact))
         self._begins[answered] = begin
         order = self.record.get_order(number)
         if order >= self._last:
-            self._last, self.messages = order, messages[begin:]
+            self._last, self.messages = order, [*call.messages, reply][begin:]
 
     def _write(self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said) -> Answer:
         tokens = wire.decode_tokens(turn.tokens).tolist()

@@ -1,13 +1,16 @@
 """Calls of clients and answers of the policy, whichever interface they speak."""
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
+
+_EXACT_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Call:
     has_usage: bool = True
     """True if a streamed answer ends with the numbers of tokens."""
     has_log_probs: bool = False
+
+    @functools.cached_property
+    def digests(self) -> "ChatDigests":
+        return ChatDigests(self.messages, self.tools)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +62,39 @@ class CallUnreadable(CallRefused):
     """A call that ends its rollout: its body cannot be read."""
 
 
-def digest_chat(messages: Sequence[JSON], tools: Sequence[JSON]) -> Iterator[bytes]:
-    """Yield a digest of the chat up to each message.
+class ChatDigests:
+    """Digests of a chat, which tell it from others once its messages are gone.
 
     Clients change answers before they send them back: they leave reasoning out, strip white space, and write the
-    arguments of calls otherwise. Chats that differ in this alone have equal digests.
+    arguments of calls otherwise. Chats that differ in this alone have equal digests in `ends`.
     """
-    digest = hashlib.blake2b(_dump(list(tools)), digest_size=16)
-    for message in messages:
-        digest.update(_dump(simplify_message(message)))
-        yield digest.digest()
+
+    def __init__(self, messages: Sequence[JSON], tools: Sequence[JSON]) -> None:
+        self._digest = hashlib.blake2b(_dump(list(tools)), digest_size=16)
+        self.ends: list[bytes] = []
+        """A digest of the chat up to each message."""
+        self._exact = bytearray()
+        for message in messages:
+            self.add(message)
+
+    def add(self, message: JSON) -> None:
+        """Add a message to the chat."""
+        self._digest.update(_dump(simplify_message(message)))
+        self.ends.append(self._digest.digest())
+        # Messages of others have nothing that a client may change.
+        if message["role"] == "assistant":
+            exact = json.dumps(get_exact(message)).encode()
+            self._exact += hashlib.blake2b(exact, digest_size=_EXACT_BYTES).digest()
+
+    @property
+    def exact(self) -> bytes:
+        """Digests of all answers as they were sent, one after the other."""
+        return bytes(self._exact)
+
+    def count_equal(self, exact: bytes) -> int:
+        """Count the answers that are equal to those of a chat that this one extends, as both were sent."""
+        places = range(0, len(exact), _EXACT_BYTES)
+        return sum(exact[place : place + _EXACT_BYTES] == self._exact[place : place + _EXACT_BYTES] for place in places)
 
 
 def simplify_message(message: JSON) -> list[Any]:

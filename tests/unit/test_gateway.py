@@ -333,6 +333,24 @@ def test_what_would_change_the_policy_is_refused_by_name_and_ends_nothing(tmp_pa
     run(test)
 
 
+def test_a_call_with_more_bytes_than_its_rollout_may_have_is_refused_before_it_is_parsed(tmp_path, monkeypatch) -> None:
+    parsed: list[int] = []
+    monkeypatch.setattr(application, "_parse", lambda data: parsed.append(len(data)) or json.loads(data))
+
+    async def test() -> None:
+        async with serving(tmp_path, "5", "9") as world:
+            for num_bytes in (2 << 20, 15 << 20):
+                with pytest.raises(openai.BadRequestError, match=r"may have 1,074,.* bytes, and one has") as refused:
+                    await world.ask({"role": "user", "content": " " * num_bytes})
+                assert refused.value.code == "limit"
+            assert parsed == []
+            # It is not the rollout's end.
+            assert (await world.ask(ASKED)).choices[0].message.content == "5"
+            assert len(parsed) == 1
+
+    run(test)
+
+
 def test_calls_that_cannot_be_read_end_their_rollout_and_foreign_and_late_ones_are_refused(tmp_path) -> None:
     async def post(world: World, **content: Any) -> httpx.Response:
         async with httpx.AsyncClient() as client:

@@ -1,0 +1,61 @@
+"""The size of calls and of rollouts: what one costs the event loop, and how much memory an open one has."""
+
+import asyncio
+import json
+import tracemalloc
+
+import numpy as np
+
+from megatron_rl.gateway.chats import NumberChats
+from megatron_rl.gateway.gateway import Gateway
+from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
+from megatron_rl.gateway.said import Call
+from megatron_rl.shared.protocol import wire
+from megatron_rl.tool_calls.reading import PlainReader
+
+NUM_TURNS = 200
+
+
+async def sample(request: TurnRequest) -> wire.Response:
+    return wire.Response(
+        tokens=wire.encode_tokens([request.number]),
+        log_probs=wire.encode_log_probs([-1.0]),
+        finish_reason="stop",
+        seed=request.seed,
+        engine="engine-0",
+        spans=[wire.VersionSpan(version="1", start=0, end=1)],
+        fingerprint="w",
+    )
+
+
+async def act(rollout: OpenRollout, num_turns: int) -> None:
+    """Have turns as a client does, which sends the whole chat each time."""
+    messages = [{"role": "user", "content": "7 8"}]
+    for number in range(num_turns):
+        # A body is parsed into new objects.
+        answer = await rollout.answer(Call(json.loads(json.dumps(messages)), [], None))
+        messages.append({"role": "assistant", "content": answer.said.content})
+        messages.append({"role": "user", "content": f"{number} " * 100})
+
+
+def test_the_memory_of_an_open_rollout_grows_with_its_tokens_and_not_with_their_square() -> None:
+    async def run() -> list[int]:
+        gateway = Gateway(NumberChats(), PlainReader(), reads_tools=False)
+        terms = Terms(np.asarray([7, 8], dtype="<i4"), 5, wire.Sampling(max_tokens=1 << 20, max_turns=NUM_TURNS))
+        sizes = []
+        for num_turns in (NUM_TURNS // 4, NUM_TURNS):
+            with gateway.open(terms, sample) as (_, rollout):
+                before, _ = tracemalloc.get_traced_memory()
+                await act(rollout, num_turns)
+                sizes.append(tracemalloc.get_traced_memory()[0] - before)
+                assert rollout.record.num_turns == num_turns
+        return sizes
+
+    tracemalloc.start()
+    try:
+        few, many = asyncio.run(run())
+    finally:
+        tracemalloc.stop()
+    assert many < 1 << 20
+    # Digests of the answers alone grow with the square of their number, by 8 bytes each.
+    assert many < 6 * few
