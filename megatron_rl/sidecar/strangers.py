@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from megatron_rl.shared.protocol.greetings import Greetings, raise_file_limit
+from megatron_rl.shared.weights.delivery.greetings import Greetings, raise_file_limit
 from megatron_rl.sidecar.guard import OPEN
 
 _GREETING_SECONDS = 10.0

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.shared.protocol.greetings import shut
 from megatron_rl.shared.weights.arrival import Arrival, is_being_written
 from megatron_rl.shared.weights.delivery import incoming
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind
+from megatron_rl.shared.weights.delivery.greetings import shut
 from megatron_rl.shared.weights.delivery.messages import PROTOCOL, Contents, File, Portion, Refused, Strip, Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.delivery.supply import Supply

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from megatron_rl.shared.protocol.greetings import shut
+from megatron_rl.shared.weights.delivery.greetings import shut
 from megatron_rl.shared.weights.delivery.messages import PROTOCOL, DeliveryError, Hello, Refused
 
 _MAGIC = b"mrlweights"
