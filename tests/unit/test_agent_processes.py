@@ -90,12 +90,12 @@ async def acting(folder: Path, name: str, text: str = AGENT, **changes: Any) -> 
 
 async def act(world: World, number: int, **columns: Any) -> wire.Response:
     """Have one rollout, whose word follows from its number."""
-    rollouts = AgentRollouts(world.engines, world.opening.agents, world.gateway, None, False)
+    rollouts = AgentRollouts(world.engines, world.opening.agents, world.gateway, None, ())
     terms = wire.Sampling(max_tokens=30, max_turns=4)
     row = {"word": FIRST_WORD + number, **columns}
     prompt = wire.Prompt(index=number, row=f"rows:{number}", tokens=b"", text="7", columns=row)
-    (response,) = await rollouts.hold_group(GroupRequest(f"{number}", (7,), 1, number, terms, prompt=number), prompt)
-    return response
+    (held,) = await rollouts.hold_group(GroupRequest(f"{number}", (7,), 1, number, terms, prompt=number), prompt)
+    return held.response
 
 
 def check_words(world: World) -> None:
@@ -279,7 +279,7 @@ def act(base_url, api_key, model, word, how):
                     while len(find_marked()) < 3:
                         await asyncio.sleep(0.01)
                     acting_one.cancel()
-                await asyncio.wait([acting_one])
+                await asyncio.gather(acting_one, return_exceptions=True)
                 await wait_until(lambda: not find_marked())
                 await wait_until(lambda: not list_children(worker._pid))
                 assert not os.listdir(world.opening.agents._pool._scratch)
