@@ -97,6 +97,8 @@ async def _handle(gateway: Gateway, request: Request, interface: Interface) -> R
             return StreamingResponse(interface.stream_answer(answer, call), media_type="text/event-stream")
         return _write(interface.write_answer(answer))
     except CallRefused as refused:
+        rollout.num_refused += 1
+        rollout.last_refusal = str(refused)
         return _refuse(gateway, refused, interface)
     except ClientDisconnect:
         # No client is left to read it.

@@ -98,6 +98,8 @@ class OpenRollout:
         """The failure of the engines."""
         self.limit: str | None = None
         """The limit for which a call was refused."""
+        self.num_refused = 0
+        self.last_refusal = ""
         self.is_cut = False
         """True if a turn ended because no token was left."""
         self.messages: list[JSON] = []

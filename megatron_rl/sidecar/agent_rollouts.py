@@ -157,8 +157,7 @@ class AgentRollouts:
             response = record.build_response(seed, reason, {AGENT_COMPONENT: reward})
             return msgspec.structs.replace(response, failure=f"{rewards}" if reason == "failed" else "")
         if not record.num_turns:
-            why = "ended without a call of the gateway" if rollout.limit is None else f"had no answer: {rollout.limit}"
-            raise MegatronRLError(f"{_name(prompt)} {why}: it has nothing to train on")
+            raise MegatronRLError(f"{_name(prompt)} {_explain_silence(rollout)}: it has nothing to train on")
         if not rewards and not self._functions:
             raise MegatronRLError(f"{_name(prompt)} returned None: return a reward, or write --reward")
         most = rollout.terms.sampling.max_tokens
@@ -168,6 +167,17 @@ class AgentRollouts:
         # In the order of the response, calls that came side by side may share more tokens than as they came.
         reason = "length" if len(response.tokens) == 4 * most else "limit"
         return msgspec.structs.replace(response, finish_reason=reason)
+
+
+def _explain_silence(rollout: OpenRollout) -> str:
+    """Explain why a rollout has no turn of the policy."""
+    if rollout.limit is not None:
+        return f"had no answer: {rollout.limit}"
+    if rollout.num_refused:
+        return (
+            f"had no answer: its {rollout.num_refused} calls were refused, the last one because {rollout.last_refusal}"
+        )
+    return "ended without a call of the gateway"
 
 
 def _name(prompt: wire.Prompt) -> str:

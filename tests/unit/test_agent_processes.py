@@ -107,7 +107,13 @@ def check_words(world: World) -> None:
     assert asked == {f"{number}": {FIRST_WORD + number} for number in range(NUM_ROLLOUTS)}
 
 
-@pytest.mark.parametrize("name", ["act_alone", "act_in_threads", "act_in_tasks", "act_in_processes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "act_in_tasks",
+        *[pytest.param(f"act_{how}", marks=pytest.mark.each_change) for how in ("alone", "in_threads", "in_processes")],
+    ],
+)
 def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_alone(tmp_path: Path, name: str) -> None:
     async def run() -> None:
         async with acting(tmp_path, name) as world:
@@ -117,6 +123,17 @@ def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_alone(
 
     asyncio.run(run())
     assert not leftovers(WORKERS)
+
+
+def test_the_process_of_a_rollout_has_three_mebibytes_of_its_own_at_most(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with acting(tmp_path, "act_alone") as world, world.opening.agents._pool.hold({"word": 7}, 1) as rollout:
+            lines = Path(f"/proc/{rollout.process}/smaps_rollup").read_text().splitlines()
+            private = [int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
+            assert len(private) == 2
+            assert 0 < sum(private) < 3 << 10
+
+    asyncio.run(run())
 
 
 # Calls the policy with nothing but Python's own packages.

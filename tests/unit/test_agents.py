@@ -45,6 +45,10 @@ async def act(base_url, api_key, model, task, seed, **row):
     messages = [{"role": "user", "content": "7 8"}]
     if task == "silent": raise RuntimeError("cannot begin")
     if task == "mute": return 1.0
+    if task == "refused":
+        for _ in range(3):
+            with contextlib.suppress(RuntimeError): ask(*policy, None, raw=json.dumps({"model": model, "top_p": 0.5}))
+        return 1.0
     if task == "caught":
         with contextlib.suppress(RuntimeError): ask(*policy, [{"role": "user", "content": "7 8 2"}])
         return 1.0
@@ -173,7 +177,12 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
             (response,) = await world.act("parts", functions=("exact", "seed"))
             assert (response.finish_reason, response.components) == ("failed", {"agent": -1.0})
             assert response.failure == "returned a reward named seed, and --reward has a function seed: rename one"
-            for task, said in (("none", "returned None"), ("mute", "without a call"), ("silent", "cannot begin")):
+            for task, said in (
+                ("none", "returned None"),
+                ("mute", "without a call"),
+                ("silent", "cannot begin"),
+                ("refused", "had no answer: its 3 calls were refused, the last one because top_p 0.5 would sample"),
+            ):
                 with pytest.raises(MegatronRLError, match=said):
                     await world.act(task)
             # Of an agent that takes a refusal for an end, too.
