@@ -115,7 +115,7 @@ class FunctionAgents:
                 assert isinstance(conversation, AgentConversation) and conversation.process is not None
                 visit.run_in(conversation.process)
                 async with visit.clock.limit(self._timeout):
-                    rewards: dict[str, float] = await conversation.call("act", **address)
+                    rewards: dict[str, float] = await conversation.call("act", None, **address)
                 return rewards
         except TimeoutError:
             raise AgentFailed(f"used more than {self._timeout:g} seconds of its own") from None
