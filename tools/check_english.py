@@ -50,7 +50,7 @@ GLOSSARY = {
     "mended": "fixed, corrected, repaired",
     "without meaning": "without effect",
     "said once": "reported once",
-    "take care:": "note:",
+    "take care": "note:, check",
     "do not believe": "unreliable, with the reason",
     "of one's own": "your own, user-defined",
     "a person's own": "your own, user-defined",
