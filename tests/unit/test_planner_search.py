@@ -216,7 +216,7 @@ def test_engines_whose_script_has_step_seconds_are_predicted_from_them(folder, t
     assert seconds_of(chosen, "periodic") <= seconds_of(fixed, "periodic")
     assert plan("--rollout-max-in-flight", "24") == fixed
     script.write_text(json.dumps({"tokens_per_second": 900}))
-    assert "take care: the sidecar chose how many responses were in flight" in plan()
+    assert "note: the sidecar chose how many responses were in flight" in plan()
     assert "or with scripted engines that have step_seconds: write N" in plan("--rollout-max-in-flight", "auto")
 
 
