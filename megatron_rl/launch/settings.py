@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.command_line.parse import list_problems
 from megatron_rl.config.flag import FlagParser
-from megatron_rl.errors import UsageError
+from megatron_rl.errors import PlatformError, UsageError, packages_checked
 from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, write_hosts
 from megatron_rl.sidecar.hosts.kinds import DEFAULT_PORT
 from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
@@ -163,7 +162,15 @@ def _check_run(words: Sequence[str], num_ranks: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         write_hosts(Path(folder), _ANY_HOST)
         found = [FLAG_OF_HOSTS, f"slurm:{folder}/{HOSTS_FILE}"]
-        return list_problems([*flags, *found], num_ranks, has_files)
+        try:
+            with packages_checked():
+                # Imported here: a machine that only submits jobs may lack torch and megatron-core.
+                from megatron_rl.config.command_line.parse import list_problems
+
+                return list_problems([*flags, *found], num_ranks, has_files)
+        except PlatformError as error:
+            print(f"megatron-rl launch: the run's flags were not checked: {error}", file=sys.stderr)
+            return []
 
 
 def _find_flags(words: Sequence[str]) -> Sequence[str] | None:

@@ -402,9 +402,9 @@ def test_parquet_values_that_json_cannot_hold_are_refused(model, tmp_path, colum
         load(model, tmp_path / "a.parquet")
 
 
-def test_parquet_without_pyarrow_names_the_extra(model, tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_names_the_package(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(PlatformError, match=r"pip install -e '\.\[parquet\]'"):
+    with pytest.raises(PlatformError, match="pip install pyarrow"):
         load(model, write(tmp_path / "a.parquet"))
     assert load(model, write(tmp_path / "a.jsonl", GOOD)).num_rows == 1
 

@@ -44,8 +44,11 @@ def add_packages(bin_folder: Path) -> None:
     (above / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
 
 
-def run(bin_folder: Path, *words: str, place: Path) -> subprocess.CompletedProcess[str]:
+def run(bin_folder: Path, *words: str, place: Path, first: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in `place`; modules in `first` are found before those of packages."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if first is not None:
+        environment["PYTHONPATH"] = str(first)
     command = [str(bin_folder / words[0]), *words[1:]]
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
 
@@ -67,5 +70,12 @@ def test_the_wheel_needs_no_clone(bin_folder: Path, tmp_path: Path) -> None:
     shown = run(bin_folder, "python", "-m", "megatron_rl", "--platform", "cpu", "--hf-modle", "m", place=tmp_path)
     assert shown.returncode == ExitCode.USAGE
     assert "unknown flag --hf-modle (the nearest is --hf-model)" in shown.stderr
+    # A machine that only submits jobs may lack torch.
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
+    words = ["launch", "slurm", "--engine-hosts", "1", "--dry-run", "--", "pretrain_grpo.py", "--save", "maths"]
+    launched = run(bin_folder, "megatron-rl", *words, place=tmp_path, first=tmp_path / "lacking")
+    assert launched.returncode == ExitCode.OK, launched.stderr
+    assert "the run's flags were not checked: the package torch is not installed" in launched.stderr
     where = run(bin_folder, "python", "-c", "import megatron_rl; print(megatron_rl.__file__)", place=tmp_path)
     assert bin_folder.parent in Path(where.stdout.strip()).parents

@@ -33,8 +33,7 @@ def load_library() -> str:
         module = importlib.import_module("bokeh.resources")
     except ImportError as error:
         raise PlatformError(
-            f"the report's charts need Bokeh, which does not load ({error}): pip install -e '.[report]' in the "
-            "clone of megatron_rl"
+            f"the report's charts need Bokeh, which does not load ({error}): pip install bokeh"
         ) from error
     scripts: list[str] = module.Resources(mode="inline", components=["bokeh", "bokeh-api"], minified=True).js_raw
     return ";\n".join(scripts)

@@ -126,8 +126,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise PlatformError(
-            f"{path} is read with pyarrow, which is not installed: pip install -e '.[parquet]' in the clone of "
-            "megatron_rl, or convert the file to JSONL"
+            f"{path} is read with pyarrow, which is not installed: pip install pyarrow, or convert the file to JSONL"
         ) from None
     line = 0
     try:
