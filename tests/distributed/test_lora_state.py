@@ -183,7 +183,7 @@ def test_a_checkpoint_of_adapters_resumes_bit_for_bit_and_in_another_layout(
 def test_peft_computes_with_our_adapters_what_we_do(
     folder: Path, played: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="make test-all runs it, in an environment with peft")
     out, found = played
     sequences = hf_models.sequences([30, 21, 40])
     model = peft.PeftModel.from_pretrained(hf_models.load(folder), out / "adapter")
