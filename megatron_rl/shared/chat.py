@@ -7,6 +7,7 @@ environment is what the template writes between two turns of the policy.
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,7 @@ from megatron_rl.errors import InputError
 
 JSON = dict[str, Any]
 
-# A marker for a text, which no template writes by itself.
-_MARK = "megatronrl0text"
-# A chat whose last turn is the marker.
-_SAID: tuple[JSON, ...] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK})
+_ASKED: JSON = {"role": "user", "content": "?"}
 # The name of a tool in a call that stands for one whose name is not known.
 _ANY_TOOL = "tool"
 
@@ -31,19 +29,26 @@ class ChatWriter:
     """
 
     tokenizer: Any
+    mark: str = dataclasses.field(default_factory=lambda: f"megatronrl{secrets.token_hex(8)}text")
+    """A marker for a text. It is drawn, so that no template, page or policy writes it."""
+
+    @property
+    def _said(self) -> tuple[JSON, ...]:
+        """A chat whose last turn is the marker."""
+        return _ASKED, {"role": "assistant", "content": self.mark}
 
     def write_prompt(self, messages: Sequence[JSON], tools: Sequence[JSON] = ()) -> tuple[str, str]:
         """Write a chat; return it up to the end of the last message's content, and from there to the policy's turn."""
         last = messages[-1]
-        marked = [*messages[:-1], {**last, "content": str(last["content"]) + _MARK}]
-        before, found, after = self._render(marked, tools).rpartition(_MARK)
+        marked = [*messages[:-1], {**last, "content": str(last["content"]) + self.mark}]
+        before, found, after = self._render(marked, tools).rpartition(self.mark)
         if not found:
             raise InputError("the chat template does not write the last message as it is")
         return before, after
 
     def check_tools(self, tools: Sequence[JSON]) -> None:
         """Raise an InputError if the template leaves tools out."""
-        if tools and self._render(_SAID, tools) == self._render(_SAID, ()):
+        if tools and self._render(self._said, tools) == self._render(self._said, ()):
             raise InputError("it does not write the tools that are offered")
 
     def write_turn(
@@ -58,18 +63,18 @@ class ChatWriter:
             calls = [_stand_in(message, tools) for message in messages if message["role"] == "tool"]
         if calls:
             return self._write_results(messages, tools, calls)
-        _, found, after = self._render([*_SAID, *messages], tools).rpartition(_MARK)
+        _, found, after = self._render([*self._said, *messages], tools).rpartition(self.mark)
         if not found:
             raise InputError("the chat template does not write a turn of the assistant as it is")
         return after
 
     def _write_results(self, messages: Sequence[JSON], tools: Sequence[JSON], calls: Sequence[JSON]) -> str:
         """Write what follows a turn that calls tools."""
-        marked = [_set_arguments(call, {"text": _MARK}) for call in calls]
-        said: list[JSON] = [_SAID[0], {"role": "assistant", "content": "", "tool_calls": marked}]
+        marked = [_set_arguments(call, {"text": self.mark}) for call in calls]
+        said: list[JSON] = [_ASKED, {"role": "assistant", "content": "", "tool_calls": marked}]
         try:
-            _, found, turn = self._render(said, tools, is_open=False).rpartition(_MARK)
-            _, _, whole = self._render([*said, *messages], tools).rpartition(_MARK)
+            _, found, turn = self._render(said, tools, is_open=False).rpartition(self.mark)
+            _, _, whole = self._render([*said, *messages], tools).rpartition(self.mark)
         # A template is a program with errors of its own: some refuse several calls in a turn, but not their results.
         except Exception:
             if len(calls) == 1:
@@ -83,7 +88,7 @@ class ChatWriter:
 
     def _find_end(self, turn: str, tools: Sequence[JSON]) -> str:
         """Return the end of a turn that calls tools, with which the text after its last argument ends."""
-        _, found, end = self._render(_SAID, tools, is_open=False).rpartition(_MARK)
+        _, found, end = self._render(self._said, tools, is_open=False).rpartition(self.mark)
         if found and turn.endswith(end):
             return end
         # Another token ends a turn with a call.

@@ -88,6 +88,14 @@ def test_text_of_the_user_follows_a_turn_without_calls_though_there_are_tools(tm
     assert render(tokenizer, chat).endswith("assistant" + turn)
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_page_may_say_what_looks_like_a_marker(tmp_path: Path, role: str) -> None:
+    tokenizer = load(tmp_path, chat_models.HERMES)
+    page = result("add", "first megatronrl0text last") | {"role": role}
+    assert "first megatronrl0text last" in ChatWriter(tokenizer).write_turn([page], TOOLS)
+    assert ChatWriter(tokenizer).mark != ChatWriter(tokenizer).mark
+
+
 def test_a_template_without_calls_of_tools_is_refused_and_so_is_one_that_changes_them(tmp_path: Path) -> None:
     writer = ChatWriter(load(tmp_path, chat_models.CHATML))
     with pytest.raises(InputError, match="does not write calls of tools"):
