@@ -159,6 +159,8 @@ def test_hosts_that_run_engines_together_stay_and_a_mistake_is_said_once(caplog)
 
     def read_hosts() -> StaticHosts:
         read.append(1)
+        if len(read) > 7:
+            raise OSError(5, "Input/output error")
         if len(read) > 4:
             raise UsageError("the file cannot be read")
         return StaticHosts((*together[: len(read) % 2 + 1], C), TOKEN)
@@ -170,12 +172,13 @@ def test_hosts_that_run_engines_together_stay_and_a_mistake_is_said_once(caplog)
                     membership.follow(StaticHosts(named, TOKEN))
             assert names(hosts) == [place.address for place in together]
             membership.follow_source(read_hosts, seconds=0.001)
-            await until(lambda: len(read) > 9)
+            await until(lambda: len(read) > 12)
             assert names(hosts) == [*(place.address for place in together), C.address]
 
     with caplog.at_level("WARNING"):
         asyncio.run(check())
     assert caplog.text.count("the file cannot be read") == 1
+    assert caplog.text.count("Input/output error") == 1
     assert "cannot change during a run" in caplog.text
 
 

@@ -94,10 +94,12 @@ class Membership:
             await asyncio.sleep(seconds)
             try:
                 self.follow(await asyncio.to_thread(read))
-            except UsageError as error:
-                if str(error) != said:
-                    _log.warning("the hosts stay as they are until this is corrected: %s", error)
-                said = str(error)
+            # Nothing in the file, nor on its disk, may end this task: the run would follow no later change.
+            except Exception as error:
+                reason = str(error) if isinstance(error, UsageError) else repr(error)
+                if reason != said:
+                    _log.warning("the hosts stay as they are until this is corrected: %s", reason)
+                said = reason
                 continue
             said = ""
 
