@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.flag import suggest_nearest
@@ -78,13 +78,13 @@ def find_weights(config: RewardConfig) -> dict[str, float]:
     return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
 
 
-def build_pool_settings(reward: RewardConfig, folder: Path) -> PoolSettings:
-    """Build the settings of the processes that run the user's code; it must not see the run's folder."""
+def build_pool_settings(reward: RewardConfig, folder: Path, secrets: Iterable[Path] = ()) -> PoolSettings:
+    """Build the settings of the processes that run the user's code, which sees neither the run's folder nor secrets."""
     return PoolSettings(
         num_workers=reward.workers,
         on_error=parse_on_error(reward.on_error),
         confine=reward.confine,
-        private=(folder.resolve(),),
+        private=(folder.resolve(), *secrets),
         readable=tuple(path.resolve() for path in reward.readable or ()),
         environment=tuple(reward.environment or ()),
         memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * 2**30),

@@ -24,6 +24,7 @@ from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
 from megatron_rl.gateway.visits import Agents
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
+from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
@@ -35,7 +36,7 @@ from megatron_rl.sidecar.environment_times import EnvironmentClock
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.sidecar.group_maker import Decode, GroupHolder, NoScorer, PoolScorer, build_decoder
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts
+from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts, find_secrets
 from megatron_rl.sidecar.hosts.membership import Membership
 from megatron_rl.sidecar.http import build_application, serve, set_at_end
 from megatron_rl.sidecar.in_flight.control import Pacer
@@ -195,18 +196,22 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
 def _build_environments(settings: SidecarSettings) -> EnvironmentPool | None:
     if settings.environment.source is None:
         return None
-    return EnvironmentPool(settings.environment, build_pool_settings(settings.reward, settings.folder))
+    return EnvironmentPool(settings.environment, _build_pool_settings(settings))
 
 
 def _open_gateway(settings: SidecarSettings) -> GatewayOpening:
-    return GatewayOpening.open(settings.environment, build_pool_settings(settings.reward, settings.folder))
+    return GatewayOpening.open(settings.environment, _build_pool_settings(settings))
+
+
+def _build_pool_settings(settings: SidecarSettings) -> PoolSettings:
+    return build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
 
 
 def _build_pool(settings: SidecarSettings) -> RewardPool | None:
     reward = settings.reward
     if not reward.functions and settings.environment.has_turns:
         return None
-    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), build_pool_settings(reward, settings.folder))
+    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
     pool.read_sources()
     return pool
 

@@ -4,9 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
+from megatron_rl.rewards.confinement import landlock_version
+from megatron_rl.rewards.spec import build_pool_settings
+from megatron_rl.rewards.types import RewardError
+from megatron_rl.sidecar.hosts.kinds import find_secrets
 from megatron_rl.sidecar.hosts.static import HostPlace, read_hosts
 from megatron_rl.sidecar.settings import parse
+from tests.reward_pools import request, score
 
 
 def write(folder: Path, text: str, mode: int = 0o600) -> str:
@@ -79,6 +85,7 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path):
         ("[[host]]\naddress = 'a:1'", "token_file is missing"),
         ("token_file = 'none'\n[[host]]\naddress = 'a:1'", "No such file"),
         ("[[host", "cannot be read"),
+        ("token_file = 'token'\n[[host]]\naddress = ['a:1']", "address must be HOST:PORT"),
         ("token_file = 'token'\ntls_ca = 'none'\n[[host]]\naddress = 'a:1'", "tls_ca .* cannot be used"),
         ("token_file = 'token'\ntls_ca = 3\n[[host]]\naddress = 'a:1'", "tls_ca must be"),
     ],
@@ -98,3 +105,19 @@ def test_a_sidecar_without_any_engine_and_hosts_without_vllm_are_refused(tmp_pat
     assert "must be at least 1 without" not in str(raised.value)
     with pytest.raises(UsageError, match="must be one of static:FILE"):
         parse([*words, "--rollout-hosts", "somewhere"])
+
+
+def test_a_function_next_to_the_file_of_hosts_does_not_read_the_token(tmp_path):
+    if landlock_version() < 1:
+        pytest.skip("files are hidden by Landlock")
+    value = write(tmp_path, "token_file = 'token'\n[[host]]\naddress = 'a:1'")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pathlib import Path\n"
+        "def fn(completions, **columns):\n"
+        "    return [float(len(Path(__file__).with_name('token').read_text()))] * len(completions)\n"
+    )
+    settings = build_pool_settings(RewardConfig(), tmp_path / "run", find_secrets(value))
+    (result,) = score([f"{file}:fn"], request(), private=settings.private)
+    assert isinstance(result, RewardError), result
+    assert "PermissionError" in str(result)

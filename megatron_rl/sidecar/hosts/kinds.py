@@ -157,19 +157,31 @@ def _list_named(found: StaticHosts | _Found) -> StaticHosts:
     return found.place([f"{name}:{found.port}" for name in found.source.list_names()])
 
 
-def _read(text: str, tensor_parallel_size: int) -> StaticHosts | _Found:
+def find_secrets(text: str | None) -> tuple[Path, ...]:
+    """Return the file of the agents' token, for a value of the flag that has been checked."""
+    if text is None:
+        return ()
+    _, path = _split(text)
+    return ((path.parent / static.read_toml(text, path)[static.TOKEN_FILE]).resolve(),)
+
+
+def _split(text: str) -> tuple[str, Path]:
+    """Split a value of the flag into its kind and its file."""
     kind, _, name = text.partition(":")
+    return kind, Path(name or os.environ.get(VARIABLE, ""))
+
+
+def _read(text: str, tensor_parallel_size: int) -> StaticHosts | _Found:
+    kind, path = _split(text)
     if kind == static.KIND:
         return static.read_hosts(text, tensor_parallel_size)
     if kind not in _KINDS:
         raise UsageError(f"{FLAG} {text} must be one of {_VALUES}{suggest_nearest(kind, _KINDS)}")
-    name = name or os.environ.get(VARIABLE, "")
-    if not name:
+    if not path.name:
         raise UsageError(
             f"{FLAG} {text} names no file, and {VARIABLE} is not set: start the run by megatron-rl launch {kind}, or "
             f"write {kind}:FILE"
         )
-    path = Path(name)
     content = static.read_toml(text, path)
     token, tls_ca, problems = static.read_access(content, path)
     own = content.get(kind, {})

@@ -16,9 +16,9 @@ from megatron_rl.sidecar.listening import parse_place
 
 FLAG = "--rollout-hosts"
 KIND = "static"
-_TOKEN_FILE = "token_file"
+TOKEN_FILE = "token_file"
 _TLS_CA = "tls_ca"
-OF_ACCESS = (_TOKEN_FILE, _TLS_CA)
+OF_ACCESS = (TOKEN_FILE, _TLS_CA)
 """The keys of a file that `read_access` reads."""
 _TOGETHER = "together"
 
@@ -76,16 +76,16 @@ def read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, 
     """Return the agents' token and the certificates that theirs must be signed by, and what is wrong with them."""
     problems = []
     token = ""
-    if not isinstance(content.get(_TOKEN_FILE), str):
-        problems.append(f'{_TOKEN_FILE} is missing: write {_TOKEN_FILE} = "FILE", the file of the token of all agents')
+    if not isinstance(content.get(TOKEN_FILE), str):
+        problems.append(f'{TOKEN_FILE} is missing: write {TOKEN_FILE} = "FILE", the file of the token of all agents')
     else:
         # Imported here: a run without other hosts reads its settings without an HTTP client.
         from megatron_rl.shared.protocol.client import read_token
 
         try:
-            token = read_token(path.parent / content[_TOKEN_FILE])
+            token = read_token(path.parent / content[TOKEN_FILE])
         except (OSError, MegatronRLError) as error:
-            problems.append(f"{_TOKEN_FILE}: {error}")
+            problems.append(f"{TOKEN_FILE}: {error}")
     tls_ca = None
     if not isinstance(content.get(_TLS_CA, ""), str):
         problems.append(f"{_TLS_CA} must be the path of a PEM file")
@@ -119,9 +119,9 @@ def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[
         address = entry.get("address")
         size = tensor_parallel_size // words.count(word) if word else tensor_parallel_size
         yield from (f"host {number} ({address}): {problem}" for problem in check_host(entry, size))
-        if address in seen:
+        if str(address) in seen:
             yield f"host {number} ({address}) is named twice: write it once, with the number of its engines"
-        seen.add(address)
+        seen.add(str(address))
 
 
 def _check_together(hosts: list[dict[str, Any]], words: list[str], tensor_parallel_size: int) -> Iterator[str]:

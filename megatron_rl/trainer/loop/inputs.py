@@ -18,6 +18,7 @@ from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.sidecar.hosts.kinds import find_secrets
 from megatron_rl.sidecar.reading import check_offered
 from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
@@ -91,7 +92,7 @@ def _describe_environment(settings: RunSettings) -> Description | None:
     """Describe the environment; raise a UsageError if this run's own sidecar would refuse it."""
     if settings.environment.source is None:
         return None
-    processes = build_pool_settings(settings.reward, settings.folder)
+    processes = build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
     # The log is the sidecar's.
     offered = describe_environment(settings.environment, dataclasses.replace(processes, log=None))
     if settings.sidecar is not None:

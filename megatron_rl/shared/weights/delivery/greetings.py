@@ -15,6 +15,8 @@ import threading
 import time
 from typing import NamedTuple
 
+_ENOUGH_FILES = 1 << 16
+
 
 class _Waiting(NamedTuple):
     connection: socket.socket
@@ -78,7 +80,9 @@ def shut(connection: socket.socket) -> None:
 
 
 def raise_file_limit() -> int:
-    """Let this process have as many files open as it may; return their number."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    """Let this process have as many files open as it may and needs; return their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Its children inherit the limit, and some programs look at each descriptor below it.
+    raised = max(soft, min(hard, _ENOUGH_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return raised
