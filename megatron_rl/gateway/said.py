@@ -88,7 +88,7 @@ class ChatDigests:
 
     @property
     def exact(self) -> bytes:
-        """Digests of all answers as they were sent, one after the other."""
+        """Digests of all answers as they were sent, in their order."""
         return bytes(self._exact)
 
     def count_equal(self, exact: bytes) -> int:

@@ -32,7 +32,7 @@ class BoundedListener(socket.socket):
 
     @classmethod
     def wrap(cls, listener: socket.socket) -> "BoundedListener":
-        """Take a listening socket over. This process may have as many files open as it can, and a quarter is theirs."""
+        """Replace a listening socket, raise the limit of open files, and give a quarter of them to greetings."""
         most = min(_MOST_GREETINGS, raise_file_limit() // 4)
         bounded = cls(fileno=listener.detach())
         bounded.greetings = Greetings(_GREETING_SECONDS, most, most // 2)

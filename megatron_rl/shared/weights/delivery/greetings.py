@@ -44,7 +44,7 @@ class Greetings:
             self._waiting[connection.fileno()] = _Waiting(connection, address, time.monotonic())
             self._num_of_address[address] = self._num_of_address.get(address, 0) + 1
             if self._num_of_address[address] > self._most_of_address:
-                self._shut(next(number for number, one in self._waiting.items() if one.address == address))
+                self._shut(next(number for number, waiting in self._waiting.items() if waiting.address == address))
             elif len(self._waiting) > self._most:
                 self._shut(next(iter(self._waiting)))
 
