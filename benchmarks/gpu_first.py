@@ -215,14 +215,14 @@ def measure_part(name: str, folder: Path) -> Result:
 
 
 def publish_each_way(folder: Path) -> Result:
-    """Publish 0.6 B parameters to an engine on the same GPU: from device to device, and by files.
+    """Publish 0.6 B parameters to an engine on the same GPU: by files, and from device to device.
 
     NCCL has no group of two ranks on one device.
     """
     model, prompts = make_model(folder), folder / "prompts.jsonl"
     write_prompts(prompts, 32, 64, models.SIZES["0.6b"].vocab_size)
     found: dict[str, Any] = {}
-    for through in ("ipc", "files"):
+    for through in ("files", "ipc"):
         run = folder / f"publish-{through}"
         words = ("--hf-model", str(model), "--prompts", str(prompts), "--reward", "length:32", *SMALL_RUN)
         metrics = train(run, *BF16_ON_GPU, *words, "--train-iters", "4", EAGER, "--publish-through", through)
@@ -275,7 +275,7 @@ def repeat_linear(folder: Path) -> Result:
     words = ("--hf-model", str(model), "--prompts", str(prompts), "--reward", "length:8", *SMALL_RUN)
     # The seeds of a run follow from its name.
     first, second = (without_times(train(folder / "linear", *LINEAR_RUN, *words)) for _ in range(2))
-    result = {"grad_norms": [[one["grad_norm"] for one in metrics] for metrics in (first, second)]}
+    result = {"gradient_norms": [[one["gradient_norm"] for one in metrics] for metrics in (first, second)]}
     if first != second:
         raise PartError(result)
     return result
