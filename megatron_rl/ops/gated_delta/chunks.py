@@ -116,12 +116,14 @@ def _gather(rows: torch.Tensor, rows_NC: torch.Tensor, dtype: torch.dtype) -> to
 def _compute_decays(g_NGIC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the decay from each token to each later one, 0 to an earlier one; and from before the chunk to each.
 
-    Logarithms are summed from each token on, because differences of sums from the chunk's start would cancel.
+    Logarithms are summed from each token on, because differences of sums from the chunk's start would cancel. The sums
+    are a product, because torch's running sums have no fixed order on CUDA.
     """
     length = g_NGIC.shape[-1]
-    sums_NGICC = g_NGIC.unsqueeze(-1).expand(*g_NGIC.shape, length).tril(-1).cumsum(dim=-2)
-    is_later_CC = torch.ones(length, length, dtype=torch.bool, device=g_NGIC.device).triu(1)
-    return sums_NGICC.masked_fill(is_later_CC, float("-inf")).exp(), g_NGIC.cumsum(dim=-1).exp()
+    ones_CC = g_NGIC.new_ones(length, length).tril()
+    sums_NGICC = ones_CC @ g_NGIC.unsqueeze(-1).expand(*g_NGIC.shape, length).tril(-1)
+    from_start_NGIC = g_NGIC[..., :1] + sums_NGICC[..., 0]
+    return sums_NGICC.masked_fill(ones_CC == 0, float("-inf")).exp(), from_start_NGIC.exp()
 
 
 def _pass_states(
