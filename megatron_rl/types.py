@@ -3,6 +3,9 @@
 import dataclasses
 import enum
 
+MKL_MODE = {"MKL_CBWR": "AUTO,STRICT"}
+"""The variable of MKL's reproducible mode: sums of a product in fp32 have one order, with any number of threads."""
+
 
 class RopeKind(enum.StrEnum):
     """The supported ways to scale rotary frequencies, under Hugging Face's names."""

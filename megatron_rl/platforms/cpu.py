@@ -46,12 +46,14 @@ class CpuPlatform(Platform):
         replacements = [(replacement.title, replacement.reason) for replacement in cpu_torch.REPLACEMENTS]
         shared = ("one device of gloo for all groups", inspect.cleandoc(host.share_gloo_device.__doc__ or ""))
         onednn = ("oneDNN's matrix products", inspect.cleandoc(host.multiply_with_onednn.__doc__ or ""))
-        return [*replacements, *cpu_torch.list_tensor_methods(), shared, onednn, *super().patches()]
+        mkl = ("MKL's reproducible mode", inspect.cleandoc(host.choose_mkl_mode.__doc__ or ""))
+        return [*replacements, *cpu_torch.list_tensor_methods(), shared, mkl, onednn, *super().patches()]
 
     def _prepare(self) -> None:
         # Without this variable, which has no effect here, megatron warns if tensor parallelism overlaps.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         host.share_gloo_device()
+        host.choose_mkl_mode()
         host.multiply_with_onednn()
         cpu_torch.replace_tensor_methods()
         replace_import(cpu_torch.build_import_function())

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from megatron_rl.types import MKL_MODE
+
 _log = logging.getLogger(__name__)
 _NEEDED = ("_Options", "create_default_device", "create_device")
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -74,6 +76,15 @@ def share_gloo_device() -> None:
 
     group.__init__ = make
     setattr(group, _MARK, True)
+
+
+def choose_mkl_mode() -> None:
+    """Have MKL compute fp32 products whose bits do not depend on the number of threads, unless a mode is set.
+
+    MKL reads the variable at its first call in a process. Products are as fast as without it.
+    """
+    for name, mode in MKL_MODE.items():
+        os.environ.setdefault(name, mode)
 
 
 def multiply_with_onednn() -> None:

@@ -147,3 +147,13 @@ def test_an_engine_gets_our_worker_on_a_cpu_and_vllms_own_mode_on_cuda(tmp_path:
         spec = make_process_spec(config, "engine", make_socket_folder(), tmp_path / "log")
         assert ("megatron_rl.sidecar.vllm.invariant.InvariantWorker" in spec.command) == words
         assert spec.environment.get("VLLM_BATCH_INVARIANT") == variable
+        assert spec.environment.get("MKL_CBWR") == ("AUTO,STRICT" if words else None)
+
+
+def test_another_mode_of_mkl_than_engines_have_is_refused(
+    run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert not parse_run(*run, world_size=1).rollout.is_batch_invariant
+    (problem,) = run_problems(*run, FLAG, world_size=1)
+    assert "MKL_CBWR=COMPATIBLE must be AUTO,STRICT" in problem

@@ -1,9 +1,11 @@
 """fp32 products by oneDNN: as exact as torch's own, refused in torch's words, and taken where they are faster."""
 
+import os
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.platforms import host
 from tests.processes import run_python
@@ -73,6 +75,21 @@ def test_gradients_go_through_products_of_the_same_kind():
         torch.testing.assert_close(w.grad.double(), exact_w.grad, rtol=1e-5, atol=1e-3)
         """
     )
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+def test_mkls_products_do_not_depend_on_threads_and_a_mode_of_the_users_stays() -> None:
+    code = """
+        import ctypes, os, torch
+        from megatron_rl import platforms
+        platforms.select("cpu").install()
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        print(hex(library.mkl_serv_cbwr_get(-1)))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    # MKL's numbers for AUTO with STRICT, and for its slowest mode.
+    assert run_python(code, env=environment).strip() == "0x10002"
+    assert run_python(code, env={**environment, "MKL_CBWR": "COMPATIBLE"}).strip() == "0x3"
 
 
 def test_products_of_other_types_and_mistakes_are_torchs_own():

@@ -3,11 +3,12 @@
 Those of engines are in `sidecar.vllm.invariance`.
 """
 
+import os
 from collections.abc import Iterator
 
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.ops.triton_support import refuse_triton
-from megatron_rl.types import Architecture, RopeKind
+from megatron_rl.types import MKL_MODE, Architecture, RopeKind
 from megatron_rl.versions import find_engine_refusal
 
 FLAG = "--batch-invariant"
@@ -42,6 +43,9 @@ def check_batch_invariant(settings: DraftSettings) -> Iterator[str]:
     for flag, dtype in (("--rollout-dtype", settings.rollout.dtype), ("--publish-dtype", settings.publish.dtype)):
         if dtype not in (None, trained):
             yield f"{flag} {dtype} must be {trained}, as the trainer computes, with {FLAG}: write that, or drop it"
+    for name, mode in MKL_MODE.items():
+        if (present := os.environ.get(name, mode)) != mode:
+            yield f"{name}={present} must be {mode} with {FLAG}, as in engines: unset it"
     if settings.architecture is not None:
         yield from _check_architecture(settings.architecture)
 

@@ -7,29 +7,33 @@ import torch
 import torch.nn.functional as F
 
 NUM_ROWS = 32
-"""The rows of a call of a product. Fewer cost more calls in training, more cost padding in sampling."""
-
-
+"""The rows of a call of a product in bf16: oneDNN sums by the number of rows."""
+_FEWEST_ROWS, _FEWEST_OUTPUTS = 4, 48
+"""In fp32 a product has as many at least: MKL sums smaller ones in other orders, in its reproducible mode too."""
 _WIDTH = 16
 """Narrower products, and rows of other lengths, are summed by where a row lies in memory."""
 
 
 def multiply(rows_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute rows @ weight.T, in calls of a fixed number of rows; there must not be a bias."""
+    """Compute rows @ weight.T; there must not be a bias.
+
+    In fp32 it is one call. MKL's reproducible mode (`types.MKL_MODE`) must be set before MKL's first call.
+    """
     assert bias_O is None
     num_outputs = len(weight_OI)
-    weight_OI = _pad(weight_OI, -num_outputs % _WIDTH)
+    weight_OI = _pad(weight_OI, max(-num_outputs % _WIDTH, _FEWEST_OUTPUTS - num_outputs))
     rows_NI, weight_IO = _pad(rows_NI).contiguous(), weight_OI.t()
     out_NO = rows_NI.new_empty(len(rows_NI), len(weight_OI))
-    num_whole = len(rows_NI) // NUM_ROWS * NUM_ROWS
+    num_rows = max(len(rows_NI), _FEWEST_ROWS) if rows_NI.dtype is torch.float32 else NUM_ROWS
+    num_whole = len(rows_NI) // num_rows * num_rows
     # Always with `out`: without it, a trainer's platform may have replaced the operator (`platforms.host`).
-    for start in range(0, num_whole, NUM_ROWS):
-        torch.mm(rows_NI[start : start + NUM_ROWS], weight_IO, out=out_NO[start : start + NUM_ROWS])
+    for start in range(0, num_whole, num_rows):
+        torch.mm(rows_NI[start : start + num_rows], weight_IO, out=out_NO[start : start + num_rows])
     num_left = len(rows_NI) - num_whole
     if num_left:
-        padded_NI = rows_NI.new_zeros(NUM_ROWS, rows_NI.shape[1])
+        padded_NI = rows_NI.new_zeros(num_rows, rows_NI.shape[1])
         padded_NI[:num_left] = rows_NI[num_whole:]
-        of_padded_NO = torch.mm(padded_NI, weight_IO, out=out_NO.new_empty(NUM_ROWS, out_NO.shape[1]))
+        of_padded_NO = torch.mm(padded_NI, weight_IO, out=out_NO.new_empty(num_rows, out_NO.shape[1]))
         out_NO[num_whole:] = of_padded_NO[:num_left]
     return out_NO[:, :num_outputs].contiguous()
 

@@ -3,6 +3,7 @@
 Rows are computed with one thread and with several, since engines and ranks have different numbers of them.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.invariant import rows
 from megatron_rl.ops.invariant.attention import NUM_KEYS, Tiles, attend
+from megatron_rl.types import MKL_MODE
 
-_NUM_ROWS = 2 * rows.NUM_ROWS + 7
+_NUM_ROWS = 4 * rows.NUM_ROWS + 7
 _ALONE = (0, 1, 7, rows.NUM_ROWS - 1, rows.NUM_ROWS, _NUM_ROWS - 1)
+_SIZES = (2, 3, 4, 5, 7, rows.NUM_ROWS, rows.NUM_ROWS + 1, 2 * rows.NUM_ROWS, 3 * rows.NUM_ROWS + 5)
 _LENGTHS = (2 * NUM_KEYS + 5, 9, NUM_KEYS)
 _GROUPS = 2
 
@@ -33,10 +36,14 @@ def check_operations(shapes: Iterable[tuple[int, int]], num_queries: int, head_d
                 if not all(torch.equal(whole, other) for other in (first, *others)):
                     raise PlatformError(
                         f"--batch-invariant: {what} in {str(dtype).removeprefix('torch.')} has other bits in another "
-                        f"batch or with {num_threads} threads on this processor: drop the flag"
+                        f"batch or with {num_threads} threads on this processor, with {_name_mode()}: drop the flag"
                     )
     finally:
         torch.set_num_threads(present)
+
+
+def _name_mode() -> str:
+    return " and ".join(f"{name}={os.environ.get(name, '')}" for name in MKL_MODE)
 
 
 Found = tuple[torch.Tensor, list[torch.Tensor]]
@@ -74,7 +81,8 @@ def _compare(compute: Callable[[torch.Tensor], torch.Tensor], rows_NI: torch.Ten
     alone = whole.clone()
     for row in _ALONE:
         alone[row : row + 1] = compute(rows_NI[row : row + 1])
-    return whole, [shuffled, alone]
+    parts = [torch.cat((compute(rows_NI[:size]), compute(rows_NI[size:]))) for size in _SIZES]
+    return whole, [shuffled, alone, *parts]
 
 
 def _compare_attention(draw: Callable[..., torch.Tensor], num_queries: int, head_dim: int) -> Found:

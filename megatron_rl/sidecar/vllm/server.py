@@ -37,7 +37,7 @@ from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
 from megatron_rl.sidecar.vllm.speculation import VLLM_FLAG as SPECULATION_FLAG
 from megatron_rl.sidecar.vllm.speculation import describe_for_vllm
-from megatron_rl.types import Architecture, RopeKind
+from megatron_rl.types import MKL_MODE, Architecture, RopeKind
 
 _log = logging.getLogger(__name__)
 MODEL_NAME = "policy"
@@ -246,6 +246,8 @@ def _environment(config: ServerConfig, folder: Path) -> dict[str, str]:
             "VLLM_HOST_IP": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
+        if config.is_batch_invariant:
+            environment |= MKL_MODE
     elif config.devices:
         environment[hardware.VARIABLES[config.device]] = hardware.name_devices(config.device, config.devices)
     if config.device == "cuda":
