@@ -53,7 +53,7 @@ def reporter(
         sizes=SimpleNamespace(plan=SimpleNamespace(num_prompts=2)),
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),
-        rollout=SimpleNamespace(dtype=None, engine=engine),
+        rollout=SimpleNamespace(dtype=None, engine=engine, hosts=None),
         publish=SimpleNamespace(dtype=None),
         architecture=SimpleNamespace(dtype="float32"),
         algorithm=algorithm,
