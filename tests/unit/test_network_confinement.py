@@ -198,7 +198,7 @@ def test_no_way_out_leads_past_the_gateway(tmp_path: Path) -> None:
         found, missing = asyncio.run(try_all(tmp_path, receivers, "gateway"))
         if landlock_version() < 4:
             assert NETWORK in missing
-            pytest.skip("Landlock knows TCP ports from Linux 6.7 on")
+            pytest.skip("this kernel lacks Landlock for TCP ports, which Linux has from 6.7 on")
         assert {name for name, got_out in found.items() if got_out} == set()
         assert list(receivers.list_heard()) == []
         # The same calls reach these receivers where the network is open, so the test can fail.

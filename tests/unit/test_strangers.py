@@ -37,7 +37,7 @@ def files() -> Iterator[None]:
     """Let this process have as many files open as an attack needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4 * NUM_IDLE:
-        pytest.skip(f"at most {hard} files may be open")
+        pytest.skip(f"this user may have only {hard} files open")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
