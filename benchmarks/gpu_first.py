@@ -1,8 +1,8 @@
 """Do what only a GPU can show, most valuable first, in the twelve minutes that one may be lent: `make gpu-first`.
 
-Each part has a process and a time of its own. FOLDER/gpu-first.json has the results, and is written aside and renamed
-after each part: a run that is cut off leaves those of the parts before. Without a GPU it ends at the first part that
-needs one. It needs no network. Exit code 1 if a part failed, 3 without a GPU.
+Each part has its own process and time limit. FOLDER/gpu-first.json has the results, and is written aside and renamed
+after each part: a run that is cut off leaves the results of the parts before. Without a GPU it ends at the first part
+that needs one. It needs no network. Exit code 1 if a part failed, 3 without a GPU.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Result = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part, which a process of its own does."""
+    """One part, which its own process does."""
 
     seconds: float
     """Seconds that it may take; seconds that earlier parts left are added."""
@@ -110,7 +110,7 @@ def write_aside(path: Path, content: object) -> None:
 
 
 def start_part(name: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """Do a part in a process of its own, and end all that it has started when its time is over."""
+    """Do a part in its own process, and end all that it has started when its time is over."""
     output, result = folder / f"{name}.output", folder / f"{name}.json"
     result.unlink(missing_ok=True)
     with output.open("w") as file:
@@ -123,11 +123,11 @@ def start_part(name: str, folder: Path, seconds: float) -> dict[str, Any]:
         finally:
             gpu_bench.end(process)
     # A part that was ended may have kept what it had so far.
-    found = json.loads(result.read_text()) if result.exists() else {}
+    measured = json.loads(result.read_text()) if result.exists() else {}
     state = {None: f"cut short after {seconds:.0f} s", 0: "complete"}.get(code, "failed")
     if code:
-        found |= {"exit": code, "output": output.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]}
-    return {"state": state, **found}
+        measured |= {"exit": code, "output": output.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]}
+    return {"state": state, **measured}
 
 
 def make_command(name: str, folder: Path) -> list[str]:
@@ -184,10 +184,10 @@ def find_packages(_: Path) -> Result:
 
 def check_kernels(_: Path) -> Result:
     """Compare all kernels, and the attention that is chosen by default, with their twins."""
-    found = {}
+    measured = {}
     for words in (("--kernels", *KERNELS), ("--backend", "triton")):
-        found[words[0]] = call("-m", "benchmarks.gpu_check", *words).splitlines()[-NUM_LAST_LINES:]
-    return found
+        measured[words[0]] = call("-m", "benchmarks.gpu_check", *words).splitlines()[-NUM_LAST_LINES:]
+    return measured
 
 
 def run_demo(folder: Path) -> Result:
@@ -209,9 +209,9 @@ def measure_part(name: str, folder: Path) -> Result:
     try:
         call("-m", "benchmarks.gpu.run_part", name, *where, "--seconds", str(part.seconds))
     finally:
-        found = {"rows": [dataclasses.asdict(row) for row in read_rows(rows)]}
-        write_aside(folder / f"{name}.json", found)
-    return found
+        measured = {"rows": [dataclasses.asdict(row) for row in read_rows(rows)]}
+        write_aside(folder / f"{name}.json", measured)
+    return measured
 
 
 def publish_each_way(folder: Path) -> Result:
@@ -221,18 +221,18 @@ def publish_each_way(folder: Path) -> Result:
     """
     model, prompts = make_model(folder), folder / "prompts.jsonl"
     write_prompts(prompts, 32, 64, models.SIZES["0.6b"].vocab_size)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for through in ("files", "ipc"):
         run = folder / f"publish-{through}"
         words = ("--hf-model", str(model), "--prompts", str(prompts), "--reward", "length:32", *SMALL_RUN)
         metrics = train(run, *BF16_ON_GPU, *words, "--train-iters", "4", EAGER, "--publish-through", through)
         report = verify(run)
-        found[through] = {
+        measured[through] = {
             "seconds": [one["time"]["publish"] for one in metrics], "breaches": len(report.breaches),
             "proven": f"{report.proofs.num_whole} of {report.proofs.num_reports}",
         }  # fmt: skip
-        write_aside(folder / "publish.json", found)
-    return found
+        write_aside(folder / "publish.json", measured)
+    return measured
 
 
 def make_model(folder: Path) -> Path:
@@ -250,7 +250,7 @@ def find_drift(folder: Path) -> Result:
 
 def compare_utilization(folder: Path) -> Result:
     """Start an engine with 0.9 of the GPU, then the same with 0.5: the second must have a smaller cache."""
-    model, found = make_model(folder), {}
+    model, measured = make_model(folder), {}
     for share in ("0.9", "0.5"):
         run = folder / f"utilization-{share}"
         shutil.rmtree(run, ignore_errors=True)
@@ -258,10 +258,10 @@ def compare_utilization(folder: Path) -> Result:
         words = ("--platform", "cuda", "--seq-length", "256", "--hf-model", str(model), "--reward", "length:8")
         with sidecar(run, *words, "--rollout-devices", "0", "--rollout-max-num-seqs", "8", flags):
             log = "".join(path.read_text() for path in (run / "logs").iterdir())
-        found[share] = int(_CACHE.findall(log)[-1].replace(",", ""))
-    if found["0.5"] > 0.7 * found["0.9"]:
-        raise PartError(found)
-    return found
+        measured[share] = int(_CACHE.findall(log)[-1].replace(",", ""))
+    if measured["0.5"] > 0.7 * measured["0.9"]:
+        raise PartError(measured)
+    return measured
 
 
 def repeat_linear(folder: Path) -> Result:
