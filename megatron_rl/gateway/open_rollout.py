@@ -102,8 +102,6 @@ class OpenRollout:
         self.last_refusal = ""
         self.is_cut = False
         """True if a turn ended because no token was left."""
-        self.messages: list[JSON] = []
-        """The chat of the last turn, from the first message that the policy said in it."""
         self.ended = asyncio.Event()
         self.clock = AgentClock()
         self.process: int | None = None
@@ -124,10 +122,20 @@ class OpenRollout:
         self._known: dict[bytes, list[tuple[int, bytes]]] = {}
         self._answering: set[asyncio.Task[Any]] = set()
         self._num_open = 0
-        # The order of the last turn: of turns that were open at the same time, the one with the longest prompt.
-        self._last: tuple[Any, ...] = ()
+        self._has_overlap = False
+        self._last: list[JSON] = []
+        self._furthest: tuple[tuple[Any, ...], list[JSON]] = ((), [])
         # By the digest of a chat that the policy answered: the number of messages before the first that it said.
         self._begins: dict[bytes, int] = {}
+
+    @property
+    def messages(self) -> list[JSON]:
+        """The chat of the last turn, from the first message that the policy said in it.
+
+        If calls were open at the same time, which of them is answered last is chance. Then the tokens decide: of the
+        chats that begin with the row's prompt, or else of all, the turn with the longest prompt is the last one.
+        """
+        return self._furthest[1] if self._has_overlap else self._last
 
     @property
     def most_bytes(self) -> int:
@@ -179,7 +187,7 @@ class OpenRollout:
                 parameter="tools",
             )
         self._check_turns()
-        self._last = self._last if self._num_open else ()
+        self._has_overlap |= self._num_open > 0
         self._num_open += 1
         try:
             return await self._sample_answer(call)
@@ -319,9 +327,10 @@ class OpenRollout:
         answered = digests.ends[-1]
         self._known.setdefault(answered, []).append((number, digests.exact))
         self._begins[answered] = begin
-        order = self.record.get_order(number)
-        if order >= self._last:
-            self._last, self.messages = order, [*call.messages, reply][begin:]
+        self._last = [*call.messages, reply][begin:]
+        self._furthest = max(
+            self._furthest, (self.record.get_depth(number), self._last), key=lambda furthest: furthest[0]
+        )
 
     def _write(self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said) -> Answer:
         tokens = wire.decode_tokens(turn.tokens).tolist()

@@ -115,6 +115,11 @@ class CallRecord:
         assert turn is not None
         return len(prompt), prompt.tobytes(), turn.tokens, turn.log_probs
 
+    def get_depth(self, number: int) -> tuple[Any, ...]:
+        """Return a key that orders calls by how far they continue the row's prompt; other calls come first."""
+        prompt, order = self.parts[0].tokens, self.get_order(number)
+        return np.array_equal(self._read_prompt(number)[: len(prompt)], prompt), *order
+
     def _read_prompt(self, number: int) -> np.ndarray:
         """Return the tokens that a call was sampled after."""
         path, part = self.read_path(number), self.parts[number]
