@@ -9,6 +9,8 @@ from typing import Any
 from megatron_rl.environments.types import EnvironmentFailed, TooSlow, WorkerEnded
 from megatron_rl.rewards.process import ConfinedWorker, WorkerFault
 
+_LAST_LOOK_SECONDS = 0.5
+
 
 class EnvironmentWorker(ConfinedWorker):
     """A worker that holds the environments of some conversations.
@@ -49,9 +51,14 @@ class EnvironmentWorker(ConfinedWorker):
                 raise WorkerEnded(str(self._fault), had_call=False)
             async with asyncio.timeout(timeout):
                 await self._send(line)
-                return await waiting
+                return await asyncio.shield(waiting)
         except TimeoutError:
+            # This process's event loop may have stood still: what the worker has answered meanwhile is read now.
+            await asyncio.wait([waiting], timeout=min(timeout / 4, _LAST_LOOK_SECONDS))
+            if waiting.done():
+                return waiting.result()
             self.is_worn = True
+            waiting.cancel()
             # In a process of its own, only the call itself can be the cause.
             if ping in self._pings and len(self.conversations) > 1:
                 reason = f"its process did not answer for {timeout / 2:g} seconds: a call in it holds Python's lock"

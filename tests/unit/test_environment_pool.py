@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import select
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +275,15 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         EnvironmentPool(EnvironmentConfig(source="game"))
 
 
+QUICK = """
+class Quick:
+    def reset(self, **row):
+        return None
+
+    def step(self, completion):
+        return "heard"
+"""
+
 LOCKING = """
 import os, re, time
 
@@ -293,6 +304,29 @@ class Graded:
     def get_reward(self):
         return 1.0
 """
+
+
+def test_an_answer_that_came_while_the_event_loop_stood_still_counts(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text(QUICK)
+    limit = 2.0
+
+    async def run() -> str | None:
+        pool = build(tmp_path / "quick.py", "Quick", timeout=limit)
+        await pool.start()
+        try:
+            async with pool.hold({}, 1) as conversation:
+                begin = time.monotonic()
+                step = asyncio.ensure_future(conversation.step("said"))
+                await asyncio.sleep(0)
+                answers = conversation._worker._process.stdout._transport.get_extra_info("pipe")
+                # The loop reads nothing while it stands here.
+                select.select([answers], [], [])
+                time.sleep(max(0.0, begin + limit - time.monotonic()) + 0.1)
+                return await step
+        finally:
+            await pool.close()
+
+    assert asyncio.run(run()) == "heard"
 
 
 def test_a_call_that_never_lets_go_of_pythons_lock_fails_its_own_conversation_alone(tmp_path: Path) -> None:
