@@ -2,9 +2,10 @@
 
 import asyncio
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.ops.sampled import naive
+from megatron_rl.ops.triton_support import without_compile_hook
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm import scoring
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -177,3 +179,9 @@ def test_our_kernels_may_compile_after_vllms_warm_up_and_no_others() -> None:
     ours, vllms = run_python(COMPILE_AFTER_WARM_UP).splitlines()[-2:]
     assert ours == "ours: {}"
     assert "kernel JIT compilation during inference: a_kernel" in vllms
+
+
+def test_a_triton_without_the_hook_as_ascends_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    with without_compile_hook():
+        pass
