@@ -40,7 +40,7 @@ class EnvironmentConfig:
     )
     agent_timeout: float = own_flag(
         600.0,
-        "Seconds that an agent may take for a response.",
+        "Seconds of its own that an agent may use for a response; waiting for the policy does not count.",
         "--rollout-agent-timeout",
         bound="a finite duration above 0",
     )
