@@ -88,5 +88,11 @@ class Ranks:
     def offer(self, fingerprint: str = "") -> Offer:
         dtype = str(self.dtype).removeprefix("torch.")
         return Offer(
-            fingerprint, identify_host(), torch.__version__, "run", dtype, list(self.shapes.items()), list(self.ranks)
+            fingerprint,
+            identify_host(),
+            str(torch.__version__),
+            "run",
+            dtype,
+            list(self.shapes.items()),
+            list(self.ranks),
         )

@@ -73,7 +73,7 @@ class Offers:
         tensors = [(spec.name, spec.shape) for spec in self._specs]
         others = {spec.name: spec.dtype for spec in self._specs if spec.dtype != self._dtype}
         offer = Offer(
-            fingerprint, identify_host(), torch.__version__, self._run, self._dtype, tensors, self._ranks, others
+            fingerprint, identify_host(), str(torch.__version__), self._run, self._dtype, tensors, self._ranks, others
         )
         session.run_or_raise_everywhere(lambda: write_offer(folder, offer) if session.rank == 0 else None)
         return True
