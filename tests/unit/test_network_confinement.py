@@ -180,12 +180,12 @@ async def try_all(folder: Path, receivers: Receivers, network: str) -> tuple[dic
     try:
         await opening.agents.start()
         async with opening.serve(gateway):
-            rollouts = AgentRollouts(Engines(), opening.agents, gateway, None, has_rewards=False)
+            rollouts = AgentRollouts(Engines(), opening.agents, gateway, None, ())
             columns = {"task": json.dumps(receivers.places)}
             prompt = wire.Prompt(index=4, row="rows:4", tokens=b"", text="7 8", columns=columns)
             sampling = wire.Sampling(max_tokens=30, max_turns=4)
-            (response,) = await rollouts.hold_group(GroupRequest("r", (7, 8), 1, 100, sampling, prompt=4), prompt)
-        return response.components, opening.agents._pool.missing
+            (made,) = await rollouts.hold_group(GroupRequest("r", (7, 8), 1, 100, sampling, prompt=4), prompt)
+        return made.response.components, opening.agents._pool.missing
     finally:
         opening.listener.close()
         await opening.agents.close()

@@ -47,7 +47,7 @@ def test_a_micro_batch_is_the_largest_that_fits_and_leaves_an_update_enough_of_t
     again = dataclasses.replace(plain, recomputed=NORMS)
     seen = set()
     for (prompt, response), groups, gib in itertools.product(
-        [(128, 64), (512, 1536), (4096, 8192)], [1, 8, 64, 96], [8, 24, 40, 80, 140, 4000]
+        [(128, 64), (512, 1536), (4096, 8192)], [1, 8, 64, 96], [8, 16, 24, 32, 40, 48, 64, 80, 140, 4000]
     ):
         sizes, room = list_sizes(prompt, response, groups), gib * GIB
         chosen = choose_pack(sizes, GROUP, ENOUGH_TOKENS, stages, plain, again, room)

@@ -29,7 +29,7 @@ for module in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl."):
 """
 # Small ones, of which no import takes a tenth of a second.
 _SMALL = {"certifi", "click", "h11", "httpcore", "httpx", "idna", "anyio", "msgspec", "psutil", "pygments", "rich"}
-_SMALL |= {"safetensors"}
+_SMALL |= {"blake3", "safetensors"}
 
 
 def test_a_start_imports_no_large_package_beyond_what_megatron_imports_itself():
