@@ -7,13 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.open_rollout import CallCounters, OpenRollout, Sample, Terms
-from megatron_rl.gateway.processes import Address, find_socket, list_files, tree_has_socket
+from megatron_rl.gateway.processes import (
+    CALLERS,
+    Address,
+    find_owner,
+    find_socket,
+    find_unknown,
+    list_ancestors,
+    list_files,
+)
 from megatron_rl.gateway.said import CallRefused
 from megatron_rl.tool_calls.reading import Reader
 
 PROCESS_KEY = "the-rollout-of-the-process-that-calls"
 """The key in the environment in which an agent's file is imported: the process that calls with it tells the rollout."""
-# Looks for the process of a call: a descendant may get another parent while they are listed.
+# Looks for the process of a call: its ancestors may end, and it may get another parent, meanwhile.
 _NUM_LOOKS = 3
 
 
@@ -34,6 +42,7 @@ class Gateway:
         # One thread: chats are tokenized one at a time, in the order of their calls.
         self._writer = ThreadPoolExecutor(1, "chats")
         self._rollouts: dict[str, OpenRollout] = {}
+        self._knows_callers = CALLERS not in find_unknown()
         # All keys of this gateway begin with it, so that late calls can be told from foreign ones.
         self._mark = f"mrl-{secrets.token_hex(4)}-"
 
@@ -71,34 +80,38 @@ class Gateway:
 
     def _check_process(self, rollout: OpenRollout, server: Address, client: Address) -> None:
         """Refuse a call with a rollout's key by another process of this host, and end the rollout."""
-        if rollout.process is None:
+        if rollout.process is None or not self._knows_callers:
             return
         inode = _find_socket(server, client)
-        if inode is None or inode in rollout.sockets:
+        if inode is None or (inode and self._find_caller(inode, rollout) is rollout):
             return
-        for _ in range(_NUM_LOOKS):
-            if tree_has_socket(rollout.process, inode):
-                rollout.sockets.add(inode)
-                return
         # A process that has ended is its agent's failure, and so is a client that has left.
         if inode and any(list_files(rollout.process)):
             rollout.refuse_process()
         raise CallRefused("the rollout of this key has ended, or the client has left", 401, "ended")
 
     def _find_by_process(self, inode: int | None) -> OpenRollout:
-        with_processes = [one for one in self._rollouts.values() if one.process is not None and not one.ended.is_set()]
-        # A rollout seldom has more than one connection.
-        for rollout in sorted(with_processes, key=lambda one: (inode not in one.sockets, len(one.sockets))):
-            assert rollout.process is not None
-            if inode in rollout.sockets or (inode and tree_has_socket(rollout.process, inode)):
-                rollout.sockets.add(inode)
-                return rollout
+        if inode and (rollout := self._find_caller(inode)) is not None:
+            return rollout
         raise CallRefused(
             "the key of the environment in which an agent's file is imported is good in processes of rollouts alone: "
             "make calls in the function",
             401,
             "invalid_api_key",
         )
+
+    def _find_caller(self, inode: int, expected: OpenRollout | None = None) -> OpenRollout | None:
+        """Return the rollout that the process of a socket is in; None if it is in none."""
+        rollouts = {one.process: one for one in self._rollouts.values() if one.process and not one.ended.is_set()}
+        if (known := next((one for one in rollouts.values() if inode in one.sockets), None)) is not None:
+            return known
+        for _ in range(_NUM_LOOKS):
+            owner = find_owner(inode, expected and expected.process)
+            for pid in () if owner is None else list_ancestors(owner):
+                if (rollout := rollouts.get(pid)) is not None:
+                    rollout.sockets.add(inode)
+                    return rollout
+        return None
 
     def status(self) -> dict[str, int]:
         """Return the counters, by the names that metrics have."""

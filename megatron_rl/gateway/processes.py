@@ -20,6 +20,7 @@ _HEADER = struct.Struct("=IHHII")
 # The place of the inode in an `inet_diag_msg`: after four bytes, the ends of the connection, and four numbers.
 _INODE_OFFSET = 4 + 48 + 16
 _PIECE = 1 << 13
+_PROTOCOL = socket.IPPROTO_TCP
 
 Address = tuple[str, int]
 
@@ -30,13 +31,13 @@ DESCENDANTS = "processes that agents leave"
 def find_socket(server: Address, client: Address) -> int | None:
     """Return the inode of a TCP connection's client; 0 if its process has closed it, None if it is on another host.
 
-    Raise an OSError if the kernel does not tell.
+    Raise an OSError if the kernel does not tell. A kernel without CONFIG_INET_TCP_DIAG finds no connection.
     """
     ends = [ipaddress.ip_address(host.partition("%")[0]) for host, _ in (client, server)]
     family = socket.AF_INET if ends[0].version == 4 else socket.AF_INET6
     ports = struct.pack("!HH", client[1], server[1])
     addresses = b"".join(end.packed.ljust(16, b"\0") for end in ends)
-    body = struct.pack("=4BI", family, socket.IPPROTO_TCP, 0, 0, _ANY_COOKIE)
+    body = struct.pack("=4BI", family, _PROTOCOL, 0, 0, _ANY_COOKIE)
     body += ports + addresses + struct.pack("=III", 0, _ANY_COOKIE, _ANY_COOKIE)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as link:
         link.send(_HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body)
@@ -47,7 +48,7 @@ def find_socket(server: Address, client: Address) -> int | None:
     code = -int.from_bytes(answer[_HEADER.size :][:4], sys.byteorder, signed=True)
     if code != errno.ENOENT:
         raise OSError(code, f"sock_diag: {os.strerror(code)}")
-    return None
+    return 0 if ends[0].is_loopback else None
 
 
 def list_children(pid: int) -> list[int]:
@@ -67,6 +68,24 @@ def list_tree(pid: int) -> Iterator[int]:
         yield from list_tree(child)
 
 
+def list_ancestors(pid: int) -> Iterator[int]:
+    """Yield a process, its parent, and so on, up to the first process or one that is gone."""
+    # Unlike lists of children, this is exact while siblings end.
+    while pid > 0:
+        yield pid
+        pid = find_parent(pid)
+
+
+def find_parent(pid: int) -> int:
+    """Return the parent of a process; 0 if it has none here or is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name of the program may have any characters, and ends at the last parenthesis.
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def list_files(pid: int) -> Iterator[str]:
     """Yield what a process has open; nothing if it has ended."""
     with contextlib.suppress(OSError):
@@ -75,20 +94,28 @@ def list_files(pid: int) -> Iterator[str]:
                 yield os.readlink(f"/proc/{pid}/fd/{name}")
 
 
-def tree_has_socket(pid: int, inode: int) -> bool:
-    """Check whether a process or a descendant has this socket."""
-    return any(f"socket:[{inode}]" in list_files(one) for one in list_tree(pid))
+def find_owner(inode: int, first: int | None = None) -> int | None:
+    """Return a process that has this socket; None if none has. The process `first` is looked at before all others."""
+    # Most callers are young, and their numbers high.
+    others = sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
+    looks = others if first is None else [first, *others]
+    return next((pid for pid in looks if f"socket:[{inode}]" in list_files(pid)), None)
 
 
 def find_unknown() -> dict[str, str]:
     """Find what the kernel does not tell about processes; return each with the reason."""
     unknown: dict[str, str] = {}
     try:
-        find_socket(("127.0.0.1", 1), ("127.0.0.1", 1))
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as client,
+        ):
+            if find_socket(server.getsockname(), client.getsockname()) != os.fstat(client.fileno()).st_ino:
+                unknown[CALLERS] = "the kernel does not find connections (CONFIG_INET_TCP_DIAG)"
     except OSError as error:
         unknown[CALLERS] = str(error)
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        unknown[CALLERS] = unknown[DESCENDANTS] = "the kernel lists no children of processes (CONFIG_PROC_CHILDREN)"
+        unknown[DESCENDANTS] = "the kernel lists no children of processes (CONFIG_PROC_CHILDREN)"
     return unknown
 
 
