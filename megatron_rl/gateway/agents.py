@@ -14,12 +14,14 @@ from megatron_rl.environments.types import (
     AGENT_PYTHON_FLAG,
     EnvironmentFailed,
     EnvironmentSpec,
+    TooSlow,
     WorkerEnded,
 )
 from megatron_rl.gateway.gateway import PROCESS_KEY
-from megatron_rl.gateway.processes import end_strays, end_tree, find_unknown, list_children
+from megatron_rl.gateway.processes import end_strays, end_tree, find_parent, find_unknown, list_children
 from megatron_rl.gateway.visits import AgentFailed, Visit
 from megatron_rl.gateway.worker import build_variables
+from megatron_rl.rewards.process import WorkerFault
 from megatron_rl.rewards.types import PoolSettings
 
 
@@ -40,13 +42,24 @@ class AgentWorker(EnvironmentWorker):
         self._known.update(list_children(self._pid))
         super().follow()
 
+    async def call(self, content: Mapping[str, Any], timeout: float) -> Any:
+        try:
+            return await super().call(content, timeout)
+        except TooSlow as slow:
+            # The function runs in processes of its own, so it is the worker that is stuck, with all its rollouts.
+            self._break_off(WorkerFault(str(slow), False))
+            self.kill()
+            raise WorkerEnded(str(slow), had_call=True) from None
+
     def note_process(self, pid: int) -> None:
         """Note the process of a rollout."""
         self._known.add(pid)
 
     def end_process(self, pid: int) -> None:
         """End the process of a rollout, with all that it started."""
-        end_tree(pid)
+        # The number of a process that the worker has reaped may be another one's.
+        if find_parent(pid) == self._pid:
+            end_tree(pid)
         self._known.discard(pid)
         end_strays(self._pid, self._known)
 
@@ -57,8 +70,8 @@ class AgentConversation(Conversation):
     _worker: AgentWorker
 
     def __init__(self, worker: EnvironmentWorker, number: int, timeout: float, note: Note) -> None:
-        # Its worker may be importing modules, and the agent has a limit of its own.
-        super().__init__(worker, number, math.inf, note)
+        # The limit for calls of environments is not an agent's; the worker is slow to fork on a busy host alone.
+        super().__init__(worker, number, PoolSettings.start_timeout, note)
         self.process: int | None = None
 
     async def open(self, row: Mapping[str, Any], seed: int) -> None:
@@ -115,7 +128,7 @@ class FunctionAgents:
                 assert isinstance(conversation, AgentConversation) and conversation.process is not None
                 visit.run_in(conversation.process)
                 async with visit.clock.limit(self._timeout):
-                    rewards: dict[str, float] = await conversation.call("act", None, **address)
+                    rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
         except TimeoutError:
             raise AgentFailed(f"used more than {self._timeout:g} seconds of its own") from None
