@@ -1,9 +1,8 @@
 """A worker of agents: `python -m megatron_rl.gateway.worker PARENT NAMESPACE`; see `rewards.worker`.
 
 It runs the agent's file once, and then forks a process for each rollout: a rollout shares what was imported, and
-nothing that another one does. Frameworks load much at first use, so the first rollout goes ahead: what it has imported
-when it first connects, the worker imports before it forks the others. The worker needs no package but Python's own,
-because the interpreter may be another environment's.
+nothing that another one does. The worker needs no package but Python's own, because the interpreter may be another
+environment's.
 
 The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
 is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. A
@@ -63,11 +62,6 @@ class RolloutProcesses:
         self._act = act
         self._file = file
         self._rollouts: dict[int, RolloutProcess] = {}
-        # The first rollout, until it has said what it imports, and the requests for others, which wait for that.
-        self._first: int | None = None
-        self._waiting: dict[int, Mapping[str, Any]] = {}
-        self._has_imported = False
-        self._tried: set[str] = set()
         self._data = b""
         self._has_requests = True
         self._selector = selectors.DefaultSelector()
@@ -79,6 +73,8 @@ class RolloutProcesses:
         """Answer calls until there are none."""
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # A module that the agent's file imports may have blocked it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         self._selector.register(self._requests, selectors.EVENT_READ, self._read_requests)
         self._selector.register(self._woken, selectors.EVENT_READ, self._reap)
         while self._has_requests:
@@ -94,8 +90,10 @@ class RolloutProcesses:
 
     def _handle(self, request: dict[str, Any], line: bytes) -> None:
         if request["call"] == "open":
-            self._waiting[request["conversation"]] = request
-            self._fork_waiting()
+            try:
+                self._fork(request)
+            except OSError as error:
+                answer(self._answers, {"id": request["id"], "error": f"its process cannot be started: {error}"})
         elif request["call"] == "close":
             self._close(request)
         else:
@@ -105,16 +103,6 @@ class RolloutProcesses:
             with contextlib.suppress(ConnectionError):
                 rollout.channel.sendall(line + b"\n")
             self._settle(rollout)
-
-    def _fork_waiting(self) -> None:
-        while self._waiting and (self._has_imported or self._first is None):
-            conversation, request = next(iter(self._waiting.items()))
-            del self._waiting[conversation]
-            self._first = conversation
-            try:
-                self._fork(request)
-            except OSError as error:
-                answer(self._answers, {"id": request["id"], "error": f"its process cannot be started: {error}"})
 
     def _fork(self, request: Mapping[str, Any]) -> None:
         mine, other = socket.socketpair()
@@ -171,11 +159,7 @@ class RolloutProcesses:
         """Answer the rollout's call, if its process has answered or ended."""
         *lines, rollout.data = rollout.data.split(b"\n")
         for line in lines:
-            content = json.loads(line)
-            if "modules" in content:
-                self._import(content["modules"])
-            else:
-                self._answer(rollout, content)
+            self._answer(rollout, json.loads(line))
         if rollout.ended:
             self._answer(rollout, {"error": rollout.ended})
         elif len(rollout.data) == _LONGEST_ANSWER:
@@ -185,19 +169,6 @@ class RolloutProcesses:
         if rollout.call is not None:
             answer(self._answers, {"id": rollout.call, **content})
             rollout.call = None
-
-    def _import(self, modules: list[str]) -> None:
-        """Import what a rollout has imported; then fork those that wait for this."""
-        new = [name for name in modules if name not in self._tried]
-        self._tried.update(new)
-        for name in new:
-            # A module may need what the rollout did before.
-            with contextlib.suppress(BaseException):
-                importlib.import_module(name)
-        if new:
-            share_objects()
-        self._has_imported = True
-        self._fork_waiting()
 
     def _reap(self) -> None:
         """Reap all children that have ended: processes of rollouts, and those that they left."""
@@ -215,9 +186,7 @@ class RolloutProcesses:
                 self._settle(rollouts[pid])
 
     def _close(self, request: Mapping[str, Any]) -> None:
-        conversation = request["conversation"]
-        self._waiting.pop(conversation, None)
-        if (rollout := self._rollouts.pop(conversation, None)) is not None:
+        if (rollout := self._rollouts.pop(request["conversation"], None)) is not None:
             if rollout.channel in self._selector.get_map():
                 self._selector.unregister(rollout.channel)
             rollout.channel.close()
@@ -225,19 +194,16 @@ class RolloutProcesses:
                 # Its parent may not know it yet.
                 os.kill(rollout.pid, signal.SIGKILL)
             shutil.rmtree(rollout.folder, ignore_errors=True)
-        if conversation == self._first:
-            self._first = None
-            self._fork_waiting()
         answer(self._answers, {"id": request["id"], "said": None})
 
 
 def describe_end(code: int) -> str:
     """Describe how a process has ended that should not have."""
-    return (
-        f"its process ended with exit code {code}"
-        if code >= 0
-        else f"its process was killed by {signal.Signals(-code).name}"
-    )
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    # Signals for real time have no names.
+    names = {number.value: number.name for number in signal.Signals}
+    return f"its process was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def run_rollout(
@@ -260,7 +226,6 @@ def run_rollout(
     # Imported here, after the confinement.
     from megatron_rl.rewards.calling import report_error
 
-    send_modules_at_first_connection(answers)
     content: dict[str, Any]
     try:
         given = {name: call[name] for name in ("base_url", "api_key", "model")}
@@ -271,20 +236,6 @@ def run_rollout(
     sys.stdout.flush()
     answer(answers, content)
     calls.readline()
-
-
-def send_modules_at_first_connection(answers: IO[bytes]) -> None:
-    """Send the names of the modules that were imported since, once this process connects to a socket."""
-    known, sender = {*sys.modules}, os.getpid()
-    sent: list[str] = []
-
-    def watch(event: str, _: object) -> None:
-        # Children inherit the watch, and the channel.
-        if event == "socket.connect" and not sent and os.getpid() == sender:
-            sent.append(event)
-            answer(answers, {"modules": [name for name in sys.modules if name not in known]})
-
-    sys.addaudithook(watch)
 
 
 def build_variables(base_url: str, api_key: str) -> dict[str, str]:
@@ -334,19 +285,18 @@ def describe_agent(function: Any, has_schemas: bool) -> dict[str, Any]:
     return {"name": name, "has_reward": True, "has_step": False, "tools": []}
 
 
-def share_objects() -> None:
-    """Hide all objects from the collector of garbage: those that it visits would be copied into each fork."""
-    gc.collect()
-    gc.freeze()
-
-
 def serve_rollouts(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
     """Load the function, and answer calls."""
     setup = read_setup(requests, missing)
     adopt_orphans()
     function = load(setup, answers, missing, describe_agent)
     if function is not None:
-        share_objects()
+        # Imported even if the file does not: a rollout that imports it later could not seed its generator.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("numpy")
+        # Objects that the collector of garbage visits would be copied into each fork.
+        gc.collect()
+        gc.freeze()
         RolloutProcesses(requests, answers, function, setup["file"]).serve()
 
 

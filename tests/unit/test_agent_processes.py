@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import venv
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.gateway import processes
 from megatron_rl.gateway.processes import list_children
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
@@ -218,24 +220,131 @@ def act(base_url, api_key, model, word):
     asyncio.run(run())
 
 
-def test_what_the_first_rollout_imports_is_imported_once_for_all_others(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text("WORDS = 3")
-    (tmp_path / "broken.py").write_text("import os\nif 'late' not in os.environ: raise SystemExit(1)")
-    text = f"""{BARE_AGENT}
+def test_rollouts_act_at_once_though_none_connects_in_its_own_process(tmp_path: Path) -> None:
+    text = f'''{BARE_AGENT}
+from pathlib import Path
+
 def act(base_url, api_key, model, word):
-    was_imported = "late" in sys.modules
-    os.environ["late"] = ""
-    import broken, late
-    ask()
-    return {{"was_imported": was_imported, "words": late.WORDS}}
-"""
+    # Each in the folder of a rollout, which is removed at its end.
+    Path("~/began").expanduser().touch()
+    while len(list(Path("~").expanduser().parent.glob("*/began"))) < 4: time.sleep(0.01)
+    subprocess.run([sys.executable, "-c", "import agent; agent.ask()"], cwd="{tmp_path}", check=True)
+    return 1.0
+'''
 
     async def run() -> None:
         async with acting(tmp_path, "act", text) as world:
             responses = await asyncio.gather(*[act(world, number) for number in range(4)])
-            assert sorted(response.components["was_imported"] for response in responses) == [0, 1, 1, 1]
+            assert [response.reward for response in responses] == [1.0] * 4
 
     asyncio.run(run())
+
+
+def test_rollouts_of_a_worker_that_is_stuck_begin_again_in_another_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        read_clock, hours = loop.time, [0]
+        loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
+        async with acting(tmp_path, "act_alone", agent_timeout=1e9) as world:
+            (worker,) = world.opening.agents._pool._workers
+            os.kill(worker._pid, signal.SIGSTOP)
+            acting_one = asyncio.create_task(act(world, 0))
+            await wait_until(lambda: worker._waiting)
+            hours[0] += 1
+            assert (await acting_one).reward == 1.0
+            await wait_until(lambda: not worker.is_alive)
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
+
+
+def test_numpys_generator_is_seeded_in_the_first_rollout_of_a_worker_too(tmp_path: Path) -> None:
+    text = f"""{BARE_AGENT}
+def act(base_url, api_key, model, word, seed):
+    ask()
+    import numpy
+    return {{"drawn": numpy.random.rand(), "expected": numpy.random.RandomState(seed % 2**32).rand()}}
+"""
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text) as world:
+            components = (await act(world, 0)).components
+            assert components["drawn"] == components["expected"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os._exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", "was killed by signal 40"),
+    ],
+)
+def test_a_rollouts_end_is_noticed_though_a_module_blocks_the_signal_of_it(
+    tmp_path: Path, end: str, reason: str
+) -> None:
+    text = f"""{BARE_AGENT}
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGCHLD}})
+
+def act(base_url, api_key, model, word):
+    ask()
+    {end}
+"""
+
+    async def run() -> None:
+        async with acting(tmp_path, "act", text) as world:
+            with pytest.raises(MegatronRLError, match=f"its process {reason}"):
+                await act(world, 0)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_not_the_workers_child_outlives_the_end_of_a_rollout(tmp_path: Path) -> None:
+    async def run() -> None:
+        stranger = await asyncio.create_subprocess_exec("sleep", MARK)
+        try:
+            async with acting(tmp_path, "act_alone") as world:
+                world.opening.agents._pool._workers[0].end_process(stranger.pid)
+                assert (await act(world, 0)).reward == 1.0
+        finally:
+            stranger.terminate()
+        assert await stranger.wait() == -signal.SIGTERM
+
+    asyncio.run(run())
+
+
+def test_callers_are_unknown_where_the_kernel_finds_no_connections(tmp_path: Path, monkeypatch) -> None:
+    assert not processes.find_unknown()
+    # No connection of this test is DCCP's: the kernel answers as one does that cannot find those of TCP.
+    monkeypatch.setattr(processes, "_PROTOCOL", 33)
+    assert "CONFIG_INET_TCP_DIAG" in processes.find_unknown()[processes.CALLERS]
+
+    async def run() -> None:
+        async with acting(tmp_path, "act_alone") as world:
+            assert processes.CALLERS in world.opening.agents._pool.missing
+            assert (await act(world, 0)).reward == 1.0
+
+    asyncio.run(run())
+
+
+def test_a_client_on_loopback_that_is_not_found_has_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert processes.find_socket(server.getsockname(), ("127.0.0.1", 1)) == 0
+        assert processes.find_socket(server.getsockname(), ("192.0.2.1", 1)) is None
+
+
+def test_children_of_rollouts_may_call_where_the_kernel_lists_no_children(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "list_children", lambda pid: [])
+
+    async def run() -> None:
+        async with acting(tmp_path, "act_in_processes") as world:
+            assert (await act(world, 0)).reward == 1.0
+
+    asyncio.run(run())
+    assert not leftovers(WORKERS)
 
 
 def test_a_call_with_the_key_of_another_rollout_is_refused_and_ends_the_run(tmp_path: Path) -> None:
