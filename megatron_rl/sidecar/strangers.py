@@ -7,6 +7,7 @@ is bounded here, the number of connections that wait for it, and the size of any
 import asyncio
 import contextlib
 import functools
+import select
 import socket
 from typing import Any
 
@@ -14,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from megatron_rl.shared.weights.delivery.greetings import Greetings, raise_file_limit
+from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, raise_file_limit
 from megatron_rl.sidecar.guard import OPEN
 
 _GREETING_SECONDS = 10.0
@@ -26,9 +27,14 @@ _STRANGE = (401, 404, 405)
 
 
 class BoundedListener(socket.socket):
-    """A listening socket that notes each connection as one that has not greeted."""
+    """A listening socket that notes each connection as one that has not greeted, and has room for a bounded number.
+
+    The event loop watches a gate, an epoll instance around the socket. While the gate is shut, connections stay in the
+    kernel's queue, and the loop is not woken by them again and again.
+    """
 
     greetings: Greetings
+    gate: select.epoll
 
     @classmethod
     def wrap(cls, listener: socket.socket) -> "BoundedListener":
@@ -36,12 +42,29 @@ class BoundedListener(socket.socket):
         most = min(_MOST_GREETINGS, raise_file_limit() // 4)
         bounded = cls(fileno=listener.detach())
         bounded.greetings = Greetings(_GREETING_SECONDS, most, most // 2)
+        bounded.gate = select.epoll()
+        bounded.gate.register(socket.socket.fileno(bounded), select.EPOLLIN)
         return bounded
 
+    def fileno(self) -> int:
+        return -1 if self.gate.closed else self.gate.fileno()
+
+    def close(self) -> None:
+        self.gate.close()
+        super().close()
+
     def accept(self) -> tuple[socket.socket, Any]:
+        if not self.greetings.make_room():
+            self._set_gate(0)
+            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._set_gate, select.EPOLLIN)
+            raise BlockingIOError
         connection, address = super().accept()
         self.greetings.begin(connection, address[0])
         return connection, address
+
+    def _set_gate(self, events: int) -> None:
+        if not self.gate.closed:
+            self.gate.modify(super().fileno(), events)
 
     async def expire_until(self, ended: asyncio.Event) -> None:
         """Shut late connections until the event is set."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tests.processes import ROOT
 TOKEN = "a token of an agent"
 SOON = 120.0
 NUM_IDLE = 1100
+NUM_AT_ONCE = 3000
 MIB = 1 << 20
 HEADERS = [b"X-Endless: ", *[b"a" * MIB] * 64], [b"X-%d: %s\r\n" % (number, b"a" * 1000) for number in range(64_000)]
 
@@ -128,6 +130,29 @@ def test_more_connections_than_an_agent_may_have_files_do_not_stop_it(tmp_path: 
         attack = idle(agent.port, stack)
         assert agent.lease()
         assert all(map(is_closed, attack))
+
+
+@pytest.mark.parametrize("most_files", [4096, 16_384])
+def test_clients_that_greet_at_once_are_all_answered(tmp_path: Path, files: None, most_files: int) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < most_files:
+        pytest.skip(f"this user may not have {most_files} files open")
+    with contextlib.ExitStack() as stack:
+        agent = Agent(tmp_path, stack, most_files)
+        clients = []
+        # The kernel's queue is full of requests when the agent continues.
+        agent.process.send_signal(signal.SIGSTOP)
+        for number in range(NUM_AT_ONCE):
+            if number == 2000:
+                agent.process.send_signal(signal.SIGCONT)
+            clients.append(stack.enter_context(dial(agent.port)))
+            clients[-1].sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert sum(is_answered(client) for client in clients) == NUM_AT_ONCE
+
+
+def is_answered(client: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    return False
 
 
 @pytest.mark.parametrize("headers", HEADERS, ids=["one", "many"])

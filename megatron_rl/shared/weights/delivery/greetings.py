@@ -3,18 +3,23 @@
 Invariants:
 
 - a connection that has waited for longer than the deadline is shut by the next `expire`;
-- beyond a bound, of an address or of all, the connection that has waited longest is shut. A client that greets at once
-  needs its place for a moment, and so clients that say nothing do not keep it out.
+- at a bound, of an address or of all, `make_room` shuts the connection that has waited longest, if it has sent nothing
+  that waits to be read and has had a second to do so. If there is none, the caller accepts no connection for a moment:
+  it waits in the kernel's queue. So neither clients that send nothing nor clients that all greet at once keep one out.
 """
 
 import contextlib
 import itertools
 import resource
+import select
 import socket
 import threading
 import time
 from typing import NamedTuple
 
+PAUSE_SECONDS = 0.02
+"""The time for which no connection is accepted after `make_room` has made none."""
+_GRACE_SECONDS = 1.0
 _ENOUGH_FILES = 1 << 16
 
 
@@ -35,18 +40,32 @@ class Greetings:
         # another one's: that takes its place.
         self._waiting: dict[int, _Waiting] = {}
         self._num_of_address: dict[str, int] = {}
+        # Only the address that came last may have reached its bound since there was room.
+        self._last_address = ""
         self._lock = threading.Lock()
 
+    def make_room(self) -> bool:
+        """Shut a silent connection if a bound is reached; return whether there is room for another connection."""
+        with self._lock:
+            is_crowded = self._num_of_address.get(self._last_address, 0) >= self._most_of_address
+            if not is_crowded and len(self._waiting) < self._most:
+                return True
+            start = time.monotonic() - _GRACE_SECONDS
+            for descriptor, waiting in self._waiting.items():
+                if is_crowded and waiting.address != self._last_address:
+                    continue
+                if waiting.connection.fileno() < 0 or (waiting.since < start and not _can_read(descriptor)):
+                    self._shut(descriptor)
+                    return True
+            return False
+
     def begin(self, connection: socket.socket, address: str) -> None:
-        """Note a new connection; shut those that have waited longest, if there are too many."""
+        """Note a new connection, for which there is room."""
         with self._lock:
             self._remove(connection.fileno())
             self._waiting[connection.fileno()] = _Waiting(connection, address, time.monotonic())
             self._num_of_address[address] = self._num_of_address.get(address, 0) + 1
-            if self._num_of_address[address] > self._most_of_address:
-                self._shut(next(number for number, waiting in self._waiting.items() if waiting.address == address))
-            elif len(self._waiting) > self._most:
-                self._shut(next(iter(self._waiting)))
+            self._last_address = address
 
     def end(self, descriptor: int) -> None:
         """Note that the client of a connection has greeted, or that the connection is about to be closed."""
@@ -71,6 +90,14 @@ class Greetings:
             self._num_of_address[waiting.address] -= 1
             if not self._num_of_address[waiting.address]:
                 del self._num_of_address[waiting.address]
+
+
+def _can_read(descriptor: int) -> bool:
+    """Return whether bytes, or the end, of a connection wait to be read."""
+    # A socket with a timeout would wait in recv() even if it is told not to.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def shut(connection: socket.socket) -> None:

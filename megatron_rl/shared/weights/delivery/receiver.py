@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.weights.delivery.channel import GREETING_SECONDS, Broken, Channel, FrameKind, accept
-from megatron_rl.shared.weights.delivery.greetings import Greetings, shut
+from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, shut
 from megatron_rl.shared.weights.delivery.incoming import Incoming, lay_out
 from megatron_rl.shared.weights.delivery.messages import Begin, DeliveryError, Hello, Refused
 
@@ -74,6 +74,9 @@ class Receiver:
 
     def _listen(self) -> None:
         while not self._closed.is_set():
+            if not self._greetings.make_room():
+                self._closed.wait(PAUSE_SECONDS)
+                continue
             try:
                 connection, (address, *_) = self._listener.accept()
             except OSError:
