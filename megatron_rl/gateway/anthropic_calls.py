@@ -18,26 +18,36 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read_call(body: JSON, model: str, temperature: float) -> Call:
-    """Read a request; raise CallRefused with the field that cannot be served."""
-    fields.check_fields(body, _READ, IGNORED, NEUTRAL)
-    fields.check_model(body, model)
-    fields.check_temperature(body, temperature)
+    """Read a request; raise CallRefused with all fields that cannot be served."""
+    refusals = fields.Refusals()
+    refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
+    refusals.read(fields.check_model, body, model)
+    refusals.read(fields.check_temperature, body, temperature)
+    refusals.read(_check_thinking, body)
+    call = Call(
+        messages=refusals.read(_read_messages, body),
+        tools=refusals.read(_read_tools, body),
+        max_tokens=refusals.read(fields.take_bound, body, "max_tokens"),
+        is_streamed=bool(refusals.read(fields.take, body, "stream", bool)),
+    )
+    refusals.raise_all()
+    return call
+
+
+def _check_thinking(body: JSON) -> None:
     thinking = fields.take(body, "thinking", dict) or {"type": "adaptive"}
     # A budget only bounds thoughts, and whether there are any is the policy's choice.
     if thinking.get("type") not in ("enabled", "adaptive"):
         raise CallRefused(f"thinking {thinking!r} would force what the policy says: leave it out", parameter="thinking")
+
+
+def _read_messages(body: JSON) -> list[JSON]:
     messages: list[JSON] = []
     if (system := _read_text(body.get("system"), "system", "")) is not None:
         messages.append({"role": "system", "content": system})
-    given = fields.list_objects(fields.need(body, "messages", list), "messages")
-    for number, message in enumerate(given):
+    for number, message in enumerate(fields.list_objects(fields.need(body, "messages", list), "messages")):
         messages += _read_message(message, f"messages[{number}].")
-    return Call(
-        messages=fields.check_end(messages),
-        tools=_read_tools(body),
-        max_tokens=fields.take_bound(body, "max_tokens"),
-        is_streamed=bool(fields.take(body, "stream", bool)),
-    )
+    return fields.check_end(messages)
 
 
 def _read_tools(body: JSON) -> list[JSON]:

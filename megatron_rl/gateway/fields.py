@@ -1,6 +1,6 @@
 """The fields of requests, each checked by name: what would change the sampled policy is refused."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_rl.gateway.said import CallRefused
@@ -9,24 +9,54 @@ from megatron_rl.tool_calls.reading import JSON
 _KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
 
 
-def check_fields(body: JSON, read: Collection[str], ignored: Collection[str], neutral: Mapping[str, tuple]) -> None:
-    """Refuse fields that are unknown, and those that would change the policy.
+class Refusals:
+    """The refusals of a request's parts, which are reported together: a client corrects them at once."""
 
-    `read` has the fields that are used, `ignored` those that change nothing that is sampled, and `neutral` the values
-    that leave the policy as it is.
-    """
-    for name, value in body.items():
-        if name in read or name in ignored:
-            continue
-        if name not in neutral:
-            raise CallRefused(f"{name} is not known here: leave it out", parameter=name)
-        if value not in neutral[name]:
-            wanted = next((one for one in neutral[name] if one is not None), None)
-            also = "" if wanted is None else f", or write {wanted!r}"
-            raise CallRefused(
-                f"{name} {value!r} would sample from another policy than the one that is trained: leave it out{also}",
-                parameter=name,
-            )
+    def __init__(self) -> None:
+        self._refused: list[CallRefused] = []
+
+    def read(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function reads; None if it refuses."""
+        try:
+            return read(*arguments)
+        except CallRefused as refused:
+            self._refused.append(refused)
+            return None
+
+    def check_fields(
+        self, body: JSON, read: Collection[str], ignored: Collection[str], neutral: Mapping[str, tuple]
+    ) -> None:
+        """Refuse fields that are unknown, and fields that would change the policy.
+
+        `read` has the fields that are used, `ignored` the fields that change nothing that is sampled, and `neutral` the
+        values that leave the policy as it is.
+        """
+        for name, value in body.items():
+            if name not in read and name not in ignored:
+                self.read(_check_field, name, value, neutral)
+
+    def raise_all(self) -> None:
+        """Raise one refusal that lists all."""
+        match self._refused:
+            case []:
+                return
+            case [refused]:
+                raise refused
+            case [first, *_]:
+                reasons = "; ".join(map(str, self._refused))
+                raise CallRefused(f"{len(self._refused)} parts are refused: {reasons}", parameter=first.parameter)
+
+
+def _check_field(name: str, value: Any, neutral: Mapping[str, tuple]) -> None:
+    if name not in neutral:
+        raise CallRefused(f"{name} is not known here: leave it out", parameter=name)
+    if value not in neutral[name]:
+        allowed = next((value for value in neutral[name] if value is not None), None)
+        also = "" if allowed is None else f", or write {allowed!r}"
+        raise CallRefused(
+            f"{name} {value!r} would sample from another policy than the one that is trained: leave it out{also}",
+            parameter=name,
+        )
 
 
 def check_temperature(body: JSON, temperature: float) -> None:

@@ -28,20 +28,27 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def read_call(body: JSON, model: str, temperature: float) -> Call:
-    """Read a request; raise CallRefused with the field that cannot be served."""
-    fields.check_fields(body, _READ, IGNORED, NEUTRAL)
-    fields.check_model(body, model)
-    fields.check_temperature(body, temperature)
-    messages = fields.list_objects(fields.need(body, "messages", list), "messages")
-    options = fields.take(body, "stream_options", dict) or {}
-    return Call(
-        messages=fields.check_end([_read_message(one, f"messages[{number}].") for number, one in enumerate(messages)]),
-        tools=_read_tools(body),
-        max_tokens=fields.take_bound(body, "max_tokens", "max_completion_tokens"),
-        is_streamed=bool(fields.take(body, "stream", bool)),
+    """Read a request; raise CallRefused with all fields that cannot be served."""
+    refusals = fields.Refusals()
+    refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
+    refusals.read(fields.check_model, body, model)
+    refusals.read(fields.check_temperature, body, temperature)
+    options = refusals.read(fields.take, body, "stream_options", dict) or {}
+    call = Call(
+        messages=refusals.read(_read_messages, body),
+        tools=refusals.read(_read_tools, body),
+        max_tokens=refusals.read(fields.take_bound, body, "max_tokens", "max_completion_tokens"),
+        is_streamed=bool(refusals.read(fields.take, body, "stream", bool)),
         has_usage=options.get("include_usage") is True,
-        has_log_probs=bool(fields.take(body, "logprobs", bool)),
+        has_log_probs=bool(refusals.read(fields.take, body, "logprobs", bool)),
     )
+    refusals.raise_all()
+    return call
+
+
+def _read_messages(body: JSON) -> list[JSON]:
+    messages = fields.list_objects(fields.need(body, "messages", list), "messages")
+    return fields.check_end([_read_message(one, f"messages[{number}].") for number, one in enumerate(messages)])
 
 
 def _read_tools(body: JSON) -> list[JSON]:

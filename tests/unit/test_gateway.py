@@ -333,6 +333,26 @@ def test_what_would_change_the_policy_is_refused_by_name_and_ends_nothing(tmp_pa
     run(test)
 
 
+def test_a_refusal_lists_all_parameters_that_are_refused(tmp_path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, "5") as world:
+            names = ("top_p", "frequency_penalty", "temperature", "tool_choice", "guided_json", "max_tokens")
+            with pytest.raises(openai.BadRequestError) as refused:
+                await world.ask(
+                    ASKED, top_p=0.9, frequency_penalty=1, temperature=0.2, tools=[TOOL], tool_choice="required",
+                    max_tokens=0, extra_body={"guided_json": {}},
+                )  # fmt: skip
+            assert not [name for name in names if name not in refused.value.message]
+            with pytest.raises(anthropic.BadRequestError) as also_refused:
+                await world.anthropic.messages.create(
+                    model=MODEL, max_tokens=9, messages=[], extra_body={"top_k": 3, "thinking": {"type": "disabled"}}
+                )
+            names = ("messages", "top_k", "thinking")
+            assert not [name for name in names if name not in also_refused.value.message]
+
+    run(test)
+
+
 def test_a_call_with_more_bytes_than_its_rollout_may_have_is_refused_before_it_is_parsed(tmp_path, monkeypatch) -> None:
     parsed: list[int] = []
     monkeypatch.setattr(application, "_parse", lambda data: parsed.append(len(data)) or json.loads(data))
