@@ -40,6 +40,10 @@ _COMMANDS = {
         "megatron_rl.migrate.translate:main",
         "print our command line for a run of slime, Megatron-LM, verl or TRL",
     ),
+    "try-agent": (
+        "megatron_rl.commands.try_agent:main",
+        "have an agent act once, with a stand-in policy that calls its tools",
+    ),
 }
 
 

@@ -113,6 +113,7 @@ def _find(gateway: Gateway, request: Request) -> OpenRollout:
 
 def _refuse(gateway: Gateway, refused: CallRefused, interface: Interface) -> Response:
     gateway.counters.refused += 1
+    _log.debug("a call was refused: %s", refused)
     return _write(interface.write_error(refused), refused.status)
 
 

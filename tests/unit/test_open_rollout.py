@@ -68,7 +68,7 @@ def ask(text: str) -> Call:
 
 @pytest.mark.parametrize("is_main_late", [True, False])
 def test_the_last_turn_of_parallel_calls_does_not_depend_on_which_is_answered_first(is_main_late: bool) -> None:
-    """One branch makes a call, the other one two calls one after another, of which none is open at the end."""
+    """Let one branch make a call, and the other one two calls sequentially."""
 
     async def run() -> list[JSON]:
         is_over = {text: asyncio.Event() for text in ("7 8 9", "1 2 3 4", "1 2 3 4 5 6")}
