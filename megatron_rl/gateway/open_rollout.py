@@ -220,7 +220,7 @@ class OpenRollout:
         digests = call.digests.ends
         try:
             for length in range(len(digests) - 1, 0, -1):
-                if found := self._known.get(digests[length - 1]):
+                if found := self._find_parts(call, digests[length - 1]):
                     number = self._choose(found, call.digests)
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
@@ -237,8 +237,12 @@ class OpenRollout:
         except InputError as error:
             raise CallRefused(str(error), parameter="messages") from None
         if self._known:
-            self._note_branch(call.messages, digests)
+            self._note_branch(call)
         return prompt, None
+
+    def _find_parts(self, call: Call, digest: bytes) -> list[tuple[int, bytes]]:
+        """Return the parts that a call may extend where its chat has this digest."""
+        return [part for part in self._known.get(digest, ()) if call.digests.may_extend(part[1])]
 
     def _choose(self, found: Sequence[tuple[int, bytes]], digests: ChatDigests) -> int:
         """Choose the part that a chat extends: of equal answers, those with the most messages as the client sent them.
@@ -263,13 +267,18 @@ class OpenRollout:
             self._writer, functools.partial(write, *parts, most=most)
         )
 
-    def _note_branch(self, messages: Sequence[JSON], digests: Sequence[bytes]) -> None:
+    def _note_branch(self, call: Call) -> None:
         self._counters.branches += 1
-        place = next((place for place, digest in enumerate(digests) if digest not in self._known), None)
+        new = (
+            place
+            for place, digest in enumerate(call.digests.ends)
+            if digest not in self._known or (self._known[digest] and not self._find_parts(call, digest))
+        )
+        place = next(new, None)
         if self._counters.has_described_branch or place is None:
             return
         self._counters.has_described_branch = True
-        message = messages[place]
+        message = call.messages[place]
         _log.warning(
             "a call extends no answered call of its rollout, and is trained as a branch: its message %d (%s) differs "
             "from all that were recorded, or its tools do: %.200r; this is reported once",

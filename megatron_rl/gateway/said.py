@@ -10,7 +10,10 @@ from typing import Any
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
 
+# Of the digests of an answer's parts as they were sent, and the number of parts.
 _EXACT_BYTES = 8
+_NUM_PARTS = 3
+_NO_PART = bytes(_EXACT_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,8 @@ class ChatDigests:
     """Digests of a chat, which tell it from others once its messages are gone.
 
     Clients change answers before they send them back: they leave reasoning out, strip white space, and write the
-    arguments of calls otherwise. Chats that differ in this alone have equal digests in `ends`.
+    arguments of calls otherwise. Some drop the text of an answer that has calls. Chats that differ in this alone have
+    equal digests in `ends`; chats with other texts of such answers do too, and `may_extend` tells them apart.
     """
 
     def __init__(self, messages: Sequence[JSON], tools: Sequence[JSON]) -> None:
@@ -83,18 +87,33 @@ class ChatDigests:
         self.ends.append(self._digest.digest())
         # Messages of others have nothing that a client may change.
         if message["role"] == "assistant":
-            exact = json.dumps(get_exact(message)).encode()
-            self._exact += hashlib.blake2b(exact, digest_size=_EXACT_BYTES).digest()
+            for part in get_exact(message):
+                digest = hashlib.blake2b(json.dumps(part).encode(), digest_size=_EXACT_BYTES).digest()
+                self._exact += digest if part else _NO_PART
 
     @property
     def exact(self) -> bytes:
-        """Digests of all answers as they were sent, in their order."""
+        """Digests of the parts of all answers as they were sent, in their order."""
         return bytes(self._exact)
 
     def count_equal(self, exact: bytes) -> int:
-        """Count the answers that are equal to those of a chat that this one extends, as both were sent."""
-        places = range(0, len(exact), _EXACT_BYTES)
-        return sum(exact[place : place + _EXACT_BYTES] == self._exact[place : place + _EXACT_BYTES] for place in places)
+        """Count the parts of answers that are equal to a chat's that this one extends, as both were sent."""
+        return sum(part == other for part, other in zip(_divide(exact), _divide(self._exact), strict=False))
+
+    def may_extend(self, exact: bytes) -> bool:
+        """Check that each text of an answer is a chat's own, or is missing while the ids of its calls are the same."""
+        parts, others = _divide(self._exact[: len(exact)]), _divide(exact)
+        texts, ids = slice(0, None, _NUM_PARTS), slice(1, None, _NUM_PARTS)
+        return all(
+            text == other or (text == _NO_PART != own_ids and own_ids == other_ids)
+            for text, other, own_ids, other_ids in zip(
+                parts[texts], others[texts], parts[ids], others[ids], strict=True
+            )
+        )
+
+
+def _divide(exact: bytes | bytearray) -> list[bytes]:
+    return [bytes(exact[place : place + _EXACT_BYTES]) for place in range(0, len(exact), _EXACT_BYTES)]
 
 
 def simplify_message(message: JSON) -> list[Any]:
@@ -102,14 +121,16 @@ def simplify_message(message: JSON) -> list[Any]:
     role, content = message["role"], message["content"]
     if role == "assistant":
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        return [role, content.strip(), [[call["name"], _read(call["arguments"])] for call in calls]]
+        content = None if calls else content.strip()
+        return [role, content, [[call["name"], _read(call["arguments"])] for call in calls]]
     return [role, content, message.get("name"), message.get("tool_call_id")]
 
 
 def get_exact(message: JSON) -> tuple[Any, ...]:
-    """Return what `simplify_message` leaves out of an answer."""
-    calls = [(call.get("id"), call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    return message["content"], message.get("reasoning_content"), calls
+    """Return what clients may change of an answer: text, ids of calls, and the rest; white space around texts too."""
+    calls = message.get("tool_calls", ())
+    rest = message["content"], message.get("reasoning_content"), [call["function"]["arguments"] for call in calls]
+    return message["content"].strip() if calls else "", [call.get("id") for call in calls], rest
 
 
 def write_said(said: Said) -> JSON:

@@ -333,6 +333,34 @@ def test_what_would_change_the_policy_is_refused_by_name_and_ends_nothing(tmp_pa
     run(test)
 
 
+class Caller:
+    """A reader that finds a call of a tool after each text, with an id that follows from the text."""
+
+    async def read(self, tokens, text: str, tools) -> Said:
+        return Said(text, None, (ToolCall(f"call-{text}", "add", "{}"),))
+
+
+def test_an_answer_without_its_text_is_told_by_its_calls_ids_and_an_edited_one_is_a_branch(tmp_path, caplog) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, "first", "second", "on", reader=Caller(), max_tokens=4000, max_turns=20) as world:
+            answers = [(await world.ask(ASKED, tools=[TOOL])).choices[0].message for _ in range(2)]
+            for number, (text, call_id, num_branches) in enumerate(
+                [("", "call-first", 1), ("", "call-second", 1), (None, "call-first", 1), ("first", "call-second", 1),
+                 ("edited", "call-first", 2), ("", "call-other", 3)]
+            ):  # fmt: skip
+                call = {**answers[0].tool_calls[0].model_dump(), "id": call_id}
+                sent = {"role": "assistant", "content": text, "tool_calls": [call]}
+                result = {"role": "tool", "tool_call_id": call_id, "content": f"result {number}"}
+                await world.ask(ASKED, sent, result, tools=[TOOL])
+                assert world.gateway.counters.branches == num_branches
+                if num_branches == 1:
+                    said = text or call_id.removeprefix("call-")
+                    assert f"{said}<|im_end|>" in world.read_prompt(-1)
+            assert "its message 2 (assistant) differs from all that were recorded" in caplog.text
+
+    run(test)
+
+
 def test_a_refusal_lists_all_parameters_that_are_refused(tmp_path) -> None:
     async def test() -> None:
         async with serving(tmp_path, "5") as world:
