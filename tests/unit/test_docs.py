@@ -132,6 +132,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     },
     "docs/agents.md": {
         "make agent": By("tests/unit/test_docs.py::test_an_agent_of_the_openai_client_learns"),
+        "megatron-rl try-agent agent.py:act": By("tests/unit/test_try_agent.py"),
         "torchrun --standalone --nproc-per-node 1": By(
             "tests/unit/test_docs.py::test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm"
         ),
