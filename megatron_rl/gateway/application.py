@@ -108,7 +108,11 @@ async def _handle(gateway: Gateway, request: Request, interface: Interface) -> R
 
 
 def _find(gateway: Gateway, request: Request) -> OpenRollout:
-    return gateway.find(_read_key(gateway, request), tuple(request.scope["server"]), tuple(request.scope["client"]))
+    client = request.scope["client"]
+    if client is None:
+        # Its connection was reset before the server could read the address, but after the request had come.
+        raise CallRefused("the client has left", 401, "ended")
+    return gateway.find(_read_key(gateway, request), tuple(request.scope["server"]), tuple(client))
 
 
 def _refuse(gateway: Gateway, refused: CallRefused, interface: Interface) -> Response:

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -246,3 +247,25 @@ def test_the_gateway_closes_what_says_nothing_or_too_much(tmp_path: Path) -> Non
                 assert await asyncio.to_thread(is_closed, silent)
 
     asyncio.run(run())
+
+
+def test_the_gateway_survives_a_client_that_resets_before_it_is_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        (tmp_path / "agent.py").touch()
+        opening = GatewayOpening.open(EnvironmentConfig(agent=f"{tmp_path}/agent.py:act"), PoolSettings())
+        gateway = opening.build(NumberChats(), PlainReader(), reads_tools=False)
+        port = opening.listener.getsockname()[1]
+        async with opening.serve(gateway):
+            # The loop cannot accept the connection before it is reset, but can read the request afterwards.
+            with dial(port) as connection:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with dial(port) as connection:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
+                assert await asyncio.to_thread(is_closed, connection)
+            assert gateway.counters.refused == 2
+
+    asyncio.run(run())
+    assert "TypeError" not in caplog.text
