@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.gateway.chats import NumberChats
@@ -24,8 +26,11 @@ from megatron_rl.shared.weights.delivery.channel import connect
 from megatron_rl.shared.weights.delivery.messages import DeliveryError, Hello
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
+from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.listening import open_listener
 from megatron_rl.tool_calls.reading import PlainReader
 from tests.processes import ROOT
+from tests.unit.test_remote_host import make_certificate
 
 TOKEN = "a token of an agent"
 SOON = 120.0
@@ -269,3 +274,25 @@ def test_the_gateway_survives_a_client_that_resets_before_it_is_accepted(
 
     asyncio.run(run())
     assert "TypeError" not in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="this host has no openssl to make certificates")
+def test_a_handshake_of_tls_has_the_deadline_of_a_greeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The event loop's deadline comes too late to end these connections.
+    monkeypatch.setattr(asyncio.constants, "SSL_HANDSHAKE_TIMEOUT", 10 * SOON)
+
+    async def run() -> None:
+        ended, listener = asyncio.Event(), open_listener("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        task = asyncio.create_task(
+            serve(FastAPI(), until=ended, listener=listener, tls=make_certificate(tmp_path, "agent"))
+        )
+        with dial(port) as silent, dial(port) as partial:
+            # The head of a record, and no record.
+            partial.sendall(b"\x16\x03\x01\x02\x00")
+            assert await asyncio.to_thread(is_closed, silent)
+            assert await asyncio.to_thread(is_closed, partial)
+        ended.set()
+        await task
+
+    asyncio.run(run())
