@@ -23,6 +23,7 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.weights.delivery.channel import connect
+from megatron_rl.shared.weights.delivery.greetings import raise_file_limit
 from megatron_rl.shared.weights.delivery.messages import DeliveryError, Hello
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
@@ -296,3 +297,13 @@ def test_a_handshake_of_tls_has_the_deadline_of_a_greeting(tmp_path: Path, monke
         await task
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("soft", [1024, resource.RLIM_INFINITY])
+def test_an_infinite_limit_of_files_counts_as_many(monkeypatch: pytest.MonkeyPatch, soft: int) -> None:
+    # The kernel has no such limit for files, but kernels in user space may.
+    monkeypatch.setattr(resource, "getrlimit", lambda name: (soft, resource.RLIM_INFINITY))
+    raised = []
+    monkeypatch.setattr(resource, "setrlimit", lambda name, limits: raised.append(limits))
+    assert raise_file_limit() == 1 << 16
+    assert raised == ([((1 << 16), resource.RLIM_INFINITY)] if soft == 1024 else [])

@@ -110,6 +110,9 @@ def raise_file_limit() -> int:
     """Let this process have as many files open as it may and needs; return their number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Its children inherit the limit, and some programs look at each descriptor below it.
-    raised = max(soft, min(hard, _ENOUGH_FILES))
+    enough = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if soft == resource.RLIM_INFINITY:
+        return enough
+    raised = max(soft, enough)
     resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     return raised
