@@ -13,7 +13,7 @@ from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
 # Of the digests of an answer's parts as they were sent, and the number of parts.
 _EXACT_BYTES = 8
 _NUM_PARTS = 3
-_NO_PART = bytes(_EXACT_BYTES)
+_NO_PART = b"\0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ChatDigests:
         if message["role"] == "assistant":
             for part in get_exact(message):
                 digest = hashlib.blake2b(json.dumps(part).encode(), digest_size=_EXACT_BYTES).digest()
-                self._exact += digest if part else _NO_PART
+                self._exact += b"\1" + digest if part else _NO_PART
 
     @property
     def exact(self) -> bytes:
@@ -102,7 +102,8 @@ class ChatDigests:
 
     def may_extend(self, exact: bytes) -> bool:
         """Check that each text of an answer is a chat's own, or is missing while the ids of its calls are the same."""
-        parts, others = _divide(self._exact[: len(exact)]), _divide(exact)
+        others = _divide(exact)
+        parts = _divide(self._exact)[: len(others)]
         texts, ids = slice(0, None, _NUM_PARTS), slice(1, None, _NUM_PARTS)
         return all(
             text == other or (text == _NO_PART != own_ids and own_ids == other_ids)
@@ -113,7 +114,13 @@ class ChatDigests:
 
 
 def _divide(exact: bytes | bytearray) -> list[bytes]:
-    return [bytes(exact[place : place + _EXACT_BYTES]) for place in range(0, len(exact), _EXACT_BYTES)]
+    """Divide the digests of parts: each begins with 1, and a part that an answer lacks is 0 alone."""
+    parts, place = [], 0
+    while place < len(exact):
+        end = place + 1 + exact[place] * _EXACT_BYTES
+        parts.append(bytes(exact[place:end]))
+        place = end
+    return parts
 
 
 def simplify_message(message: JSON) -> list[Any]:
