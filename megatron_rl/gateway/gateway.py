@@ -105,8 +105,10 @@ class Gateway:
         rollouts = {one.process: one for one in self._rollouts.values() if one.process and not one.ended.is_set()}
         if (known := next((one for one in rollouts.values() if inode in one.sockets), None)) is not None:
             return known
+        # A rollout seldom has more than one connection.
+        likely = [expected] if expected else sorted(rollouts.values(), key=lambda one: len(one.sockets))
         for _ in range(_NUM_LOOKS):
-            owner = find_owner(inode, expected and expected.process)
+            owner = find_owner(inode, [one.process for one in likely if one.process])
             for pid in () if owner is None else list_ancestors(owner):
                 if (rollout := rollouts.get(pid)) is not None:
                     rollout.sockets.add(inode)

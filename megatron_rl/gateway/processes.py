@@ -8,7 +8,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 # Of linux/netlink.h, sock_diag.h and inet_diag.h.
 _NETLINK_SOCK_DIAG = 4
@@ -94,12 +94,14 @@ def list_files(pid: int) -> Iterator[str]:
                 yield os.readlink(f"/proc/{pid}/fd/{name}")
 
 
-def find_owner(inode: int, first: int | None = None) -> int | None:
-    """Return a process that has this socket; None if none has. The process `first` is looked at before all others."""
+def find_owner(inode: int, first: Sequence[int]) -> int | None:
+    """Return a process that has this socket; None if none has. It looks at `first` before all others."""
+    name = f"socket:[{inode}]"
+    if (owner := next((pid for pid in first if name in list_files(pid)), None)) is not None:
+        return owner
     # Most callers are young, and their numbers high.
-    others = sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
-    looks = others if first is None else [first, *others]
-    return next((pid for pid in looks if f"socket:[{inode}]" in list_files(pid)), None)
+    others = sorted((int(entry) for entry in os.listdir("/proc") if entry.isdigit()), reverse=True)
+    return next((pid for pid in others if name in list_files(pid)), None)
 
 
 def find_unknown() -> dict[str, str]:
