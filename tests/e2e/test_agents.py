@@ -32,7 +32,8 @@ def act(base_url, api_key, model, prompt, answer, seed, **row):
     first = ask([say("user", prompt)], most=10)
     if FAULTS and int(answer) == 3:
         raise RuntimeError("the third agent is broken")
-    if FAULTS and int(answer) == 4 and sum(map(int, first.split())) % 5 == 0:
+    # One of the four responses of a group, whose seeds follow one another.
+    if FAULTS and int(answer) % 2 == 0 and seed % 4 == 0:
         os._exit(9)
     chat = [say("user", prompt), say("assistant", first)]
     texts = ["2 3", "4"] if int(answer) % 2 else ["5 6"]
