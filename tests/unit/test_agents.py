@@ -181,7 +181,7 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
                 ("none", "returned None"),
                 ("mute", "without a call"),
                 ("silent", "cannot begin"),
-                ("refused", "had no answer: its 3 calls were refused, the last one because top_p 0.5 would sample"),
+                ("refused", "its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
             ):
                 with pytest.raises(MegatronRLError, match=said):
                     await world.act(task)
