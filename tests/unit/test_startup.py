@@ -24,7 +24,9 @@ platforms.select("cpu").install()
 {_MEGATRON}
 import megatron_rl
 for module in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl."):
-    if not module.name.startswith(("megatron_rl.sidecar", "megatron_rl.gateway", "megatron_rl.analysis.plan")):
+    # No start of a run imports these.
+    others = ("sidecar", "gateway", "analysis.plan", "commands.try_agent")
+    if not module.name.removeprefix("megatron_rl.").startswith(others):
         importlib.import_module(module.name)
 """
 # Small ones, of which no import takes a tenth of a second.
