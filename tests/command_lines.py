@@ -35,7 +35,12 @@ RUN = (
     *["--lr", "1e-6", "--train-iters", "8", "--seq-length", "128", "--rollout-max-tokens", "64"],
     *["--grpo-prompts-per-step", "16", "--rollout-folder", "run", "--reward", "exact"],
 )
-
+# A whole command for a launch, up to the folder; its model is on the hosts of the run alone, and has a space.
+LAUNCHED = (
+    "pretrain_grpo.py", "--hf-model", "my model", "--prompts", "prompts.jsonl", "--reward", "exact",
+    "--seq-length", "2048", "--rollout-max-tokens", "1536", "--grpo-prompts-per-step", "128", "--train-iters", "400",
+    "--lr", "1e-6", "--rollout-tensor-parallel-size", "2", "--save",
+)  # fmt: skip
 
 QWEN3 = Architecture(
     family="qwen3",

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main as megatron_rl
+from tests.command_lines import LAUNCHED
 from tests.processes import ROOT
 
 RELEASES = ["1.30", kubernetes_validate.latest_version()]
@@ -23,7 +24,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return all objects of a launch, the secret included."""
     folder = tmp_path_factory.mktemp("launch")
     words = ["--dry-run", "--out", str(folder), "--engine-hosts", "2", "--image", "i:1", "--claim", "shared:/shared"]
-    assert megatron_rl(["launch", "kubernetes", *words, "--", "pretrain_grpo.py", "--save", "/shared/run"]) == 0
+    assert megatron_rl(["launch", "kubernetes", *words, "--", *LAUNCHED, "/shared/run"]) == 0
     return [one for name in ("secret", "run") for one in yaml.safe_load_all((folder / f"{name}.yaml").read_text())]
 
 

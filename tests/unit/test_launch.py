@@ -20,16 +20,9 @@ from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import HostPlace
 from megatron_rl.sidecar.listening import parse_place
-from tests.command_lines import QWEN3, without
+from tests.command_lines import LAUNCHED, QWEN3, without
 from tests.documents import commands_of
 from tests.processes import ROOT
-
-# The model is on the hosts of the run alone, and its name has a space.
-WORDS = [
-    "pretrain_grpo.py", "--hf-model", "my model", "--prompts", "prompts.jsonl", "--reward", "exact",
-    "--seq-length", "2048", "--rollout-max-tokens", "1536", "--grpo-prompts-per-step", "128", "--train-iters", "400",
-    "--lr", "1e-6", "--rollout-tensor-parallel-size", "2", "--save",
-]  # fmt: skip
 
 
 def draw_config(folder: Path) -> None:
@@ -47,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launch(scheduler: str, *words: str, save: str = "runs/maths") -> int:
     flags = ["--trainer-hosts", "2", "--engine-hosts", "3", *words]
-    return megatron_rl(["launch", scheduler, *flags, "--", *WORDS, save])
+    return megatron_rl(["launch", scheduler, *flags, "--", *LAUNCHED, save])
 
 
 def read_hosts(folder: Path, value: str) -> kinds._Found:
@@ -81,7 +74,7 @@ def test_a_job_of_slurm_has_ranks_in_its_first_component_and_agents_in_its_secon
         "--master-port", "29400",
     ]  # fmt: skip
     assert ranks[14:] == [
-        *WORDS, "runs/maths", "--rollout-hosts", "slurm", "--rollout-num-engines", "0",
+        *LAUNCHED, "runs/maths", "--rollout-hosts", "slurm", "--rollout-num-engines", "0",
         "--rollout-listen", "0.0.0.0:7099",
     ]  # fmt: skip
     agent = find_words(script, "megatron_rl.sidecar.agent")
@@ -229,7 +222,7 @@ def test_the_program_of_the_scheduler_is_given_the_files(place, monkeypatch, cap
 
 def test_all_mistakes_of_a_launch_are_named_at_once_and_nothing_is_written(place, capsys):
     words = ["--name", "My_Run", "--engines-per-host", "5", "--port", "65535", "--source", "none"]
-    others = ["pretrain_grpo.py", *without(WORDS[1:-1], "--lr"), "--rollout-hosts", "slurm"]
+    others = ["pretrain_grpo.py", *without(LAUNCHED[1:-1], "--lr"), "--rollout-hosts", "slurm"]
     assert megatron_rl(["launch", "slurm", *words, "--", *others]) == ExitCode.USAGE
     note, *errors = capsys.readouterr().err.splitlines()
     assert "my model is not on this machine" in note
