@@ -91,7 +91,7 @@ def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dic
             weights = trained.weights if form == "merged" else base.weights.without_base(base.adapters, None)
             exported[form] = weights
             folder = SHARED / f"megatron-rl-{os.getuid()}" / run.name
-            probe = Probe(trained.chunks, trained.session, run.name, 64, is_base_kept=form == "adapter")
+            probe = Probe(trained.chunks, trained.session, run.name, 64, is_base_proved=form == "adapter")
             publishers[form] = SharedMemoryPublisher(weights, trained.session, client, run.name, folder, probe=probe)
             stack.callback(publishers[form].close)
         for version in range(rounds + _NUM_NOT_TIMED):

@@ -377,3 +377,8 @@ class PublishConfig:
         bound="above 0",
         remedy="write a mean difference of log-probs, or inf for no bound",
     )
+
+    @property
+    def is_base_proved(self) -> bool:
+        """Whether versions are adapters alone, on a base that each engine proves bit for bit when it has started."""
+        return self.lora == "adapter" and self.proof == "digests"

@@ -52,7 +52,7 @@ def answers(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
 
 def _later_versions(session: Any, chunks: list[Any]) -> list[tuple[int, int]]:
     """Return how many tokens rank 0 asks for and answers in versions of adapters; the second one is published twice."""
-    ours, receiver = Probe(chunks, session, "run", 100, 2, is_base_kept=True), Receiver()
+    ours, receiver = Probe(chunks, session, "run", 100, 2, is_base_proved=True), Receiver()
     for version in (3, 4, 4, 5):
         asked = ours.tokens(version) if session.rank == 0 else b""
         ours.send(version, "fingerprint", receiver if session.rank == 0 else None)

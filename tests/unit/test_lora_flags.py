@@ -66,6 +66,15 @@ def test_engines_take_the_rank_of_adapters_that_come_alone(run: tuple[str, ...])
     assert parse_run(*run, "--lora-rank 4", world_size=1).rollout.lora_rank == 0
 
 
+def test_adapters_have_short_probes_only_if_engines_prove_their_base(run: tuple[str, ...]) -> None:
+    alone = parse_run(*run, "--lora-rank 4 --publish-lora adapter", world_size=1)
+    assert alone.publish.is_base_proved
+    assert not parse_run(*run, "--lora-rank 4", world_size=1).publish.is_base_proved
+    # An engine that quantizes may start again in the middle of a run, and only the probe shows what it holds.
+    weaker = parse_run(*run, "--lora-rank 4 --publish-lora adapter --publish-proof probe", world_size=1)
+    assert not weaker.publish.is_base_proved
+
+
 def test_adapters_of_experts_do_not_come_alone(tmp_path: Path) -> None:
     sparse = dataclasses.replace(QWEN3, family="qwen3_moe", experts=Experts(8, 2, 48))
     words = (*CPU, "--hf-model", folder(tmp_path, sparse), *RUN, "--lora-rank 4 --publish-lora adapter")

@@ -14,8 +14,9 @@ import numpy as np
 from megatron_rl.shared.protocol.wire import EngineKind
 
 LEAST_TOKENS = 64
-# The share of them that later versions of adapters need: the base was probed with all, and has not changed. Eight are
-# enough for the spread of their log-probs (`limit_by_spread`) to be that of the model; three or four may lie together.
+# The share of them that later versions of adapters need: the base was probed with all, and an engine that has started
+# again has proved it bit for bit. The spread of eight log-probs (`limit_by_spread`) is that of the model; three or four
+# may be close to each other by chance.
 _OF_ADAPTERS = 8
 
 _COARSER = ("float64", "float32", "float16", "bfloat16")
@@ -67,9 +68,12 @@ def count_tokens(num_experts: int = 0, num_active: int = 1) -> int:
     return max(LEAST_TOKENS, math.ceil(2 * num_experts * math.log(num_experts + 1) / num_active))
 
 
-def count_later_tokens(first: int, is_base_kept: bool) -> int:
-    """Return the number for versions after the first one, which had `first`; engines may keep the base of all."""
-    return min(first, LEAST_TOKENS // _OF_ADAPTERS) if is_base_kept else first
+def count_later_tokens(first: int, is_base_proved: bool) -> int:
+    """Return the number for versions after the first one, which had `first`.
+
+    `is_base_proved` says that versions are adapters of one base, and that each engine proves it bit for bit.
+    """
+    return min(first, LEAST_TOKENS // _OF_ADAPTERS) if is_base_proved else first
 
 
 def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> list[int]:

@@ -178,8 +178,7 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     sizes = settings.sizes
     longest = sizes.longest_prompt + sizes.longest_response
     weights = policy.weights
-    is_base_kept = policy.base is not None and publish.lora == "adapter"
-    if policy.base is not None and is_base_kept:
+    if policy.base is not None and publish.lora == "adapter":
         weights = policy.base.weights.without_base(policy.base.adapters, dtype)
     probe = Probe(
         policy.chunks,
@@ -189,7 +188,7 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
         sizes.multiple_of,
         publish.probe_bound,
         publish.agreement_bound,
-        is_base_kept,
+        publish.is_base_proved,
     )
     if transport == "shm":
         folder = find_shared_folder(settings)

@@ -35,13 +35,13 @@ class Probe:
         multiple_of: int = 1,
         bound: float | None = None,
         agreement: float | None = None,
-        is_base_kept: bool = False,
+        is_base_proved: bool = False,
     ):
         """Compute with `chunks` that are not wrapped: parameters that are gathered late must have been gathered.
 
         `longest` is the most tokens of a sequence. `bound` limits the mean difference between the policy's log-probs
         and an engine's, `agreement` the mean difference between engines'. None derives a limit from the precisions.
-        `is_base_kept` says that versions are adapters of one base, which engines keep.
+        `is_base_proved` says that versions are adapters of one base, and that each engine proves it bit for bit.
         """
         architecture, experts = chunks[0].architecture, chunks[0].architecture.experts
         count = probe.count_tokens(experts.num_experts, experts.num_active) if experts else probe.count_tokens()
@@ -50,7 +50,7 @@ class Probe:
         self._run = run
         self._vocab_size = architecture.vocab_size
         self._num_tokens = min(count, longest)
-        self._num_later = probe.count_later_tokens(self._num_tokens, is_base_kept)
+        self._num_later = probe.count_later_tokens(self._num_tokens, is_base_proved)
         self._first: int | None = None
         self._bound = bound
         self._agreement = agreement
