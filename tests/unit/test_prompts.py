@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.trainer.data.order import Curriculum, RowOrder
 from megatron_rl.trainer.data.prompt_files import find_problems
 from megatron_rl.trainer.data.prompts import PromptSource, load_prompts, read_prompts, tokenize_prompts
-from tests import hf_models
+from tests import chat_models, hf_models
 from tests import reward_pools as rewards
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")
@@ -31,6 +32,7 @@ TEMPLATE = (
     "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +63,11 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def load(model: Path, *paths: Path, longest: int = 50, seed: int = 3, **values: Any) -> PromptSource:
+def load(
+    model: Path, *paths: Path, longest: int = 50, seed: int = 3, vocab_size: int = VOCAB_SIZE, **values: Any
+) -> PromptSource:
     config = DataConfig(prompts=list(paths), **values)
-    return load_prompts(config, model, seed=seed, longest=longest, vocab_size=VOCAB_SIZE)
+    return load_prompts(config, model, seed=seed, longest=longest, vocab_size=vocab_size)
 
 
 def rows_of(prompts: list[wire.Prompt]) -> list[str]:
@@ -107,6 +111,38 @@ def test_text_and_chats_may_be_mixed_and_keep_their_order(model, tmp_path):
     prompts = load(model, write(tmp_path / "a.jsonl", *rows), shuffle=False).take(10)
     expected = [[BOS, *n(i)] if i % 3 else [BOS, USER, *n(i), END, ASSISTANT] for i in range(10)]
     assert [wire.decode_tokens(prompt.tokens).tolist() for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_tools_of_a_row_are_in_its_prompt_as_the_template_writes_them(tmp_path, form: Callable[[Any], Any]) -> None:
+    folder = chat_models.save_tokenizer(tmp_path / "model", chat_models.HERMES, "<|im_end|>")
+    messages = [{"role": "user", "content": "two?"}]
+    rows = [{"prompt": messages, "tools": form(TOOLS)}, {"prompt": messages, "tools": None}]
+    prompts = load(folder, write(tmp_path / "a.jsonl", *rows), shuffle=False, longest=5000, vocab_size=5000).take(2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for prompt, tools in zip(prompts, (TOOLS, None), strict=True):
+        expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert wire.decode_tokens(prompt.tokens).tolist() == expected
+    assert prompts[0].columns["tools"] == form(TOOLS)
+    # Text without a chat is the whole prompt.
+    plain = load(folder, write(tmp_path / "b.jsonl", {"prompt": "two?", "tools": TOOLS}), vocab_size=5000).take(1)[0]
+    assert wire.decode_tokens(plain.tokens).tolist() == tokenizer("two?")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "message"),
+    [
+        ("HERMES", "hammer", "a.jsonl:1 has a column tools that is not OpenAI's list of functions"),
+        ("HERMES", [{"name": "add"}], "that is not OpenAI's list of functions"),
+        ("HERMES", {"type": "function"}, "that is not OpenAI's list of functions"),
+        ("PLAIN", TOOLS, "the chat template writes no tools; rename the column"),
+    ],
+)
+def test_tools_that_a_prompt_cannot_have_are_refused_with_their_row(tmp_path, template, tools, message) -> None:
+    folder = chat_models.save_tokenizer(tmp_path / "model", getattr(chat_models, template), "<|im_end|>")
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "two?"}], "tools": tools})
+    with pytest.raises(InputError, match=re.escape(message)):
+        load(folder, path, longest=5000, vocab_size=5000)
 
 
 def test_text_becomes_a_users_message_after_the_systems_if_the_flags_say_so(model, tmp_path):

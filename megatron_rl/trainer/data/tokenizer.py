@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from megatron_rl.shared.weights.families import find_image_tokens
 from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row
 
 _ROWS_AT_A_TIME = 1024
+
+TOOLS = "tools"
+"""The column with the tools of a chat, which its template writes into the prompt."""
+
 # A marker for an answer, which no template writes by itself.
 _ANSWER = "megatronrl0answer"
 
@@ -164,6 +169,7 @@ class PromptTokenizer:
 
     def render(self, row: Row, messages: str | list[JSON], is_open: bool = True) -> str:
         """Write the row's messages with the chat template; `is_open` opens the assistant's turn after them."""
+        tools = self._find_tools(row)
         try:
             self.tokenizer.get_chat_template()
         except ValueError:
@@ -173,14 +179,43 @@ class PromptTokenizer:
             ) from None
         try:
             if self.is_left_open and not isinstance(messages, str):
-                return ChatWriter(self.tokenizer).write_prompt(messages, self.tools)[0]
-            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
+                return ChatWriter(self.tokenizer).write_prompt(messages, tools)[0]
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=is_open
+            )
         # A template is a program: it may refuse a chat with its own error, or fail with any exception.
         except Exception as error:
             raise row.error(
                 f"is a chat that the chat template refuses: {_one_line(error)}; correct its messages"
             ) from None
         return rendered
+
+    def _find_tools(self, row: Row) -> Sequence[JSON]:
+        """Return the tools that the row's chat offers: its own, or those of the environment."""
+        column = row.columns.get(TOOLS)
+        if not column:
+            return self.tools
+        if self.tools:
+            raise row.error(f"has a column {TOOLS}, and --rollout-env offers tools itself; rename the column")
+        try:
+            tools = json.loads(column) if isinstance(column, str) else column
+            functions = [(tool["type"], tool["function"]["name"]) for tool in tools]
+            is_right = isinstance(tools, list) and all(
+                kind == "function" and isinstance(name, str) for kind, name in functions
+            )
+        except (ValueError, TypeError, KeyError):
+            is_right = False
+        if not is_right:
+            raise row.error(
+                f"has a column {TOOLS} that is not OpenAI's list of functions, such as "
+                '[{"type": "function", "function": {"name": "add", "parameters": {...}}}]; correct it, or rename the '
+                "column"
+            )
+        try:
+            ChatWriter(self.tokenizer).check_tools(tools)
+        except InputError:
+            raise row.error(f"has a column {TOOLS}, and the chat template writes no tools; rename the column") from None
+        return tools
 
     def _check(self, rows: Sequence[Row], tokens: Sequence[np.ndarray]) -> None:
         for row, sequence in zip(rows, tokens, strict=True):
