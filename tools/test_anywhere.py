@@ -37,8 +37,9 @@ NUMERICS = (
     "tests/unit/test_truth.py",
     "tests/sidecar/test_vllm_invariant.py",
     "tests/distributed/test_batch_invariant.py",
-    "tests/distributed/test_main_gradients.py",
 )
+# Of numerics too, in all layouts: half a minute.
+LAYOUTS = "tests/distributed/test_main_gradients.py"
 # Of processes, sockets and signals.
 PROCESSES = (
     "tests/unit/test_temporary.py",
@@ -81,7 +82,7 @@ class Row:
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 ROWS = (
     Row("ATen's plain kernels, 2 threads", NUMERICS, {"ATEN_CPU_CAPABILITY": "default", THREADS: "2"}),
-    Row("avx2 kernels and products, 1 thread", NUMERICS, AVX2),
+    Row("avx2 kernels and products, 1 thread", (*NUMERICS, LAYOUTS), AVX2),
     Row("avx2 kernels and products, 2 threads", NUMERICS, {**AVX2, THREADS: "2"}),
     Row("SIGINT ignored, TMPDIR of 60 bytes", PROCESSES, temporary_bytes=60, ignores_interrupts=True),
     Row("a clone in /tmp, in a folder with a space", PLACES, clone="a clone"),
