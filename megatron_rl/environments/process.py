@@ -10,6 +10,8 @@ from megatron_rl.environments.types import EnvironmentFailed, TooSlow, WorkerEnd
 from megatron_rl.rewards.process import ConfinedWorker, WorkerFault
 
 _LAST_LOOK_SECONDS = 0.5
+# A question whether the process lives is asked after each of these shares of a call's time.
+_ASKED_EACH = 1 / 8
 
 
 class EnvironmentWorker(ConfinedWorker):
@@ -20,6 +22,8 @@ class EnvironmentWorker(ConfinedWorker):
     """
 
     MODULE = "megatron_rl.environments.worker"
+    SHARES_LOCK = True
+    """Whether conversations share a process, and so its lock."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -27,8 +31,9 @@ class EnvironmentWorker(ConfinedWorker):
         self.is_worn = False
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        # The questions whether the process lives that it has not answered.
-        self._pings: set[int] = set()
+        # The question whether the process lives that it has not answered, and the time when it was asked.
+        self._question: tuple[int, float] | None = None
+        self._asking: asyncio.TimerHandle | None = None
         self._fault: WorkerFault | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -38,29 +43,31 @@ class EnvironmentWorker(ConfinedWorker):
 
     async def call(self, content: Mapping[str, Any], timeout: float) -> Any:
         """Make a call and return what the environment says; raise EnvironmentFailed if it fails."""
-        number, ping = next(self._numbers), next(self._numbers)
+        number = next(self._numbers)
         try:
             line = json.dumps({"id": number, **content}).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise EnvironmentFailed(f"a column of the row cannot be passed on as JSON: {error}") from None
         loop = asyncio.get_running_loop()
         waiting = self._waiting[number] = loop.create_future()
-        asking = loop.call_later(timeout / 2, self._ask, ping)
+        if self._asking is None and self.SHARES_LOCK:
+            self._asking = loop.call_later(_ASKED_EACH * timeout, self._ask, _ASKED_EACH * timeout)
         try:
             if self._fault is not None:
                 raise WorkerEnded(str(self._fault), had_call=False)
             async with asyncio.timeout(timeout):
                 await self._send(line)
-                return await asyncio.shield(waiting)
+                return await waiting
         except TimeoutError:
             # This process's event loop may have stood still: what the worker has answered meanwhile is read now.
-            await asyncio.wait([waiting], timeout=min(timeout / 4, _LAST_LOOK_SECONDS))
-            if waiting.done():
-                return waiting.result()
+            late = self._renew(number)
+            await asyncio.wait([late], timeout=min(timeout / 4, _LAST_LOOK_SECONDS))
+            if late.done():
+                return late.result()
             self.is_worn = True
-            waiting.cancel()
-            # In a process of its own, only the call itself can be the cause.
-            if ping in self._pings and len(self.conversations) > 1:
+            # If it is the only conversation, only the call itself can be the cause.
+            silence = 0.0 if self._question is None else loop.time() - self._question[1]
+            if silence > timeout / 2 and len(self.conversations) > 1:
                 reason = f"its process did not answer for {timeout / 2:g} seconds: a call in it holds Python's lock"
                 self._break_off(WorkerFault(reason, False))
                 self.kill()
@@ -68,22 +75,32 @@ class EnvironmentWorker(ConfinedWorker):
                 raise WorkerEnded(str(self._fault), had_call=True) from None
             raise TooSlow(f"did not answer {content['call']} within {timeout:g} seconds") from None
         finally:
-            asking.cancel()
-            self._pings.discard(ping)
             del self._waiting[number]
 
     async def end(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
         await super().end()
 
-    def _ask(self, ping: int) -> None:
-        """Ask the process whether it lives."""
-        # Agents have processes of their own, which share no lock.
-        if type(self) is EnvironmentWorker:
-            self._pings.add(ping)
-            self._write(json.dumps({"id": ping, "call": "ping"}).encode() + b"\n")
+    def _ask(self, seconds: float) -> None:
+        """Ask the process whether it lives, and again after these seconds as long as it has calls to answer."""
+        self._asking = None
+        if not self._waiting or self._fault is not None:
+            return
+        if self._question is None:
+            number = next(self._numbers)
+            self._question = number, asyncio.get_running_loop().time()
+            self._write(json.dumps({"id": number, "call": "ping"}).encode() + b"\n")
+        self._asking = asyncio.get_running_loop().call_later(seconds, self._ask, seconds)
+
+    def _renew(self, number: int) -> asyncio.Future[Any]:
+        """Return the future for the answer to a call; a timeout has cancelled the first one."""
+        if self._waiting[number].cancelled():
+            self._waiting[number] = asyncio.get_running_loop().create_future()
+        return self._waiting[number]
 
     def _break_off(self, fault: WorkerFault) -> None:
         """End all calls for the first fault of the process."""
@@ -98,10 +115,11 @@ class EnvironmentWorker(ConfinedWorker):
         try:
             while True:
                 content = await self._receive()
-                self._pings.discard(content.get("id", 0))
-                waiting = self._waiting.get(content.get("id", 0))
-                # The caller of an answer that comes too late has left.
-                if waiting is None or waiting.done():
+                number = content.get("id", 0)
+                if self._question is not None and number == self._question[0]:
+                    self._question = None
+                # The caller of an answer that comes too late has left, or is about to look once more.
+                if number not in self._waiting or (waiting := self._renew(number)).done():
                     continue
                 if "error" in content:
                     waiting.set_exception(EnvironmentFailed(str(content["error"])))

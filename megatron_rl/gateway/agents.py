@@ -29,6 +29,7 @@ class AgentWorker(EnvironmentWorker):
     """A worker that forks a process for each rollout."""
 
     MODULE = "megatron_rl.gateway.worker"
+    SHARES_LOCK = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
