@@ -76,6 +76,7 @@ lint: env ## check the style, of code and of prose
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m tools.check_english
+	$(VENV)/bin/python -m tools.check_house
 
 types: env ## check the types
 	$(VENV)/bin/mypy
