@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import random_models
 from megatron_rl import platforms
-from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.command_line import parse as command_line
 from megatron_rl.shared.protocol.wire import Response, Sampling, decode_log_probs, decode_tokens
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.launcher import LocalLauncher

@@ -68,7 +68,7 @@ def main() -> None:
 
 def _measure(architecture: Architecture, bucket: int, folder: Path, names: Sequence[str]) -> dict[str, list[float]]:
     """Return the bytes that this rank takes, by action."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.platforms.megatron_patches import allocate_adam_state
     from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
     from megatron_rl.trainer.mcore.model import gpt

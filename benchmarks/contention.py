@@ -178,7 +178,7 @@ def _compute(shared: _Shared, model: Path, load: Load) -> None:
     import torch
 
     from benchmarks import shared_prompt_step
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.session import start_session
 
     torch.set_num_threads(1)

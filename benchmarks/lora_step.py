@@ -48,7 +48,7 @@ def main() -> None:
 
 def _measure(architecture: Architecture, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each way of training, round by round."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.session import start_session
 
     torch.set_num_threads(1)

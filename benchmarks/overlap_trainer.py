@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.command_line.parse import parse_run
+from megatron_rl.command_line.parse import parse_run
 from megatron_rl.observe.metrics import read_metrics
 
 

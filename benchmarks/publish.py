@@ -95,7 +95,7 @@ class Publishing:
 def publishing(model: Path, run: Path, platform_name: str = "cpu") -> Iterator[Publishing]:
     """Load a model as the only rank, and get ready to publish to the sidecar of the run's folder."""
     from megatron_rl import platforms
-    from megatron_rl.config.command_line.resolve import build_transformer_config
+    from megatron_rl.command_line.resolve import build_transformer_config
     from megatron_rl.shared.weights.families import read_architecture
     from megatron_rl.trainer.mcore.model.gpt import build_chunks
     from megatron_rl.trainer.mcore.model.weights import ModelWeights

@@ -34,7 +34,7 @@ FLAGS = (
 
 def times(prompt: int, response: int, num_responses: int, rounds: int) -> dict[str, list[float]]:
     """Return seconds of each way, in turns, on one thread."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.session import start_session
 
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def draw_slot(
 def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callable[[], object]:
     """Return a step as a run makes it, which returns what it learned; each of its micro-batches is the slot."""
     from megatron_rl.algorithm.objective import Objective
-    from megatron_rl.config.command_line.run import compute_sizes
+    from megatron_rl.command_line.run import compute_sizes
     from megatron_rl.trainer.data.device_copier import DeviceCopier
     from megatron_rl.trainer.data.slots import Identity, IterationSlots
     from megatron_rl.trainer.loop.learner import Learner

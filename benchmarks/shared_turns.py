@@ -112,7 +112,7 @@ def draw_slot(shape: Shape) -> wire.Slot:
 
 def times(shape: Shape, stages: int, num_micro_batches: int, rounds: int) -> dict[str, list[float]]:
     """Return seconds of each way, in turns, on one thread a rank."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.session import start_session
 
     torch.set_num_threads(1)

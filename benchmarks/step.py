@@ -83,7 +83,7 @@ def main() -> None:
 
 def _measure(work: Work, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the rates of both, and the shares of a step's time by operator."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.session import start_session
 
     torch.set_num_threads(1)

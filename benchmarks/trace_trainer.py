@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.command_line.parse import parse_run
+from megatron_rl.command_line.parse import parse_run
 from megatron_rl.observe.metrics import read_metrics
 
 

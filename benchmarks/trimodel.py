@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from benchmarks import log_probs_memory, report
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.protocol.wire import Slot
 from megatron_rl.trainer.data.device_copier import DeviceCopier

@@ -63,7 +63,7 @@ def main() -> None:
 
 def _measure(architecture: Architecture, source: Path, out: Path, rounds: int) -> dict:
     from megatron_rl import platforms
-    from megatron_rl.config.command_line.resolve import build_transformer_config
+    from megatron_rl.command_line.resolve import build_transformer_config
     from megatron_rl.trainer.mcore.model import gpt
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
     from megatron_rl.trainer.mcore.session import ParallelSizes, Session

@@ -9,7 +9,7 @@ def main(entry: Entry) -> int:
     """Return the exit code: docs/operations.md lists them."""
     late = entry.late()
     try:
-        from megatron_rl.config.command_line.parse import parse_run
+        from megatron_rl.command_line.parse import parse_run
 
         settings = entry.parse(parse_run)
     finally:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.command_line import flags
+from megatron_rl.command_line import parse as command_line
 from megatron_rl.config import settings as config
-from megatron_rl.config.command_line import flags
-from megatron_rl.config.command_line import parse as command_line
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture, Rope

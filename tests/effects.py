@@ -16,7 +16,7 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config.command_line.parse import RunSettings
+from megatron_rl.command_line.parse import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe import progress, sinks
 from megatron_rl.trainer.loop import stop

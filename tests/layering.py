@@ -27,7 +27,7 @@ LAYERS = (
     {"trainer.data"},
     {"observe"},
     {"sidecar", "trainer.mcore"},
-    {"config.command_line"},
+    {"command_line"},
     {"trainer.loop"},
     {"trainer.recipe"},
     {"recipe", "__main__"},
@@ -101,7 +101,7 @@ def part_of(module: str) -> str | None:
     if package != PACKAGE:
         return None
     if rest == "config.__main__":
-        return "config.command_line"
+        return "command_line"
     inner = [part for layer in LAYERS for part in layer if "." in part and f"{rest}.".startswith(f"{part}.")]
     return inner[0] if inner else rest.split(".")[0] or None
 
@@ -142,7 +142,6 @@ def _from_outside(name: str, part: str, imported: Import) -> str | None:
     if (
         package == "torch"
         and not imported.for_types
-        and part != "config.command_line"
         and any(module == free or module.startswith(f"{free}.") for free in WITHOUT_TORCH)
     ):
         return f"{module} imports torch, and must do without"

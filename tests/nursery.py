@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 # The platform cpu, with a stand-in for TransformerEngine that megatron-core finds.
 WITH_TRANSFORMER_ENGINE = "cpu with transformer_engine"
 # Modules that take long to import, and that most ranks use. A fault that a run's test plants in a function that other
-# modules import by name is planted before they are imported: those modules of `config.command_line` and `trainer.loop`
+# modules import by name is planted before they are imported: those modules of `command_line` and `trainer.loop`
 # are left out.
 _PRELOADED = (
     "megatron.core.dist_checkpointing", "megatron.core.distributed", "megatron.core.models.gpt",

@@ -4,7 +4,7 @@ import sys
 
 from benchmarks.gpu.players import Player
 from megatron_rl import platforms
-from megatron_rl.config.command_line.parse import parse_run
+from megatron_rl.command_line.parse import parse_run
 
 
 def main() -> None:

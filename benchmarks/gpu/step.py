@@ -120,7 +120,7 @@ def _measure_shape(work: Work, name: str, shape: Shape, model: Path, platform: P
 @contextlib.contextmanager
 def our_step(shape: Shape, model: Path, architecture: Architecture, platform: Platform) -> Iterator[turns.Act]:
     """Set up a step as a run makes it, and check that it trains on the responses of the shape, no more."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.loop.measures import Learned
     from megatron_rl.trainer.mcore.session import start_session
 

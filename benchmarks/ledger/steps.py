@@ -107,7 +107,7 @@ def count(step: Step, num_layers: int | None = None) -> Counter:
 
     Two micro-batches are counted at most, because all of them are alike.
     """
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.session import start_session
 
     model = MODELS[step.model]

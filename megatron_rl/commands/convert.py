@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.command_line import parse as command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, InputError, UsageError
 

@@ -8,8 +8,8 @@ missing. With --rollout-colocate the last line divides the device between a rank
 
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.command_line import pack_size
-from megatron_rl.config.command_line.parse import find_platform_name
+from megatron_rl.command_line import pack_size
+from megatron_rl.command_line.parse import find_platform_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.sidecar.vllm.memory import is_divided_by_user

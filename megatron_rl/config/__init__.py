@@ -1,1 +1,1 @@
-"""Our own configuration: one frozen dataclass a subject, one field a flag. Only `command_line` needs torch."""
+"""Our own configuration: one frozen dataclass a subject, one field a flag. Nothing here needs torch."""

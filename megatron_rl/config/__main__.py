@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.command_line import parse as command_line
 
 if __name__ == "__main__":
     sys.exit(command_line.main())

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line.parse import parse_sizes
+from megatron_rl.command_line.parse import parse_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.drift.diagnosis import Recorded
 from megatron_rl.drift.recording import LayerPart, ModelPart, Recording, join_ranks

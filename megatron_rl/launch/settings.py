@@ -165,7 +165,7 @@ def _check_run(words: Sequence[str], num_ranks: int) -> list[str]:
         try:
             with packages_checked():
                 # Imported here: a machine that only submits jobs may lack torch and megatron-core.
-                from megatron_rl.config.command_line.parse import list_problems
+                from megatron_rl.command_line.parse import list_problems
 
                 return list_problems([*flags, *found], num_ranks, has_files)
         except PlatformError as error:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.command_line.parse import list_problems
+from megatron_rl.command_line.parse import list_problems
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.migrate.launch_command import (
     find_command,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.command_line import flags
+from megatron_rl.command_line import flags
 from megatron_rl.config.flag import Flag, index_by_name
 from megatron_rl.platforms import select
 

@@ -14,7 +14,7 @@ import torch
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.library.grpo import subtract_mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.branches import ResponsePart

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.command_line.checks import count_interleaved
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.checks import count_interleaved
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity

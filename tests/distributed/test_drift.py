@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.config.command_line.describe import describe_run
-from megatron_rl.config.command_line.parse import parse_run
+from megatron_rl.command_line.describe import describe_run
+from megatron_rl.command_line.parse import parse_run
 from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner, Recorded
 from megatron_rl.drift.recording import ModelPart, Recording, join_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.command_line import flags, resolve
+from megatron_rl.command_line import flags, resolve
 from megatron_rl.config.flag import Flag, Kind
 from tests import hf_models
 from tests.distributed.training import settings_of, start_session, training_in

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.shared.protocol.wire import decode_tokens
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier

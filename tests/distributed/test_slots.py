@@ -16,7 +16,7 @@ import torch
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import IterationLost, RolloutError
 from megatron_rl.shared.protocol.slots import divide

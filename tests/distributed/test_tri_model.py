@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots

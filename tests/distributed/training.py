@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.command_line import parse as command_line
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_model, wrap

@@ -184,7 +184,7 @@ MOMENTS = {
         Watch.of_environment = stay_here
     """,
     "before the ranks meet": """
-        import megatron_rl.config.command_line.run as settings
+        import megatron_rl.command_line.run as settings
         settings.resolve_sizes = stay
     """,
     "while weights are loaded": """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
 
-from megatron_rl.config.command_line import resolve as config
-from megatron_rl.config.command_line.resolve import build_transformer_config
+from megatron_rl.command_line import resolve as config
+from megatron_rl.command_line.resolve import build_transformer_config
 from tests.mcore.test_config import EVERYTHING, MODEL
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line import resolve as config
-from megatron_rl.config.command_line.resolve import build_transformer_config
+from megatron_rl.command_line import resolve as config
+from megatron_rl.command_line.resolve import build_transformer_config
 from megatron_rl.trainer.mcore.model.gpt import settle_bucket_size
 from megatron_rl.types import Architecture, Experts
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from megatron_rl.config.command_line.model_checks import _check_architecture
+from megatron_rl.command_line.model_checks import _check_architecture
 from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model.replay import RouterReplay, _Call
 from megatron_rl.trainer.mcore.model.router import (

@@ -28,7 +28,7 @@ def write_and_read(folder: Path, tensor: int, pipeline: int) -> tuple[int, list[
 
 def write_ours(folder: Path, layout: str) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
     """Save an optimizer that has stepped; return each rank's part of it."""
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
     from megatron_rl.trainer.mcore.model.gpt import build_model, wrap
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
@@ -139,7 +139,7 @@ def _build_stock(words: str) -> tuple[Any, Any, Any]:
 
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
-    from megatron_rl.config.command_line import parse as command_line
+    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.checkpoint.serialization import load_model
     from megatron_rl.trainer.mcore.model.gpt import build_model
     from megatron_rl.trainer.mcore.session import start_session

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.command_line import flags
-from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.config.command_line import resolve as config
+from megatron_rl.command_line import flags
+from megatron_rl.command_line import parse as command_line
+from megatron_rl.command_line import resolve as config
 from megatron_rl.config.flag import index_by_name
 from megatron_rl.config.settings import Settings
 from tests import recipes

@@ -80,7 +80,7 @@ def models(folder: str) -> "Passes":
     # The generator of a missing device has no state.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
 
-    from megatron_rl.config.command_line.resolve import build_transformer_config
+    from megatron_rl.command_line.resolve import build_transformer_config
     from megatron_rl.shared.weights.families import read_architecture
     from megatron_rl.trainer.mcore.model.gpt import build_chunks
 
@@ -117,7 +117,7 @@ def _install() -> Platform:
 
 def configuration(*words: str) -> dict[str, str]:
     _install()
-    from megatron_rl.config.command_line.parse import parse
+    from megatron_rl.command_line.parse import parse
 
     return describe(parse([*words, "--platform", "npu"]).transformer)
 

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.analysis.plan.calibrate import RunLayout
 from megatron_rl.analysis.plan.runs import read_layout
-from megatron_rl.config.command_line import describe
-from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.command_line import describe
+from megatron_rl.command_line import parse as command_line
 from megatron_rl.errors import InputError
 from megatron_rl.observe import run_folder
 from megatron_rl.observe.run_folder import SavedConfig, Value, find_differences, list_given

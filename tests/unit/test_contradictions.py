@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.config.command_line import flags
+from megatron_rl.command_line import flags
 from tests.command_lines import DENSE, LINEAR, SPARSE, error, parse
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from examples import tiny_model
 from megatron_rl import cli
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.records.audit_chain import BreachName

@@ -18,8 +18,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_rl.config.command_line import flags, resolve
-from megatron_rl.config.command_line import parse as command_line
+from megatron_rl.command_line import flags, resolve
+from megatron_rl.command_line import parse as command_line
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights import families

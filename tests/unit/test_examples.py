@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from examples import tiny_model
-from megatron_rl.config.command_line.run import compute_sizes
+from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.shared.weights import families
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import settings as sidecar_settings

@@ -272,7 +272,7 @@ def test_without_a_trace_metrics_are_explained_alone() -> None:
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    from megatron_rl.config.command_line.flags import list_flags
+    from megatron_rl.command_line.flags import list_flags
 
     known = index_by_name(list_flags())
     sick = rank(publish=11.0, first=21.0, starved=11.0, tail=16.0, bubble=21.0, save=6.0, evaluation=11.0, other=2.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.command_line import invariant_checks
+from megatron_rl.command_line import invariant_checks
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import EngineKind
 from megatron_rl.shared.weights import families

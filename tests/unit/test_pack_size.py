@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line import pack_size, rank_store, resolve
-from megatron_rl.config.command_line.pack_size import ENOUGH_TOKENS, LEAST_MICRO_BATCHES, Size, choose_pack
-from megatron_rl.config.command_line.rank_store import find_least
+from megatron_rl.command_line import pack_size, rank_store, resolve
+from megatron_rl.command_line.pack_size import ENOUGH_TOKENS, LEAST_MICRO_BATCHES, Size, choose_pack
+from megatron_rl.command_line.rank_store import find_least
 from megatron_rl.config.rank_bytes import Micro, RankMemory, RankSplit, Recomputed
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.vllm import memory

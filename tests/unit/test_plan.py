@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.command_line import file_checks
-from megatron_rl.config.command_line.run import compute_sizes, find_run_folder, find_shared_folder
+from megatron_rl.command_line import file_checks
+from megatron_rl.command_line.run import compute_sizes, find_run_folder, find_shared_folder
 from megatron_rl.config.settings import DraftSettings, ModelConfig, Settings, Subjects, TrainingConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.types import Architecture

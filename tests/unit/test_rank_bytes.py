@@ -50,7 +50,7 @@ OF_EXPERTS = (
 )
 COUNTING = """
 import json, os, sys
-from megatron_rl.config.command_line import pack_size, parse as command_line
+from megatron_rl.command_line import pack_size, parse as command_line
 from megatron_rl.trainer.loop.rank_memory import make_workload
 os.environ["LOCAL_WORLD_SIZE"] = "8"
 choose, found = pack_size.choose_pack, []

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl import versions
-from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.config.command_line import resolve
+from megatron_rl.command_line import parse as command_line
+from megatron_rl.command_line import resolve
 from tests import stand_in_transformer_engine as stand_in
 from tests.command_lines import DENSE
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.command_line.parse import RunSettings, parse_run
+from megatron_rl.command_line.parse import RunSettings, parse_run
 from megatron_rl.migrate import translate
 from megatron_rl.migrate.shell_script import read_shell_script
 from megatron_rl.migrate.translation import Translation, index_flags, read_table

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.settings import SidecarSettings

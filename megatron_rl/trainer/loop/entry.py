@@ -15,7 +15,7 @@ from megatron_rl.trainer.loop.watch import Watch, tell_launcher
 from megatron_rl.versions import leave_backends_to_platforms
 
 if TYPE_CHECKING:
-    from megatron_rl.config.command_line.run import RunSettings
+    from megatron_rl.command_line.run import RunSettings
     from megatron_rl.trainer.mcore.recipe_parts import Recipe
 
 # Less than lifelines.NOTICED_SECONDS, within which the loss of a rank is noticed.
@@ -59,7 +59,7 @@ class Entry:
 
     def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":
         """Call `parse` and return the settings; all ranks together report each mistake once."""
-        from megatron_rl.config.command_line.rank_errors import report_once
+        from megatron_rl.command_line.rank_errors import report_once
 
         said: list[str] = []
 
@@ -86,7 +86,7 @@ class Entry:
     def train(self, settings: "RunSettings", recipe: "Recipe | None" = None) -> int:
         """Print the configuration if --print-config is given, else train. A recipe, if given, builds the model."""
         if settings.run.print_config:
-            from megatron_rl.config.command_line.describe import print_config
+            from megatron_rl.command_line.describe import print_config
 
             if self._watch.rank == 0:
                 print(print_config(settings), end="")

@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.config.command_line.run import find_shared_folder
+from megatron_rl.command_line.run import find_shared_folder
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol.client import RolloutClient

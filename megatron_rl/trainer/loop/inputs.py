@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
-from megatron_rl.config.command_line.own_files import describe_objective, describe_own_files
-from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.command_line.own_files import describe_objective, describe_own_files
+from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.environments.pool import describe_environment
 from megatron_rl.environments.types import Description

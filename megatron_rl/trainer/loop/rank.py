@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 
-from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.command_line.run import RunSettings
 from megatron_rl.observe.startup import Startup
 from megatron_rl.trainer.mcore.recipe_parts import Recipe
 from megatron_rl.trainer.mcore.session import Session

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.config.command_line.run import Sizes
+from megatron_rl.command_line import parse as command_line
+from megatron_rl.command_line.run import Sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.config.command_line.describe import describe_run
-from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.command_line.describe import describe_run
+from megatron_rl.command_line.run import RunSettings
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe import drift_file, run_folder
 from megatron_rl.observe import metrics as metrics_file

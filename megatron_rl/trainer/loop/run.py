@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.command_line.run import RunSettings, find_shared_folder
+from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import AttentionConfig, Settings
 from megatron_rl.errors import ExitCode, UsageError, room_checked

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line.parse import find_platform_name
-from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.command_line.parse import find_platform_name
+from megatron_rl.command_line.run import RunSettings
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms.megatron_patches import Patch, expect_parameters, install_patches, unknown_megatron
 from megatron_rl.trainer.loop.entry import Entry

@@ -12,7 +12,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron_rl.config.command_line.resolve import list_architecture_fields
+from megatron_rl.command_line.resolve import list_architecture_fields
 from megatron_rl.config.flag import format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError

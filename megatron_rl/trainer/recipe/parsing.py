@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 
-from megatron_rl.config.command_line import parse as command_line
-from megatron_rl.config.command_line.flags import list_flags, list_own_flags
-from megatron_rl.config.command_line.run import RunSettings
+from megatron_rl.command_line import parse as command_line
+from megatron_rl.command_line.flags import list_flags, list_own_flags
+from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.flag import index_by_name
 from megatron_rl.errors import UsageError
 from megatron_rl.trainer.mcore.configs import find_megatron_version

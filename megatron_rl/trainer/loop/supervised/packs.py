@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from megatron_rl.config.command_line.run import find_pack_multiple
+from megatron_rl.command_line.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.slots import Division, Place

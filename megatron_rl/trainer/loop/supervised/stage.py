@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron_rl.config.command_line.checks import count_interleaved
+from megatron_rl.command_line.checks import count_interleaved
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier

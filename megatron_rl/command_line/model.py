@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.command_line import special_parts
-from megatron_rl.config.command_line.flags import Given
+from megatron_rl.command_line import special_parts
+from megatron_rl.command_line.flags import Given
 from megatron_rl.config.flag import format_value
 from megatron_rl.shared.weights import families
 from megatron_rl.shared.weights.families.linear import LINEAR_KEYS

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.command_line import file_checks
-from megatron_rl.config.command_line.algorithm_checks import name_deciding_rewards
-from megatron_rl.config.command_line.checks import check_division, count_interleaved, fills_interleaving
+from megatron_rl.command_line import file_checks
+from megatron_rl.command_line.algorithm_checks import name_deciding_rewards
+from megatron_rl.command_line.checks import check_division, count_interleaved, fills_interleaving
 from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import DraftSettings, Settings
 from megatron_rl.errors import InputError, UsageError

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from megatron_rl.config.command_line.resolve import count_layers, list_divisors
+from megatron_rl.command_line.resolve import count_layers, list_divisors
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.shared.weights.families import find_family
 from megatron_rl.types import Architecture, ParallelSizes

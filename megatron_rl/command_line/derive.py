@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.algorithm.library import PRESETS
-from megatron_rl.config.command_line import pack_size
-from megatron_rl.config.command_line.flags import IMPLIED, Given, list_projects
-from megatron_rl.config.command_line.projects import (
+from megatron_rl.command_line import pack_size
+from megatron_rl.command_line.flags import IMPLIED, Given, list_projects
+from megatron_rl.command_line.projects import (
     Words,
     choose_estimator,
     is_of_project,

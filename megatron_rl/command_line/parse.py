@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_rl import platforms
-from megatron_rl.config.command_line import attention_times, checks, describe, flags, model, resolve
-from megatron_rl.config.command_line.algorithm_checks import note_filter
-from megatron_rl.config.command_line.derive import Derivation, drop_longest_sequence
-from megatron_rl.config.command_line.flags import MEANT, OWN, SECONDARY, Given
-from megatron_rl.config.command_line.rank_store import find_smallest_device
-from megatron_rl.config.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
-from megatron_rl.config.command_line.stage import list_others
+from megatron_rl.command_line import attention_times, checks, describe, flags, model, resolve
+from megatron_rl.command_line.algorithm_checks import note_filter
+from megatron_rl.command_line.derive import Derivation, drop_longest_sequence
+from megatron_rl.command_line.flags import MEANT, OWN, SECONDARY, Given
+from megatron_rl.command_line.rank_store import find_smallest_device
+from megatron_rl.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
+from megatron_rl.command_line.stage import list_others
 from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.config.command_line.flags import Given
+from megatron_rl.command_line.flags import Given
 from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.trainer.mcore.configs import find_flash_attention, find_megatron_version, import_configs
 from megatron_rl.types import Architecture, Experts

@@ -6,7 +6,7 @@ Flag blocks of Megatron's recipes have them. They must agree with the folder's m
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.command_line.flags import Given
+from megatron_rl.command_line.flags import Given
 from megatron_rl.config.flag import format_value
 from megatron_rl.types import Architecture, RopeKind
 

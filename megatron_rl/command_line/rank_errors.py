@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from megatron_rl.config.command_line.rank_store import find_store
+from megatron_rl.command_line.rank_store import find_store
 from megatron_rl.errors import MegatronRLError
 
 _REPORTED = "reported"
