@@ -12,8 +12,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.flag import names_function
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import names_function
 
 
 @dataclasses.dataclass(frozen=True)

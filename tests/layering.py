@@ -12,7 +12,7 @@ PACKAGE = "megatron_rl"
 LAYERS = (
     {"errors", "types"},
     {"versions"},
-    {"config.flag"},
+    {"flag"},
     {"code_files"},
     {"algorithm"},
     {"ops.products"},
@@ -47,7 +47,7 @@ OWNERS = {
 }
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
-    "errors", "types", "versions", "config.flag", "code_files", "config", "algorithm.settings", "algorithm.library",
+    "errors", "types", "versions", "flag", "code_files", "config", "algorithm.settings", "algorithm.library",
     "algorithm.declaration", "cli", "commands.doctor", "observe", "shared.weights.families",
     "trainer.loop.entry", "trainer.loop.lifelines", "trainer.loop.watch",
 )  # fmt: skip

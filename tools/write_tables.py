@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.algorithm.declaration import Algorithm, Preset
 from megatron_rl.algorithm.library import ALGORITHMS
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.config.flag import Flag, derive_flags
+from megatron_rl.flag import Flag, derive_flags
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 _BEGIN, _END = "<!-- table of {name}: make flags writes it -->", "<!-- end -->"

@@ -19,8 +19,8 @@ from megatron_rl import code_files
 from megatron_rl.algorithm.declaration import Advantage, Loss, ScoredGroup, Surrogate, Targets
 from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.config.flag import names_function
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.flag import names_function
 
 LOSS, ADVANTAGE, METRIC = "--grpo-loss", "--grpo-advantage", "--grpo-metric"
 # The parameters of each kind of function, for the errors.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.algorithm.library import ADVANTAGES, LOSSES, PRESETS, LossSettings
-from megatron_rl.config.flag import megatron_flag, own_flag
+from megatron_rl.flag import megatron_flag, own_flag
 
 
 @dataclasses.dataclass(frozen=True)

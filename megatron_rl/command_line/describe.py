@@ -8,8 +8,8 @@ from megatron_rl.command_line import resolve
 from megatron_rl.command_line.flags import find_other_defaults, list_flags, list_projects
 from megatron_rl.command_line.own_files import describe_own_files
 from megatron_rl.command_line.run import RunSettings
-from megatron_rl.config.flag import Flag, Kind, format_value
 from megatron_rl.config.settings import Subjects
+from megatron_rl.flag import Flag, Kind, format_value
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.shared.weights.mapping import measure_model
 from megatron_rl.sidecar.settings import SidecarSettings

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.command_line import special_parts
 from megatron_rl.command_line.flags import Given
-from megatron_rl.config.flag import format_value
+from megatron_rl.flag import format_value
 from megatron_rl.shared.weights import families
 from megatron_rl.shared.weights.families.linear import LINEAR_KEYS
 from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind

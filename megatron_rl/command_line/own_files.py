@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.algorithm.plug_ins import describe_plug_ins
-from megatron_rl.config.flag import derive_flags, format_value, names_function
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.flag import derive_flags, format_value, names_function
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.weights.families import describe_guest
 

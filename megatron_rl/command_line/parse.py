@@ -17,9 +17,9 @@ from megatron_rl.command_line.flags import MEANT, OWN, SECONDARY, Given
 from megatron_rl.command_line.rank_store import find_smallest_device
 from megatron_rl.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
 from megatron_rl.command_line.stage import list_others
-from megatron_rl.config.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
+from megatron_rl.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
 from megatron_rl.ops.choice import Choice
 from megatron_rl.platforms import Platform

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.command_line.flags import Given
-from megatron_rl.config.flag import format_value
+from megatron_rl.flag import format_value
 from megatron_rl.types import Architecture, RopeKind
 
 # The value of each flag that describes no such part; None if any value describes one.

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from megatron_rl.config.flag import own_flag
+from megatron_rl.flag import own_flag
 
 
 @dataclasses.dataclass(frozen=True)

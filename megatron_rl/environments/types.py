@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.config.flag import names_function
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.flag import names_function
 from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.tool_calls.reading import JSON
 

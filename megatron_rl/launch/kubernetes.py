@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.flag import FlagParser
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import FlagParser
 from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, submit, write_hosts
 from megatron_rl.launch.settings import RENDEZVOUS_PORT, SERVICE_PORT, LaunchSettings, add_flags, read_common
 from megatron_rl.launch.yaml import write_yaml

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.flag import FlagParser
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import FlagParser
 from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, submit, write_hosts
 from megatron_rl.launch.settings import LaunchSettings, add_flags, read_common
 from megatron_rl.shared.records.append_file import make_private_folder

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.command_line import flags
 from megatron_rl.command_line.projects import choose_estimator, list_implied
-from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.flag import Flag, Kind
 from megatron_rl.migrate.launch_command import group_words, read_launcher
 from megatron_rl.migrate.translation import Translation, index_flags, place_devices
 

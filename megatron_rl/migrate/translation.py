@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.command_line import flags
-from megatron_rl.config.flag import Flag, index_by_name
+from megatron_rl.flag import Flag, index_by_name
 from megatron_rl.platforms import select
 
 _FILE = Path(__file__).with_name("translations.toml")

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import suggest_nearest
 from megatron_rl.rewards.confinement import find_environment_problems
 from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import PoolSettings, RewardSpec

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 
 from megatron_rl.config import hardware
-from megatron_rl.config.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import (
     DraftSettings,
@@ -30,6 +29,7 @@ from megatron_rl.environments.types import AGENT_COMPONENT, AGENT_FLAG, COMPONEN
 from megatron_rl.environments.types import FLAG as ENVIRONMENT_FLAG
 from megatron_rl.environments.types import find_flag_problems as find_environment_problems
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json

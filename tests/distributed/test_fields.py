@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl.command_line import flags, resolve
-from megatron_rl.config.flag import Flag, Kind
+from megatron_rl.flag import Flag, Kind
 from tests import hf_models
 from tests.distributed.training import settings_of, start_session, training_in
 from tests.ranks import run_ranks

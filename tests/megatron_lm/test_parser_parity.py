@@ -13,8 +13,8 @@ import torch
 from megatron_rl.command_line import flags
 from megatron_rl.command_line import parse as command_line
 from megatron_rl.command_line import resolve as config
-from megatron_rl.config.flag import index_by_name
 from megatron_rl.config.settings import Settings
+from megatron_rl.flag import index_by_name
 from tests import recipes
 from tests.launch_scripts import read_blocks
 

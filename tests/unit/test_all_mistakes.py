@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.command_line import flags
-from megatron_rl.config.flag import Kind, find_nearest, find_related, index_by_name, suggest_nearest
 from megatron_rl.errors import InputError
+from megatron_rl.flag import Kind, find_nearest, find_related, index_by_name, suggest_nearest
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture
 from tests.command_lines import CPU, RUN, keep_one_parser, parse, parse_run, run_problems, without

@@ -13,8 +13,8 @@ import torch
 from megatron_rl.command_line import describe, flags
 from megatron_rl.command_line import parse as command_line
 from megatron_rl.config import settings as config
-from megatron_rl.config.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
 from megatron_rl.errors import ExitCode
+from megatron_rl.flag import BOUNDS, Flag, Kind, index_by_name, own_flag
 from megatron_rl.trainer.mcore.model import gpt
 from megatron_rl.types import Architecture, Experts, Rope
 from tests import recipes

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.command_line import derive, describe, flags
-from megatron_rl.config.flag import Kind, index_by_name
+from megatron_rl.flag import Kind, index_by_name
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run, without
 
 

@@ -20,8 +20,8 @@ from packaging.version import Version
 
 from megatron_rl.command_line import flags, resolve
 from megatron_rl.command_line import parse as command_line
-from megatron_rl.config.flag import Flag, Kind
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import Flag, Kind
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
 from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run, without

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.analysis.explain import list_findings
 from megatron_rl.cli import main
-from megatron_rl.config.flag import index_by_name
+from megatron_rl.flag import index_by_name
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SIDECAR, Process, Span, Trace, Window
 from tests.observed import write_metrics

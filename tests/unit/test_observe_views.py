@@ -15,9 +15,9 @@ from rich.console import Console
 
 from megatron_rl import cli
 from megatron_rl.analysis import picture
-from megatron_rl.config.flag import check_bounds
 from megatron_rl.config.settings import ObserveConfig
 from megatron_rl.errors import ExitCode
+from megatron_rl.flag import check_bounds
 from megatron_rl.observe import metrics, progress, summary
 from megatron_rl.observe.summary import chart
 from megatron_rl.observe.timeline import Timeline

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.flag import IntegerOr
 from megatron_rl.config.settings import EnvironmentConfig, RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.flag import IntegerOr
 from megatron_rl.shared.protocol.wire import WIRE_VERSION
 from megatron_rl.sidecar.main import _build_factory
 from megatron_rl.sidecar.settings import SidecarSettings, list_flags, parse, read_settings, write_message

@@ -8,9 +8,9 @@ from typing import get_type_hints
 import pytest
 
 from megatron_rl.command_line.stage import list_others
-from megatron_rl.config.flag import Flag, IntegerOr, derive_flags
 from megatron_rl.config.settings import CheckpointConfig, Subjects
 from megatron_rl.errors import InputError
+from megatron_rl.flag import Flag, IntegerOr, derive_flags
 from megatron_rl.trainer.loop.inputs import check_loaded_stage
 from megatron_rl.trainer.mcore.checkpoint import serialization
 from tests.command_lines import (

@@ -7,7 +7,7 @@ distance is the total variation between the two policies, if all tokens but the 
 import dataclasses
 
 from megatron_rl.algorithm.declaration import Algorithm, Loss, Paper, Surrogate, Targets
-from megatron_rl.config.flag import own_flag
+from megatron_rl.flag import own_flag
 
 
 @dataclasses.dataclass(frozen=True)

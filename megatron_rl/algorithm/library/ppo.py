@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from megatron_rl.algorithm.declaration import Algorithm, Loss, Paper, Preset, Surrogate, Targets
-from megatron_rl.config.flag import megatron_flag, own_flag
+from megatron_rl.flag import megatron_flag, own_flag
 
 if TYPE_CHECKING:
     import torch

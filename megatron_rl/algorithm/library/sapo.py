@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron_rl.algorithm.declaration import Algorithm, Loss, Paper, Preset, Surrogate, Targets
-from megatron_rl.config.flag import own_flag
+from megatron_rl.flag import own_flag
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,8 @@ from megatron_rl.analysis.plan.results import Result
 from megatron_rl.analysis.plan.runs import read_run
 from megatron_rl.analysis.plan.search import Candidate, Wanted, describe_candidates, search
 from megatron_rl.analysis.plan.simulate import simulate
-from megatron_rl.config.flag import IntegerOr
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.flag import IntegerOr
 from megatron_rl.observe import metrics
 from megatron_rl.observe.run_folder import find_run
 from megatron_rl.shared.weights.families import read_architecture

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
+from megatron_rl.flag import suggest_nearest
 from megatron_rl.sidecar.hosts import static
 from megatron_rl.sidecar.hosts.ray_cluster import RayCluster, RayHosts
 from megatron_rl.sidecar.hosts.static import FLAG, HostPlace, StaticHosts

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.flag import suggest_nearest
 from megatron_rl.sidecar.listening import parse_place
 
 FLAG = "--rollout-hosts"

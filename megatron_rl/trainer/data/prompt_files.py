@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.flag import suggest_nearest
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.flag import suggest_nearest
 from megatron_rl.rewards.types import ANSWER, GIVEN
 from megatron_rl.shared.protocol.wire import JSON
 from megatron_rl.trainer.data.sources import find_weight_problems, read_weights

@@ -13,9 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_rl.command_line.resolve import list_architecture_fields
-from megatron_rl.config.flag import format_value
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import format_value
 from megatron_rl.trainer.mcore.model.adopt import adopt
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.recipe_parts import Recipe

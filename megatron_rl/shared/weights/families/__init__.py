@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import code_files
-from megatron_rl.config.flag import names_function
 from megatron_rl.errors import InputError, UsageError
+from megatron_rl.flag import names_function
 from megatron_rl.shared.weights.families.family import KEYS, Family
 from megatron_rl.shared.weights.families.images import list_image_tokens
 from megatron_rl.shared.weights.families.registry import FAMILIES
