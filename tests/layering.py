@@ -20,7 +20,7 @@ LAYERS = (
     {"config", "platforms"},
     {"ops"},
     {"shared.protocol", "shared.weights", "shared.chat", "shared.garbage"},
-    {"shared.records", "drift.recording"},
+    {"shared.records"},
     {"rewards", "tool_calls"},
     {"environments"},
     {"gateway"},

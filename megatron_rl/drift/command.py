@@ -26,7 +26,6 @@ import torch
 
 from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner, Recorded, measure_difference
-from megatron_rl.drift.recording import Recording, join_ranks
 from megatron_rl.drift.trainer import compute
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe.drift_file import DriftFindings, Side, write_findings
@@ -34,6 +33,7 @@ from megatron_rl.observe.run_folder import CONFIG_FILE, SavedConfig, find_run, r
 from megatron_rl.shared.protocol.wire import Sampling, decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_log import FILE_NAME
 from megatron_rl.shared.records.audit_samples import Sample, choose_samples, read_kept
+from megatron_rl.shared.records.model_parts import Recording, join_ranks
 from megatron_rl.sidecar.child import MESSAGE_FILE
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.launcher import LocalLauncher

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.drift.recording import TEMPERATURE, LayerPart, ModelPart, Tensors
 from megatron_rl.errors import InputError
+from megatron_rl.shared.records.model_parts import TEMPERATURE, LayerPart, ModelPart, Tensors
 
 FP8 = torch.float8_e4m3fn
 

@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.drift.definition import FP8, Definition, score_tokens
 from megatron_rl.drift.effects import Errors, propagate_errors
-from megatron_rl.drift.recording import TEMPERATURE, LayerPart, ModelPart, Recording, Tensors
+from megatron_rl.shared.records.model_parts import TEMPERATURE, LayerPart, ModelPart, Recording, Tensors
 
 SAMPLER = "sampler"
 BETWEEN = "between the parts"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_rl.drift.definition import Definition, score_tokens
-from megatron_rl.drift.recording import JOINED, LayerPart, ModelPart, Tensors
+from megatron_rl.shared.records.model_parts import JOINED, LayerPart, ModelPart, Tensors
 
 Errors = Mapping[LayerPart, Tensors]
 """For each point, the outputs of a recorded part less those of its definition from the same inputs."""

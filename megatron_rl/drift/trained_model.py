@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.drift.recording import LayerPart, ModelPart, Recording, join_rows
 from megatron_rl.errors import InputError
+from megatron_rl.shared.records.model_parts import LayerPart, ModelPart, Recording, join_rows
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 

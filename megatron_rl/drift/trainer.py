@@ -22,9 +22,9 @@ from megatron_rl import platforms
 from megatron_rl.command_line.parse import parse_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.drift.diagnosis import Recorded
-from megatron_rl.drift.recording import LayerPart, ModelPart, Recording, join_ranks
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError
 from megatron_rl.observe.run_folder import SavedConfig
+from megatron_rl.shared.records.model_parts import LayerPart, ModelPart, Recording, join_ranks
 
 _REQUEST, _ERROR = "request.json", "error.txt"
 

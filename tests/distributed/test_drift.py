@@ -14,12 +14,12 @@ from megatron_rl.command_line.describe import describe_run
 from megatron_rl.command_line.parse import parse_run
 from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner, Recorded
-from megatron_rl.drift.recording import ModelPart, Recording, join_ranks
 from megatron_rl.drift.trained_model import TrainedModelWatch
 from megatron_rl.drift.trainer import compute
 from megatron_rl.errors import InputError
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.ops.elementwise import plain
+from megatron_rl.shared.records.model_parts import ModelPart, Recording, join_ranks
 from megatron_rl.trainer.data.packing import pack_groups
 from megatron_rl.trainer.mcore.model import fusions, self_attention
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap

@@ -12,9 +12,9 @@ import torch
 from megatron_rl.drift.command import FLAGS, record
 from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner
-from megatron_rl.drift.recording import ModelPart
 from megatron_rl.shared.protocol.wire import Response, encode_tokens
 from megatron_rl.shared.records.audit_samples import Sample
+from megatron_rl.shared.records.model_parts import ModelPart
 from tests import hf_models
 from tests.ranks import ROOT
 from tests.sidecar import async_on_cpu, vllm_models

@@ -14,8 +14,8 @@ from megatron_rl.drift.command import configure, describe, main
 from megatron_rl.drift.definition import Definition, round_numbers
 from megatron_rl.drift.diagnosis import BETWEEN, SAMPLER, Diagnosis, Examiner, Recorded
 from megatron_rl.drift.effects import propagate_errors
-from megatron_rl.drift.recording import DIVIDED, LayerPart, ModelPart, Recording, join_ranks
 from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.records.model_parts import DIVIDED, LayerPart, ModelPart, Recording, join_ranks
 from megatron_rl.sidecar.settings import RewardConfig, SidecarSettings, write_message
 from tests import hf_models
 

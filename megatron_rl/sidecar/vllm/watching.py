@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.drift.recording import LayerPart, ModelPart, join_rows
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.records.model_parts import LayerPart, ModelPart, join_rows
 from megatron_rl.sidecar.vllm.worker import RpcAnswer, WorkerExtension, answered
 
 EXTENSION = "megatron_rl.sidecar.vllm.watching.WatchingExtension"

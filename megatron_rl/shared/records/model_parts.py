@@ -1,8 +1,8 @@
 """Recordings of what a model computed for a sequence: the inputs and outputs of its parts.
 
 A recording is made by hooks in an engine's workers (`sidecar/vllm/watching.py`) or in the trainer's model
-(`trained_model.py`), and is a file of tensors. Tensors have a row for each token of the sequence, in its order. Logits
-and log-probs alone have a row for each token that was sampled.
+(`drift/trained_model.py`), and is a file of tensors. Tensors have a row for each token of the sequence, in its order.
+Logits and log-probs alone have a row for each token that was sampled.
 """
 
 import dataclasses
