@@ -11,9 +11,9 @@ from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Subjects
 from megatron_rl.flag import Flag, Kind, format_value
 from megatron_rl.observe.run_folder import SavedConfig, Value
+from megatron_rl.platforms.megatron_configs import find_megatron_version
 from megatron_rl.shared.weights.mapping import measure_model
 from megatron_rl.sidecar.settings import SidecarSettings
-from megatron_rl.trainer.mcore.configs import find_megatron_version
 
 # The name of a value, the value, and its origin.
 Row = tuple[str, str, str]

@@ -19,7 +19,7 @@ import torch
 
 from megatron_rl.config.settings import Subjects
 from megatron_rl.flag import Flag, Kind, derive_flag, derive_flags, index_by_name
-from megatron_rl.trainer.mcore.configs import find_megatron_version, import_configs
+from megatron_rl.platforms.megatron_configs import find_megatron_version, import_configs
 
 _FILE = Path(__file__).with_name("megatron_flags.toml")
 _OTHERS = Path(__file__).with_name("other_flags.toml")

@@ -12,7 +12,7 @@ from megatron_rl.command_line.flags import list_flags, list_own_flags
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import index_by_name
-from megatron_rl.trainer.mcore.configs import find_megatron_version
+from megatron_rl.platforms.megatron_configs import find_megatron_version
 
 # Flags that only the recipe's builder reads; our builder has its own layer, and refuses any other.
 _OF_THE_BUILDER = {"--spec"}
