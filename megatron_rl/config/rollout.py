@@ -1,6 +1,7 @@
 """The settings of the sidecar: engines, rewards, prompts, and the transport of weights. As in `trainer`."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -246,6 +247,31 @@ class DataConfig:
     rest_epochs: int = own_flag(
         1, "The number of epochs that such a prompt is left out of.", "--prompts-rest-epochs", bound="at least 1"
     )
+
+
+ROW_FORMATS = (".jsonl", ".parquet")
+"""The suffixes of files with rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """A file of `--prompts`, and its weight: a number after `=`."""
+
+    path: Path
+    weight: float | None = None
+
+
+def read_weights(paths: Sequence[Path]) -> list[SourceFile]:
+    """Divide FILE=WEIGHT into file and weight; a file that exists under the whole name has none."""
+    found = []
+    for path in paths:
+        file, _, number = str(path).rpartition("=")
+        try:
+            weight = float(number) if file and not path.exists() else None
+        except ValueError:
+            weight = None
+        found.append(SourceFile(path) if weight is None else SourceFile(Path(file), weight))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from megatron_rl.command_line.file_checks import find_data_problems
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource, load_demonstrations
-from megatron_rl.trainer.data.prompt_files import find_problems
 from megatron_rl.trainer.data.prompts import load_prompts
 
 WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "#", "?")
@@ -201,7 +201,7 @@ def test_a_chat_that_does_not_begin_as_the_template_opens_it_is_refused(tmp_path
 
 def test_keys_that_name_one_column_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
-    (said,) = find_problems(DataConfig(prompts=[path], prompt_key="completion"), "sft")
+    (said,) = find_data_problems(DataConfig(prompts=[path], prompt_key="completion"), "sft")
     assert said == "--prompt-key and --completion-key are both completion: they must name two columns"
 
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from megatron_rl.command_line.file_checks import find_data_problems
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.trainer.data.order import Curriculum, RowOrder
-from megatron_rl.trainer.data.prompt_files import find_problems
 from megatron_rl.trainer.data.prompts import PromptSource, load_prompts, read_prompts, tokenize_prompts
 from tests import chat_models, hf_models
 from tests import reward_pools as rewards
@@ -495,7 +495,7 @@ def test_a_prompt_without_a_token_is_said(tmp_path):
 )
 def test_flags_that_contradict_each_other_are_refused(values, message):
     config = dataclasses.replace(DataConfig(prompts=[Path("a.jsonl")]), **values)
-    assert any(message in problem for problem in find_problems(config, "grpo"))
+    assert any(message in problem for problem in find_data_problems(config, "grpo"))
 
 
 def test_less_than_one_token_of_a_prompt_is_refused(model):
@@ -516,9 +516,9 @@ def test_each_path_that_no_rows_can_be_read_from_is_one_problem_with_its_flag(tm
     other, good = tmp_path / "b.jsonl", write(tmp_path / "a.jsonl", GOOD)
     make(other)
     named = f"{other} {message}"
-    assert [*find_problems(DataConfig(prompts=[good, other]), "grpo")] == [f"--prompts {named}"]
-    assert [*find_problems(DataConfig(prompts=[good], eval_prompts=[other]), "sft")] == [f"--eval-prompts {named}"]
-    (unknown,) = find_problems(DataConfig(prompts=[good.rename(tmp_path / "a.json")]), "grpo")
+    assert [*find_data_problems(DataConfig(prompts=[good, other]), "grpo")] == [f"--prompts {named}"]
+    assert [*find_data_problems(DataConfig(prompts=[good], eval_prompts=[other]), "sft")] == [f"--eval-prompts {named}"]
+    (unknown,) = find_data_problems(DataConfig(prompts=[good.rename(tmp_path / "a.json")]), "grpo")
     assert (
         unknown == f"--prompts {tmp_path}/a.json is neither .jsonl nor .parquet: convert it, or rename it by its format"
     )

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.command_line.file_checks import find_data_problems
+from megatron_rl.config.rollout import SourceFile, read_weights
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.data.order import Curriculum, RowOrder
-from megatron_rl.trainer.data.prompt_files import find_problems
 from megatron_rl.trainer.data.prompts import PromptSource, read_prompts
-from megatron_rl.trainer.data.sources import MixedOrder, SourceFile, read_weights
+from megatron_rl.trainer.data.sources import MixedOrder
 from megatron_rl.trainer.loop.evaluator import summarize
 from megatron_rl.trainer.loop.measures import measure_batches
 
@@ -130,11 +131,11 @@ def test_weights_follow_the_files_names_and_are_checked(tmp_path: Path) -> None:
     words = [Path(f"{first}=3"), Path(f"{second}=0.5"), odd]
     assert read_weights(words) == [SourceFile(first, 3.0), SourceFile(second, 0.5), SourceFile(odd)]
     config = DataConfig(prompts=words[:2])
-    assert [*find_problems(config, "grpo")] == []
+    assert [*find_data_problems(config, "grpo")] == []
     assert [row.identity for row in read_prompts(config).trained] == ["a.jsonl:1", "b.jsonl:1"]
 
     def problems(*names: str, stage: str = "grpo") -> str:
-        return " ".join(find_problems(DataConfig(prompts=[Path(name) for name in names]), stage))
+        return " ".join(find_data_problems(DataConfig(prompts=[Path(name) for name in names]), stage))
 
     assert f"{second} has no weight, and others have" in problems(f"{first}=3", str(second))
     assert "a weight must be a finite number above 0" in problems(f"{first}=0", f"{second}=1")

@@ -1,8 +1,7 @@
-"""Files of prompts, JSONL or Parquet: checks of their flags and paths, and their rows. Errors name file and line."""
+"""Files of prompts, JSONL or Parquet, and their rows. Errors name file and line."""
 
 import codecs
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.config.rollout import ROW_FORMATS
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.flag import suggest_nearest
 from megatron_rl.rewards.types import ANSWER, GIVEN
 from megatron_rl.shared.protocol.wire import JSON
-from megatron_rl.trainer.data.sources import find_weight_problems, read_weights
 
 _PARQUET_ROWS_AT_A_TIME = 4096
 
@@ -104,7 +103,7 @@ def _file_rows(path: Path, name: str, config: DataConfig, make: MakeRow) -> Iter
 
 def _contents(path: Path) -> Iterator[tuple[int, object]]:
     """Yield the contents of a file's rows, with their line numbers."""
-    return KINDS[path.suffix.lower()](path)
+    return _READERS[path.suffix.lower()](path)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, object]]:
@@ -143,7 +142,9 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
 
 
 # The reader of each kind of file, by the ending of its name.
-KINDS: Mapping[str, Callable[[Path], Iterator[tuple[int, object]]]] = {".jsonl": _jsonl, ".parquet": _parquet}
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, object]]]] = dict(
+    zip(ROW_FORMATS, (_jsonl, _parquet), strict=True)
+)
 
 
 def _row(path: Path, name: str, line: int, content: JSON, config: DataConfig, is_first: bool) -> Row:
@@ -302,57 +303,3 @@ def _kind(value: object) -> str:
 
 def _error(path: Path, line: int, reason: str) -> InputError:
     return InputError(f"{path}:{line} {reason}")
-
-
-def find_problems(config: DataConfig, stage: str) -> Iterator[str]:
-    """Yield each mistake in the flags and paths of this stage. No file is read: its reader reports its mistakes."""
-    if not config.prompts:
-        yield "--prompts is missing: write one FILE.jsonl or FILE.parquet, or several"
-    if config.held_out < 0:
-        yield f"--prompts-held-out {config.held_out} must be at least 0: write the number of rows to hold out"
-    if config.held_out and config.eval_prompts:
-        yield f"--prompts-held-out {config.held_out} and --eval-prompts both choose what is evaluated: leave one out"
-    yield from _check_keys(config, stage)
-    files = read_weights(config.prompts or ())
-    yield from find_weight_problems(files, stage)
-    trained = {os.path.realpath(file.path) for file in files}
-    for path in config.eval_prompts or ():
-        if os.path.realpath(path) in trained:
-            yield f"{path} is in --prompts and in --eval-prompts: leave it out of one, or use --prompts-held-out"
-    for flag, paths in (("--prompts", [file.path for file in files]), ("--eval-prompts", config.eval_prompts or ())):
-        yield from _check_paths(flag, paths)
-
-
-def _check_keys(config: DataConfig, stage: str) -> Iterator[str]:
-    keys = {"--prompt-key": config.prompt_key}
-    if stage == "sft":
-        keys |= {"--completion-key": config.completion_key, "--messages-key": config.messages_key}
-    else:
-        keys["--answer-key"] = config.answer_key
-    for (first, key), (second, other) in itertools.combinations(keys.items(), 2):
-        if key == other:
-            yield f"{first} and {second} are both {key}: they must name two columns"
-
-
-def _check_paths(flag: str, paths: Sequence[Path]) -> Iterator[str]:
-    files = [os.path.realpath(path) for path in paths]
-    for number, path in enumerate(paths):
-        if files[number] in files[:number]:
-            yield f"{flag} lists {path} twice, and every row counts once: leave one out"
-        elif (problem := _check_path(path)) is not None:
-            yield f"{flag} {path} {problem}"
-
-
-def _check_path(path: Path) -> str | None:
-    """Return the reason why a path cannot be a file of rows, and the remedy; None if it can."""
-    if path.suffix.lower() not in KINDS:
-        return f"is neither {' nor '.join(KINDS)}: convert it, or rename it by its format"
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        return "does not exist: write the path of a file"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if path.is_dir():
-        return "is a folder: write the path of a file"
-    return None if os.access(path, os.R_OK) else "is not open to this user: make it readable"

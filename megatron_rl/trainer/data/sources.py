@@ -1,4 +1,4 @@
-"""Several sources of prompts: the weights of their files, and the order in which they take turns.
+"""Several sources of prompts, and the order in which they take turns.
 
 Invariants:
 
@@ -7,50 +7,13 @@ Invariants:
 - within a source, rows come as `RowOrder` says, with epochs and rests of their own.
 """
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.data.order import Curriculum, RowOrder
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceFile:
-    """A file of `--prompts`, and its weight: a number after `=`."""
-
-    path: Path
-    weight: float | None = None
-
-
-def read_weights(paths: Sequence[Path]) -> list[SourceFile]:
-    """Divide FILE=WEIGHT into file and weight; a file that exists under the whole name has none."""
-    found = []
-    for path in paths:
-        file, _, number = str(path).rpartition("=")
-        try:
-            weight = float(number) if file and not path.exists() else None
-        except ValueError:
-            weight = None
-        found.append(SourceFile(path) if weight is None else SourceFile(Path(file), weight))
-    return found
-
-
-def find_weight_problems(files: Sequence[SourceFile], stage: str) -> Iterator[str]:
-    """Yield each mistake in the weights."""
-    weights = [file.weight for file in files if file.weight is not None]
-    if weights and stage == "sft":
-        yield "--prompts FILE=WEIGHT: --stage sft takes every demonstration once an epoch; write the files alone"
-    elif 0 < len(weights) < len(files):
-        missing = next(file.path for file in files if file.weight is None)
-        yield f"--prompts {missing} has no weight, and others have: write {missing}=WEIGHT, or no weights"
-    for file in files:
-        if file.weight is not None and not 0 < file.weight < math.inf:
-            yield f"--prompts {file.path}={file.weight:g}: a weight must be a finite number above 0; write one"
 
 
 class _PlaceInSources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
