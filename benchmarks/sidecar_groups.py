@@ -21,10 +21,11 @@ import numpy as np
 from benchmarks import random_models
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.shared.chat import build_decoder
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import EngineState
-from megatron_rl.sidecar.group_maker import PoolScorer, build_decoder
+from megatron_rl.sidecar.group_maker import PoolScorer
 from megatron_rl.sidecar.http import build_application, serve
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.recorder import RunRecorder

@@ -8,12 +8,14 @@ environment is what the template writes between two turns of the policy.
 import dataclasses
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.errors import InputError
 
 JSON = dict[str, Any]
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+"""Function that returns the texts of sequences of tokens."""
 
 _ASKED: JSON = {"role": "user", "content": "?"}
 # The name of a tool in a call that stands for one whose name is not known.
@@ -141,3 +143,16 @@ def _read_arguments(arguments: Any) -> Any:
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+def build_decoder(folder: str) -> Decode:
+    """Build a decoder from the tokenizer of a checkpoint; it leaves out special tokens."""
+    # Imported here: it takes a second, and scripted rehearsals do not need it.
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def decode(sequences: Sequence[Sequence[int]]) -> list[str]:
+        return list(tokenizer.batch_decode(sequences, skip_special_tokens=True))
+
+    return decode

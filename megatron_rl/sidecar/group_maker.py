@@ -13,6 +13,7 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
+from megatron_rl.shared.chat import Decode
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import (
     Assignment,
@@ -246,10 +247,6 @@ def _count_tail(assignment: Assignment) -> int:
     return assignment.plan.num_tail if isinstance(assignment, wire.Submission) else 0
 
 
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
-"""A function from sequences of tokens to texts."""
-
-
 class NoScorer:
     """Scores nothing: environments have given rewards."""
 
@@ -291,16 +288,3 @@ class PoolScorer:
             columns=group.prompt.columns,
             row=group.prompt.row,
         )
-
-
-def build_decoder(folder: str) -> Decode:
-    """Build a decoder from the tokenizer of a checkpoint; it leaves out special tokens."""
-    # Imported here: it takes a second, and scripted rehearsals do not need it.
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def decode(sequences: Sequence[Sequence[int]]) -> list[str]:
-        return list(tokenizer.batch_decode(sequences, skip_special_tokens=True))
-
-    return decode

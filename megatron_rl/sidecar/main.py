@@ -25,6 +25,7 @@ from megatron_rl.gateway.visits import Agents
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
@@ -34,7 +35,7 @@ from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.environment_times import EnvironmentClock
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.sidecar.group_maker import Decode, GroupHolder, NoScorer, PoolScorer, build_decoder
+from megatron_rl.sidecar.group_maker import GroupHolder, NoScorer, PoolScorer
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts, find_secrets
 from megatron_rl.sidecar.hosts.membership import Membership

@@ -16,13 +16,14 @@ from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.shared.chat import build_decoder
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer, build_decoder
+from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer
 from megatron_rl.sidecar.texts import TokenizerTexts
 from megatron_rl.tool_calls.reading import PlainReader, Said, ToolCall
 from tests import chat_models

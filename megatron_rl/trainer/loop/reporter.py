@@ -22,15 +22,15 @@ from megatron_rl.observe.progress import Progress, progress_of
 from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.observe.timeline import Timeline
+from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.turns import count_sampled, mask_sampled
 from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
-from megatron_rl.sidecar.group_maker import build_decoder
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.loop.equal_rewards import EqualRewards, Failures
 from megatron_rl.trainer.loop.mismatch import LEAST_CORRECTED, find_warning_bound
 from megatron_rl.trainer.loop.rank import Rank
-from megatron_rl.trainer.loop.sampled_turns import Decode, sample_turns
+from megatron_rl.trainer.loop.sampled_turns import sample_turns
 from megatron_rl.trainer.loop.tracing import RankTrace, Untraced, open_trace
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
 

@@ -1,12 +1,11 @@
 """The turns of a response as text: who wrote which tokens, the reward of each turn, and where branches leave."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_rl.observe.samples import SampledPlace, SampledTurn
+from megatron_rl.shared.chat import Decode
 from megatron_rl.shared.protocol.turns import Turn, list_turns
 from megatron_rl.shared.protocol.wire import Response, decode_tokens
-
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 def sample_turns(
