@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, host
+from megatron_rl.platforms import cpu_torch, host
 from megatron_rl.platforms.cpu_torch import DEVICE, Event, Stream
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
+from megatron_rl.platforms.platform import MemoryFigures, Platform
 
 # Each of these fusions needs a kernel that runs on CUDA only, or torch.compile.
 _UNSUPPORTED_FUSIONS = MappingProxyType(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.platforms.cuda_sharing import CudaSharing
 from megatron_rl.platforms.device_sharing import DeviceSharing
 from megatron_rl.platforms.host import bind_to_cores, read_core_list
+from megatron_rl.platforms.platform import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.versions import find_engine_refusal
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")

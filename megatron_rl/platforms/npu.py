@@ -18,8 +18,8 @@ import torch
 
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms import MemoryFigures, Platform, sum_in_fixed_order
 from megatron_rl.platforms.host import is_bound_to_cores
+from megatron_rl.platforms.platform import MemoryFigures, Platform, sum_in_fixed_order
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py.
 _MINDSPEED = {"0.16": ("core_r0.16.0", "0.16")}
