@@ -4,13 +4,13 @@ import asyncio
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.wire import Drafts, EngineKind, Response, Sampling, Way, Weights
 
 if TYPE_CHECKING:
-    from megatron_rl.sidecar.engines.hosts import EngineHost
+    import httpx
 
 
 class EngineState(enum.StrEnum):
@@ -113,12 +113,56 @@ class ProbeReport:
     """A response of one token; its spans name the weights that sampled it."""
 
 
+class WeightsPlace(NamedTuple):
+    """The folder of a version on the host of an engine."""
+
+    folder: str
+    user: int
+    """The number of the user who owns it there."""
+
+
+class EngineHost(Protocol):
+    """A host that engines run on."""
+
+    async def answers(self) -> bool:
+        """Check whether engines can be started there now."""
+        ...
+
+    async def until_back(self) -> None:
+        """Wait until the host answers."""
+        ...
+
+    def connect(self, address: str, is_ours: bool = True) -> "httpx.AsyncBaseTransport":
+        """Make a transport for requests to the engine at this address; `is_ours` if it was not adopted."""
+        ...
+
+    async def is_given(self, weights: Weights) -> bool:
+        """Check whether a publish of these weights reaches the host; a stream does if the host answers."""
+        ...
+
+    async def has_copy(self, weights: Weights) -> bool:
+        """Check whether an engine that starts now can load these weights."""
+        ...
+
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
+        """Return the places from which an engine's workers load them, one for each of its hosts."""
+        ...
+
+    def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
+        """Return the error to raise if an engine finds that parts of these weights will not come."""
+        ...
+
+    def is_being_written(self, weights: Weights) -> bool:
+        """Check whether parts of these weights may still arrive there."""
+        ...
+
+
 class Engine(Protocol):
     """A vLLM server, or its replacement in tests."""
 
     name: str
     state: EngineState
-    host: "EngineHost"
+    host: EngineHost
 
     @property
     def kind(self) -> EngineKind:

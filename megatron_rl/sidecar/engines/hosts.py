@@ -1,14 +1,13 @@
-"""The host of an engine, as far as the sidecar needs to know it: how to reach the engine, and where its weights lie."""
+"""The sidecar's own host as a host of engines, and the connections to engines."""
 
 import os
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import httpx
 
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.arrival import is_being_written
-from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten
+from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WeightsPlace
 
 # No connection is kept: the server may close an idle one at the moment of its next use.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -27,50 +26,6 @@ def reach_socket(path: str, is_ours: bool) -> httpx.AsyncBaseTransport:
     """Make a transport for requests to a unix socket of this host, whose server may have been started elsewhere."""
     # Certificates, which a socket of this host has no use for, take 17 ms to read.
     return httpx.AsyncHTTPTransport(uds=path, limits=_KEEPING if is_ours else LIMITS, verify=False)
-
-
-class WeightsPlace(NamedTuple):
-    """The folder of a version on the host of an engine."""
-
-    folder: str
-    user: int
-    """The number of the user who owns it there."""
-
-
-class EngineHost(Protocol):
-    """A host that engines run on."""
-
-    async def answers(self) -> bool:
-        """Check whether engines can be started there now."""
-        ...
-
-    async def until_back(self) -> None:
-        """Wait until the host answers."""
-        ...
-
-    def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
-        """Make a transport for requests to the engine at this address; `is_ours` if it was not adopted."""
-        ...
-
-    async def is_given(self, weights: Weights) -> bool:
-        """Check whether a publish of these weights reaches the host; a stream does if the host answers."""
-        ...
-
-    async def has_copy(self, weights: Weights) -> bool:
-        """Check whether an engine that starts now can load these weights."""
-        ...
-
-    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
-        """Return the places from which an engine's workers load them, one for each of its hosts."""
-        ...
-
-    def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
-        """Return the error to raise if an engine finds that parts of these weights will not come."""
-        ...
-
-    def is_being_written(self, weights: Weights) -> bool:
-        """Check whether parts of these weights may still arrive there."""
-        ...
 
 
 class OwnHost:

@@ -28,9 +28,9 @@ from megatron_rl.shared.protocol.wire import (
     encode_log_probs,
     encode_tokens,
 )
-from megatron_rl.sidecar.engines import EngineLost, EngineState, GroupRequest, ProbeReport, WeightReport
+from megatron_rl.sidecar.engines import EngineHost, EngineLost, EngineState, GroupRequest, ProbeReport, WeightReport
 from megatron_rl.sidecar.engines.decoding import Decoding, StepCosts
-from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
+from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.streams import StreamPlace
 
 Fault = Literal["die", "hang", "refuse", "cut"]

@@ -39,8 +39,8 @@ from megatron_rl.sidecar.agent.messages import (
     Started,
     Welcome,
 )
-from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten
-from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST, WeightsPlace
+from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten, WeightsPlace
+from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST
 from megatron_rl.sidecar.hosts.gathered import GatheredRequests
 from megatron_rl.sidecar.hosts.patience import Crowd, Patience
 from megatron_rl.sidecar.hosts.remote_engine import Forwarded, RemoteHandle
@@ -75,7 +75,7 @@ _KINDS: dict[int, type[HostLost | HostRefused]] = {409: HostLost, 423: HostBusy}
 
 
 class RemoteHost:
-    """A host with an agent. Satisfies `sidecar.engines.hosts.EngineHost`; belongs to the event loop of `run`."""
+    """A host with an agent. Satisfies `sidecar.engines.EngineHost`; belongs to the event loop of `run`."""
 
     def __init__(
         self,

@@ -15,14 +15,13 @@ from pathlib import Path
 import httpx
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten
-from megatron_rl.sidecar.engines.hosts import WeightsPlace
+from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WeightsPlace
 from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.hosts.remote_engine import RemoteHandle
 
 
 class HostsTogether:
-    """Several hosts as one. Satisfies `sidecar.engines.hosts.EngineHost`; the first one has the engines' servers."""
+    """Several hosts as one. Satisfies `sidecar.engines.EngineHost`; the first one has the engines' servers."""
 
     def __init__(self, hosts: Sequence[RemoteHost]) -> None:
         self._hosts = tuple(hosts)

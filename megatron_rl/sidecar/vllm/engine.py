@@ -28,6 +28,7 @@ from megatron_rl.shared.protocol.wire import (
 from megatron_rl.sidecar import stage_streams, streams
 from megatron_rl.sidecar.engines import (
     EngineBusy,
+    EngineHost,
     EngineLost,
     EngineRefused,
     EngineState,
@@ -37,7 +38,7 @@ from megatron_rl.sidecar.engines import (
     WeightsNotWritten,
     WrongWeights,
 )
-from megatron_rl.sidecar.engines.hosts import OWN_HOST, EngineHost
+from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
