@@ -13,9 +13,9 @@ from typing import Any
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.shared.weights.delivery.redelivery import redeliver
 from megatron_rl.sidecar.agent.messages import PassOn
 from megatron_rl.sidecar.hosts.patience import PATIENCE, Crowd, Patience
-from megatron_rl.sidecar.hosts.redelivery import redeliver
 from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.hosts.together import HandleOfParts, HostsTogether
