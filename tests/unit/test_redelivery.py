@@ -20,8 +20,7 @@ from megatron_rl.shared.weights.delivery import redelivery
 from megatron_rl.shared.weights.delivery.incoming import Incoming
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
-from megatron_rl.shared.weights.delivery.redelivery import redeliver
-from megatron_rl.shared.weights.delivery.whole import describe_whole
+from megatron_rl.shared.weights.delivery.redelivery import describe_whole, redeliver
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.sidecar.agent.messages import PASSING_ROUTE, PassOn
