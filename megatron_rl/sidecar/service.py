@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.observe.trace import SERVICE
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.hosts import DeliveryHosts
 from megatron_rl.shared.protocol.provenance import Assignment
 from megatron_rl.shared.protocol.slots import Claim, Place
 from megatron_rl.shared.records.append_file import AppendFailed
@@ -26,9 +27,6 @@ from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.supervisor import WeightsNotProven
 from megatron_rl.sidecar.tracing import SidecarTrace
-
-if TYPE_CHECKING:
-    from megatron_rl.sidecar.hosts.factory import Hosts
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +47,18 @@ class Engines(Samplers, Protocol):
     def remove(self, name: str) -> None: ...
 
     async def count_drafts(self) -> wire.Drafts | None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
+class EngineHosts(Protocol):
+    """The other hosts that engines run on. `sidecar.hosts.factory.Hosts` satisfies it."""
+
+    find_trainer_lease: Callable[[], int]
+
+    def list_for_delivery(self, engines: Collection[str]) -> DeliveryHosts: ...
+
+    def leave_out(self, name: str, version: int, reason: str) -> None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -125,7 +135,7 @@ class RolloutService:
         run: str | None = None,
         trace: SidecarTrace | None = None,
         pacer: Pacer | None = None,
-        hosts: "Hosts | None" = None,
+        hosts: EngineHosts | None = None,
         conversations: GroupHolder | None = None,
         gateway: Gateway | None = None,
     ):

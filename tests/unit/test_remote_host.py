@@ -24,8 +24,7 @@ from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts import patience
 from megatron_rl.sidecar.hosts.factory import Hosts
 from megatron_rl.sidecar.hosts.patience import Patience
-from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHost
-from megatron_rl.sidecar.hosts.remote_engine import RemoteHandle
+from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHandle, RemoteHost
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import open_listener

@@ -11,11 +11,12 @@ Invariants:
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from megatron_rl.sidecar.agent.messages import (
     Beat,
     EngineStart,
     LeaseRequest,
+    Life,
     PassedOn,
     PassOn,
     Pulse,
@@ -41,10 +43,10 @@ from megatron_rl.sidecar.agent.messages import (
 )
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten, WeightsPlace
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST
-from megatron_rl.sidecar.hosts.gathered import GatheredRequests
+from megatron_rl.sidecar.hosts.engine_requests import Forwarded, GatheredRequests
 from megatron_rl.sidecar.hosts.patience import Crowd, Patience
-from megatron_rl.sidecar.hosts.remote_engine import Forwarded, RemoteHandle
 from megatron_rl.sidecar.hosts.static import HostPlace
+from megatron_rl.sidecar.launcher import LOG_LINES
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
@@ -405,6 +407,58 @@ class RemoteHost:
         except msgspec.DecodeError:
             said = f"it answers {answer.status_code}: {answer.text[:200]}"
         raise _KINDS.get(answer.status_code, HostRefused)(said)
+
+
+class RemoteHandle:
+    """An engine's processes on another host. Satisfies `sidecar.launcher.Handle`."""
+
+    def __init__(self, host: RemoteHost, name: str) -> None:
+        self.name = self.address = name
+        self.host_name = host.name
+        self.log = Path(f"{host.address}:{name}.log")
+        self.lease = ""
+        """The lease under which it was started."""
+        self.starting: asyncio.Task[None]
+        self.is_started = False
+        self.num_lines = 0
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._life = Life()
+        self._lines: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
+        self.needed: list[int] = []
+        """The processes that the agent has not been told of."""
+
+    def poll(self) -> str | None:
+        return self._life.ended
+
+    def need(self, pids: Sequence[int]) -> None:
+        self.needed.extend(pids)
+
+    def find_fault(self) -> str | None:
+        if fault := self._host.find_fault():
+            return fault
+        if self.lease and self.lease != self._host.lease:
+            return f"its host {self._host.name} was lost, and has ended it"
+        return self._life.fault or self._life.ended
+
+    def kill(self) -> None:
+        """End its processes. Call this from another thread than the event loop's."""
+        asyncio.run_coroutine_threadsafe(self._host.end(self), self._loop).result()
+
+    def log_lines(self) -> list[str]:
+        return list(self._lines)
+
+    def take(self, life: Life | None) -> None:
+        """Take what the agent says of it; None if the agent does not know it."""
+        if life is None:
+            self.fail(f"the agent of its host {self._host.name} does not know it")
+            return
+        self._life, self.num_lines = life, life.num_lines
+        self._lines.extend(life.lines)
+
+    def fail(self, reason: str) -> None:
+        """Count it as ended."""
+        self._life = Life(ended=reason, fault=reason, num_lines=self.num_lines)
 
 
 async def bring_nothing(host: RemoteHost, weights: Weights) -> bool:

@@ -16,8 +16,7 @@ import httpx
 
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WeightsPlace
-from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.hosts.remote_engine import RemoteHandle
+from megatron_rl.sidecar.hosts.remote import RemoteHandle, RemoteHost
 
 
 class HostsTogether:
