@@ -16,17 +16,17 @@ import pytest
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights import arrival
 from megatron_rl.shared.weights.arrival import COUNTS_FILE, Arrival, Counter
-from megatron_rl.shared.weights.delivery import redelivery
 from megatron_rl.shared.weights.delivery.incoming import Incoming
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
-from megatron_rl.shared.weights.delivery.redelivery import describe_whole, redeliver
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import digest
+from megatron_rl.sidecar import redelivery
 from megatron_rl.sidecar.agent.messages import PASSING_ROUTE, PassOn
 from megatron_rl.sidecar.hosts.factory import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, HostRefused
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
+from megatron_rl.sidecar.redelivery import describe_whole, redeliver
 from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, read_tensors
 from tests.unit import test_remote_host

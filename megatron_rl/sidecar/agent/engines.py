@@ -28,7 +28,6 @@ import msgspec
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.weights.arrival import is_being_written
-from megatron_rl.shared.weights.delivery.redelivery import redeliver
 from megatron_rl.sidecar.agent.messages import (
     PROTOCOL,
     Arrived,
@@ -44,6 +43,7 @@ from megatron_rl.sidecar.agent.messages import (
 )
 from megatron_rl.sidecar.engines.hosts import reach_socket
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher
+from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.vllm.server import make_process_spec
 
 _log = logging.getLogger(__name__)

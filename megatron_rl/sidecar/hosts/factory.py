@@ -13,12 +13,12 @@ from typing import Any
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.delivery.messages import Target
-from megatron_rl.shared.weights.delivery.redelivery import redeliver
 from megatron_rl.sidecar.agent.messages import PassOn
 from megatron_rl.sidecar.hosts.patience import PATIENCE, Crowd, Patience
 from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.hosts.together import HandleOfParts, HostsTogether
+from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.parts import EnginePart
