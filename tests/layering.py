@@ -7,18 +7,15 @@ from pathlib import Path
 
 PACKAGE = "megatron_rl"
 
-# The parts of the package, the lowest first. A part imports from lower layers only, and from itself. A name with
-# a dot is a file, or a folder, that is a part by itself.
+# The floors of the package, the lowest first: its folders, and the files next to them. A part imports lower floors and
+# itself, at any place in a file. A name with a dot is a part of a folder whose parts are on several floors.
 LAYERS = (
     {"errors", "types"},
-    {"versions"},
-    {"flag"},
+    {"versions", "flag"},
     {"code_files"},
     {"algorithm"},
-    {"ops.products"},
-    {"ops.main_gradients"},
-    {"config", "platforms"},
-    {"ops"},
+    {"config", "ops"},
+    {"platforms"},
     {"shared.protocol", "shared.weights", "shared.chat", "shared.garbage"},
     {"shared.records"},
     {"rewards", "tool_calls"},
@@ -34,6 +31,11 @@ LAYERS = (
     {"analysis", "commands", "drift", "launch", "migrate"},
     {"cli"},
 )
+# Folders in which a file imports the folder's own `__init__.py`, which imports the file.
+CIRCLES_IN = {
+    "ops.sampled": "the type of the result is in the interface, and the naive twin makes it",
+    "ops.slices": "the types of slices are in the interface, and its implementations are checked with them",
+}
 # Packages that belong to some parts only. What is not listed may be imported anywhere.
 OWNERS = {
     "megatron": {"platforms", "shared.weights", "trainer.mcore", "trainer.recipe"},
@@ -74,7 +76,7 @@ def violations(root: Path) -> list[str]:
         name = _module_name(path.relative_to(root))
         messages = [*_import_violations(name, tree), *_device_violations(name, tree), *_effects(tree)]
         found += [f"{path.relative_to(root)}:{line}: {message}" for line, message in messages]
-    return found
+    return found + list(_circles(root))
 
 
 def imports(tree: ast.Module) -> Iterator[Import]:
@@ -95,13 +97,50 @@ def imports(tree: ast.Module) -> Iterator[Import]:
             yield Import(module, node.lineno, id(node) not in inner, id(node) in typed)
 
 
+def _circles(root: Path) -> Iterator[str]:
+    """Yield the circles between files and folders of the same folder; an import at any place in a file counts.
+
+    Files that import each other in a circle belong to two such members of a folder. A program (`__main__.py`) is in
+    none, because no file imports it.
+    """
+    paths = [path for path in sorted((root / PACKAGE).rglob("*.py")) if path.stem != "__main__"]
+    files = {_module_name(path.relative_to(root)): path for path in paths}
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for path in files.values():
+        for imported in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            target = files.get(imported.module) or files.get(imported.module.rpartition(".")[0])
+            if target is None or target == path:
+                continue
+            sides = path.relative_to(root).with_suffix("").parts, target.relative_to(root).with_suffix("").parts
+            depth = next(index for index, (here, there) in enumerate(zip(*sides, strict=False)) if here != there)
+            folder, importer, member = ".".join(sides[0][1:depth]), sides[0][depth], sides[1][depth]
+            graphs.setdefault(folder, {}).setdefault(importer, set()).add(member)
+    for folder, graph in sorted(graphs.items()):
+        members = _members_of_circles(graph)
+        if members and folder not in CIRCLES_IN:
+            names = ", ".join(sorted(members))
+            yield f"{'/'.join((PACKAGE, *filter(None, folder.split('.'))))}: {names} import each other in a circle"
+
+
+def _members_of_circles(graph: dict[str, set[str]]) -> set[str]:
+    """Return the members of circles, and the members on a way from one circle to another."""
+    left = set(graph)
+    while True:
+        imported = {member for importer in left for member in graph[importer]}
+        kept = {member for member in left & imported if graph[member] & left}
+        if kept == left:
+            return left
+        left = kept
+
+
 def part_of(module: str) -> str | None:
     """Return the part of our package that a module belongs to; None for the package itself and for others."""
     package, _, rest = module.partition(".")
     if package != PACKAGE:
         return None
-    if rest == "config.__main__":
-        return "command_line"
+    if rest.endswith(".__main__"):
+        # A program of its own, which may start what is above its folder.
+        return "__main__"
     inner = [part for layer in LAYERS for part in layer if "." in part and f"{rest}.".startswith(f"{part}.")]
     return inner[0] if inner else rest.split(".")[0] or None
 

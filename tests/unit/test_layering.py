@@ -74,6 +74,7 @@ def test_the_package_keeps_to_its_layers():
             "from megatron_rl.command_line import parse",
             "config imports command_line, which is not below",
         ),
+        ("ops/x.py", "def f():\n    from megatron_rl import platforms", "ops imports platforms, which is not below it"),
         ("newpart/x.py", "X = 1", "newpart is in no layer"),
         ("trainer/newpart/x.py", "X = 1", "trainer is in no layer"),
     ],
@@ -86,6 +87,33 @@ def test_a_planted_violation_is_found(tmp_path, path, code, message):
     assert len(found) == 1, found
     assert f"megatron_rl/{path}:" in found[0]
     assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "folder", "members"),
+    [
+        ({"sidecar/a.py": "from megatron_rl.sidecar import b", "sidecar/b.py": "from megatron_rl.sidecar.a import A"},
+         "megatron_rl/sidecar", "a, b"),
+        ({"sidecar/a.py": "def f():\n    from megatron_rl.sidecar import b",
+          "sidecar/b.py": "if TYPE_CHECKING:\n    from megatron_rl.sidecar.a import A"},
+         "megatron_rl/sidecar", "a, b"),
+        ({"sidecar/hosts/a.py": "from megatron_rl.sidecar.agent.b import B",
+          "sidecar/agent/b.py": "X = 1",
+          "sidecar/agent/c.py": "from megatron_rl.sidecar.d import D",
+          "sidecar/d.py": "from megatron_rl.sidecar.hosts import e",
+          "sidecar/hosts/e.py": "X = 1"},
+         "megatron_rl/sidecar", "agent, d, hosts"),
+        ({"ops/qkv/__init__.py": "from megatron_rl.ops.qkv import naive",
+          "ops/qkv/naive.py": "from megatron_rl.ops.qkv import X"},
+         "megatron_rl/ops/qkv", "__init__, naive"),
+    ],
+)  # fmt: skip
+def test_a_planted_circle_is_found(tmp_path, files, folder, members):
+    for path, code in files.items():
+        file = tmp_path / "megatron_rl" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    assert violations(tmp_path) == [f"{folder}: {members} import each other in a circle"]
 
 
 @pytest.mark.parametrize(
