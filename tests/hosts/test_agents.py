@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from megatron_rl.sidecar.engines import EngineLost
-from megatron_rl.sidecar.hosts.patience import PATIENCE
+from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS
 from tests.hosts.worlds import TOKEN, Agent, agents, serving, until, until_gone
 from tests.sidecar.standin_engines import request
 
@@ -23,7 +23,7 @@ def find_free_address() -> str:
 
 def test_an_engine_on_another_host_works_as_a_local_one_and_dies_with_its_agent(tmp_path):
     async def check(agent: Agent) -> None:
-        async with serving(tmp_path, [agent.address], patience=dataclasses.replace(PATIENCE, first_pause=0.1)) as world:
+        async with serving(tmp_path, [agent.address], timeouts=dataclasses.replace(TIMEOUTS, first_pause=0.1)) as world:
             await world.supervisor.start(1)
             await world.publish()
             (response,) = await world.supervisor.generate(request())
@@ -62,7 +62,7 @@ def test_an_engine_on_another_host_works_as_a_local_one_and_dies_with_its_agent(
 
 def test_an_agent_tells_nothing_without_its_token_and_one_service_does_not_take_the_host_of_another(tmp_path):
     async def check(agent: Agent) -> None:
-        quick = dataclasses.replace(PATIENCE, lost=1.0)
+        quick = dataclasses.replace(TIMEOUTS, lost=1.0)
         async with serving(tmp_path, [agent.address]) as holder:
             await until(lambda: holder.hosts.all[0].lease)
             async with httpx.AsyncClient(base_url=f"http://{agent.address}") as client:
@@ -87,15 +87,15 @@ def test_an_agent_tells_nothing_without_its_token_and_one_service_does_not_take_
 
 
 def test_an_agent_ends_the_engines_of_a_service_that_is_silent(tmp_path):
-    patience = dataclasses.replace(PATIENCE, lease=3.0, beat=0.2)
+    timeouts = dataclasses.replace(TIMEOUTS, lease=3.0, beat=0.2)
 
     async def check(agent: Agent) -> None:
-        async with serving(tmp_path, [agent.address], patience=patience) as world:
+        async with serving(tmp_path, [agent.address], timeouts=timeouts) as world:
             await world.supervisor.start(1)
             processes = agent.list_engine_processes()
             assert processes
             # Later than the lease is long: beats have renewed it.
-            await asyncio.sleep(2 * patience.lease)
+            await asyncio.sleep(2 * timeouts.lease)
             assert not world.error()
             for task in world.hosts._tasks.values():
                 task.cancel()

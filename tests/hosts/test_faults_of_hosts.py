@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.sidecar.hosts.patience import PATIENCE
+from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS
 from tests.hosts.namespaces import Host, network
 from tests.hosts.worlds import Agent, World, agents, serving, until, until_gone
 from tests.sidecar.standin_engines import request
@@ -82,8 +82,8 @@ def test_a_host_whose_link_is_cut_for_a_minute_is_named_and_joins_again(tmp_path
             await until_gone(processes)
             ended = time.monotonic() - begun
             print(f"the host was named after {named:.1f} s, its engines had ended after {ended:.1f} s")
-            assert named < PATIENCE.lost + PATIENCE.answer + BUSY_SECONDS
-            assert ended < PATIENCE.lease + PATIENCE.answer + BUSY_SECONDS
+            assert named < TIMEOUTS.lost + TIMEOUTS.answer + BUSY_SECONDS
+            assert ended < TIMEOUTS.lease + TIMEOUTS.answer + BUSY_SECONDS
             await asyncio.sleep(max(0.0, 60 - (time.monotonic() - begun)))
             hosts[0].set_link(True)
             begun = time.monotonic()
@@ -147,4 +147,4 @@ def test_nothing_is_left_on_any_host_when_the_service_is_killed(tmp_path):
         begun = time.monotonic()
         asyncio.run(until_gone(processes))
         print(f"the engines of both hosts had ended {time.monotonic() - begun:.1f} s after the service was killed")
-        assert time.monotonic() - begun < PATIENCE.lease + BUSY_SECONDS
+        assert time.monotonic() - begun < TIMEOUTS.lease + BUSY_SECONDS

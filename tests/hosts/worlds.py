@@ -20,8 +20,8 @@ from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.hosts.patience import PATIENCE, Patience
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
+from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS, Timeouts
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
@@ -161,14 +161,14 @@ class World:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, addresses: Sequence[str], token: str = TOKEN, patience: Patience = PATIENCE, run: str = "run"
+    folder: Path, addresses: Sequence[str], token: str = TOKEN, timeouts: Timeouts = TIMEOUTS, run: str = "run"
 ) -> AsyncIterator[World]:
     """Make a supervisor over these agents, without an engine yet."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     config = ServerConfig(model=str(model), max_model_len=512)
     sockets = make_socket_folder()
-    hosts = Hosts(StaticHosts(tuple(HostPlace(address) for address in addresses), token), run, patience)
+    hosts = Hosts(StaticHosts(tuple(HostPlace(address) for address in addresses), token), run, timeouts)
     own = VllmFactory(config, sockets, LocalLauncher())
     factory = HostsFactory(own, 0, hosts.all, config)
     supervisor = Supervisor(factory, SupervisorConfig(first_pause=0.1, watch_seconds=0.2))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.sidecar.agent.messages import REQUESTS_ROUTE, EngineAnswer, pack, unpack
 from megatron_rl.sidecar.engines.hosts import STEP
-from megatron_rl.sidecar.hosts import patience
+from megatron_rl.sidecar.hosts import timeouts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.http import serve
 from tests.unit.test_remote_host import Agent, connected, start, until
@@ -78,7 +78,7 @@ class Count:
 
 
 def test_a_step_of_several_engines_is_one_request_and_each_answer_comes_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(patience, "_CONNECTS_AT_ONCE", 1)
+    monkeypatch.setattr(timeouts, "_CONNECTS_AT_ONCE", 1)
 
     async def check() -> None:
         async with connected(tmp_path) as (agent, _, host), engines(agent, host) as (made, clients):
@@ -90,7 +90,7 @@ def test_a_step_of_several_engines_is_one_request_and_each_answer_comes_by_itsel
             await until(lambda: all(engine.num_asked for engine in made))
             assert count.routes == [REQUESTS_ROUTE]
             # Engines that take long for a step keep no other host from its connection.
-            await until(lambda: not host._crowd.connects.locked())
+            await until(lambda: not host._limits.connects.locked())
             for number in (2, 0):
                 made[number].may_answer.set()
                 answer = await asyncio.wait_for(asking[number], 60)

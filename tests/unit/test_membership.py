@@ -92,9 +92,9 @@ def test_a_host_that_leaves_keeps_its_engines_until_the_next_publish_and_takes_n
             # Ranks learn from this that the hosts are others.
             assert hosts.list_for_delivery([]).epoch == epoch + 1
             # With many hosts each has fewer beats, but still several in the length of a lease.
-            assert hosts._crowd.num_hosts == 2
-            hosts._crowd.num_hosts = 128
-            assert [hosts._crowd.find_pause(0.5), hosts._crowd.find_pause(9.0)] == [2.56, 9.0]
+            assert hosts._limits.num_hosts == 2
+            hosts._limits.num_hosts = 128
+            assert [hosts._limits.find_pause(0.5), hosts._limits.find_pause(9.0)] == [2.56, 9.0]
             assert engines.names == [f"engine-{n}" for n in range(2, 6)]
             assert [engines.factory.list_engines(host) for host in hosts.all] == [
                 ["engine-2", "engine-3"], ["engine-4", "engine-5"],

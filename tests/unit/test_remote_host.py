@@ -21,11 +21,11 @@ from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.messages import LeaseRequest, PassOn
 from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
-from megatron_rl.sidecar.hosts import patience
+from megatron_rl.sidecar.hosts import timeouts
 from megatron_rl.sidecar.hosts.factory import Hosts
-from megatron_rl.sidecar.hosts.patience import Patience
 from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHandle, RemoteHost
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
+from megatron_rl.sidecar.hosts.timeouts import Timeouts
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import open_listener
 from megatron_rl.sidecar.vllm.connection import Connection
@@ -34,7 +34,7 @@ from megatron_rl.trainer.loop.reporter import HostNews
 from tests.unit.test_host_engines import World
 
 TOKEN = "0123456789abcdef"
-QUICK = Patience(beat=0.02, lost=0.5, first_pause=0.05, longest_pause=0.1)
+QUICK = Timeouts(beat=0.02, lost=0.5, first_pause=0.05, longest_pause=0.1)
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processe
 
 
 def test_agents_are_asked_for_few_starts_at_once_and_nothing_reaches_an_engine_before_its_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(patience, "_CONNECTS_AT_ONCE", 2)
+    monkeypatch.setattr(timeouts, "_CONNECTS_AT_ONCE", 2)
     under_way, answered, most, reached = [], [], [], []
 
     def reach(_: httpx.Request) -> httpx.Response:

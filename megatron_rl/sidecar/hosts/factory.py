@@ -14,10 +14,10 @@ from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.agent.messages import PassOn
-from megatron_rl.sidecar.hosts.patience import PATIENCE, Crowd, Patience
 from megatron_rl.sidecar.hosts.remote import RemoteHost
+from megatron_rl.sidecar.hosts.spanned_hosts import HandleOfParts, SpannedHosts
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
-from megatron_rl.sidecar.hosts.together import HandleOfParts, HostsTogether
+from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS, HostLimits, Timeouts
 from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -36,13 +36,13 @@ _BRING_SECONDS = 60.0
 class Hosts:
     """The other hosts of a service, from `open` to `close`."""
 
-    def __init__(self, named: StaticHosts, run: str, patience: Patience = PATIENCE) -> None:
+    def __init__(self, named: StaticHosts, run: str, timeouts: Timeouts = TIMEOUTS) -> None:
         """Make the hosts of a run; the secret of the weights' delivery is another one for each service."""
         self._secret = secrets.token_hex(32)
         self._epoch = 0
         self._run = run
-        self._patience = patience
-        self._crowd = Crowd()
+        self._timeouts = timeouts
+        self._limits = HostLimits()
         self.all = [self._make(place, named) for place in named.hosts]
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._bringing: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
@@ -108,7 +108,7 @@ class Hosts:
 
     def _make(self, place: HostPlace, named: StaticHosts) -> RemoteHost:
         tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
-        return RemoteHost(place, self._run, named.token, self._secret, self._patience, tls, self._crowd)
+        return RemoteHost(place, self._run, named.token, self._secret, self._timeouts, tls, self._limits)
 
     def _open(self, host: RemoteHost) -> None:
         host.on_changed, host.bring = self._change, self._bring
@@ -116,7 +116,7 @@ class Hosts:
 
     def _change(self) -> None:
         self._epoch += 1
-        self._crowd.num_hosts = len(self.all)
+        self._limits.num_hosts = len(self.all)
 
     async def _bring(self, host: RemoteHost, weights: Weights) -> bool:
         """Begin to send a version to a host, within a bound; its engines that ask at once share the attempt."""
@@ -205,7 +205,7 @@ class HostsFactory:
         ]
         if len(handles) == 1:
             return self._own.make_engine(name, handles[0], place.hosts[0])
-        return self._own.make_engine(name, HandleOfParts(handles), HostsTogether(place.hosts))
+        return self._own.make_engine(name, HandleOfParts(handles), SpannedHosts(place.hosts))
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started on this host by another process, given the path of its socket."""

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- the service beats several times in the length of a lease. If the agent does not answer for `Patience.lost`, or answers
+- the service beats several times in the length of a lease. If the agent does not answer for `Timeouts.lost`, or answers
   that the lease is over, the host is lost: all its engines have this fault, and their requests end;
 - once a host was lost, the service works there only under another lease, before which the agent ends all engines of the
   last one. So no engine from before the loss is ever spoken to again;
@@ -44,8 +44,8 @@ from megatron_rl.sidecar.agent.messages import (
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten, WeightsPlace
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST
 from megatron_rl.sidecar.hosts.engine_requests import Forwarded, GatheredRequests
-from megatron_rl.sidecar.hosts.patience import Crowd, Patience
 from megatron_rl.sidecar.hosts.static import HostPlace
+from megatron_rl.sidecar.hosts.timeouts import HostLimits, Timeouts
 from megatron_rl.sidecar.launcher import LOG_LINES
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm.server import ServerConfig
@@ -85,9 +85,9 @@ class RemoteHost:
         run: str,
         token: str,
         secret: str,
-        patience: Patience,
+        timeouts: Timeouts,
         tls: ssl.SSLContext | None,
-        crowd: Crowd,
+        limits: HostLimits,
     ) -> None:
         """Make a host; `token` is the agents', and `secret` that of the weights' delivery.
 
@@ -108,11 +108,11 @@ class RemoteHost:
         """The callback for a host that has joined or was lost."""
         self.bring: Callable[[RemoteHost, Weights], Awaitable[bool]] = bring_nothing
         """Begins to send a version to the host between two publishes; returns whether it arrives now."""
-        self._crowd = crowd
+        self._limits = limits
         self.left_out = (-1, "")
         """The last version that the trainer did not deliver to it, and the reason."""
-        self._request = LeaseRequest(run=run, seconds=patience.lease, token=secret)
-        self._patience = patience
+        self._request = LeaseRequest(run=run, seconds=timeouts.lease, token=secret)
+        self._timeouts = timeouts
         self._lease = ""
         self._shares_folder = False
         """True if its engines load the trainer's folder; known from the first lease on, and kept while it is lost."""
@@ -131,14 +131,14 @@ class RemoteHost:
             base_url=self.url,
             verify=tls or False,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=patience.answer,
+            timeout=timeouts.answer,
             # A proxy of the environment would be handed the token.
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
         # An engine may take any time for its answer: its callers have deadlines of their own.
-        self._sending = httpx.Timeout(None, connect=patience.answer, write=patience.lost)
-        self.gathered = GatheredRequests(self, self._transport, self._authorization, self._sending, crowd.connects)
+        self._sending = httpx.Timeout(None, connect=timeouts.answer, write=timeouts.lost)
+        self.gathered = GatheredRequests(self, self._transport, self._authorization, self._sending, limits.connects)
 
     @property
     def num_engines(self) -> int:
@@ -160,7 +160,7 @@ class RemoteHost:
         if self._lease:
             return None
         silent = time.monotonic() - self._begun
-        refused, is_late = self._refused, silent > self._patience.lost
+        refused, is_late = self._refused, silent > self._timeouts.lost
         if refused is not None and (is_late or not refused.may_pass):
             return f"its host {self.name} refuses this run: {refused}"
         if is_late and not self._fault:
@@ -181,11 +181,11 @@ class RemoteHost:
 
     async def run(self) -> None:
         """Hold the lease, for ever."""
-        pause = self._patience.first_pause
+        pause = self._timeouts.first_pause
         while True:
             try:
                 await self._take_lease()
-                pause = self._patience.first_pause
+                pause = self._timeouts.first_pause
                 await self._keep_lease()
             except HostRefused as refusal:
                 if str(refusal) != str(self._refused):
@@ -197,13 +197,13 @@ class RemoteHost:
                 self._error = repr(error)
             await asyncio.sleep(pause)
             if self.find_fault():
-                pause = min(2 * pause, self._patience.longest_pause)
+                pause = min(2 * pause, self._timeouts.longest_pause)
 
     async def close(self) -> None:
         """End the lease, and with it the host's engines."""
         if self._lease:
             with contextlib.suppress(HostLost, HostRefused, httpx.HTTPError):
-                await self._send("DELETE", "/v1/lease", timeout=self._patience.ending)
+                await self._send("DELETE", "/v1/lease", timeout=self._timeouts.ending)
         self._lease = ""
         await self._http.aclose()
         await self._transport.aclose()
@@ -225,7 +225,7 @@ class RemoteHost:
             handle.starting.cancel()
         if handle.lease and handle.lease == self._lease:
             with contextlib.suppress(HostLost, HostRefused, httpx.HTTPError):
-                await self._send("DELETE", f"/v1/engines/{handle.name}", timeout=self._patience.ending)
+                await self._send("DELETE", f"/v1/engines/{handle.name}", timeout=self._timeouts.ending)
 
     async def beat(self) -> None:
         """Renew the lease, and learn what became of the engines."""
@@ -287,7 +287,7 @@ class RemoteHost:
     async def pass_on(self, passing: PassOn) -> bool:
         """Have the host send a version that it holds to another one; return whether it arrives there now."""
         try:
-            answer = await self._ask("POST", PASSING_ROUTE, PassedOn, passing, self._patience.lease)
+            answer = await self._ask("POST", PASSING_ROUTE, PassedOn, passing, self._timeouts.lease)
         except (HostLost, HostRefused, httpx.HTTPError) as error:
             _log.warning("host %s passes on no weights: %s", self.name, str(error) or repr(error))
             return False
@@ -329,7 +329,7 @@ class RemoteHost:
         return arrived if arrived is not None and arrived.is_of(weights) else None
 
     async def _take_lease(self) -> None:
-        welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._patience.ending)
+        welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._timeouts.ending)
         self._lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
         self._shares_folder = welcome.port is None
         self._answered = time.monotonic()
@@ -341,12 +341,12 @@ class RemoteHost:
     async def _keep_lease(self) -> None:
         """Beat until the host is lost."""
         while self._lease:
-            await asyncio.sleep(self._crowd.find_pause(self._patience.beat))
+            await asyncio.sleep(self._limits.find_pause(self._timeouts.beat))
             try:
                 await self.beat()
             except httpx.HTTPError:
                 silent = time.monotonic() - self._answered
-                if silent > self._patience.lost:
+                if silent > self._timeouts.lost:
                     raise HostLost(f"it has not answered for {silent:.0f} s") from None
             except HostRefused as refusal:
                 raise HostLost(str(refusal)) from None
@@ -363,7 +363,7 @@ class RemoteHost:
     async def _start(self, handle: "RemoteHandle", start: EngineStart) -> None:
         while not handle.lease:
             await self._back.wait()
-            async with self._crowd.connects:
+            async with self._limits.connects:
                 # The host may have been lost meanwhile.
                 handle.lease = self._lease
                 if handle.lease:
@@ -371,7 +371,7 @@ class RemoteHost:
 
     async def _ask_to_start(self, handle: "RemoteHandle", start: EngineStart) -> None:
         try:
-            started = await self._ask("PUT", f"/v1/engines/{handle.name}", Started, start, self._patience.ending)
+            started = await self._ask("PUT", f"/v1/engines/{handle.name}", Started, start, self._timeouts.ending)
         except (HostLost, HostRefused, httpx.HTTPError) as error:
             handle.fail(f"its host {self.name} did not start it: {str(error) or repr(error)}")
         else:
@@ -390,7 +390,7 @@ class RemoteHost:
 
     async def _send(self, method: str, route: str, content: bytes = b"", timeout: float | None = None) -> bytes:
         """Send a request; raise HostLost if the lease is over, HostRefused for any other refusal."""
-        connect = self._patience.answer
+        connect = self._timeouts.answer
         answer = await self._http.request(
             method,
             route,

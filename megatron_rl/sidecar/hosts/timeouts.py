@@ -10,7 +10,7 @@ _LEAST_SECONDS_BETWEEN_BEATS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Durations in seconds between a service and an agent."""
 
     beat: float = 0.5
@@ -28,10 +28,10 @@ class Patience:
     longest_pause: float = 30.0
 
 
-PATIENCE = Patience()
+TIMEOUTS = Timeouts()
 
 
-class Crowd:
+class HostLimits:
     """The bounds that all hosts of a run share, so that the service has time for each of a hundred."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Hosts that run each of their engines together: an engine has a part on every one of them (`vllm/parts.py`).
+"""Hosts that an engine spans: it has a part on every one of them (`vllm/parts.py`).
 
 Invariants:
 
@@ -19,7 +19,7 @@ from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, Weight
 from megatron_rl.sidecar.hosts.remote import RemoteHandle, RemoteHost
 
 
-class HostsTogether:
+class SpannedHosts:
     """Several hosts as one. Satisfies `sidecar.engines.EngineHost`; the first one has the engines' servers."""
 
     def __init__(self, hosts: Sequence[RemoteHost]) -> None:
