@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.together import Parts
+from megatron_rl.sidecar.start_notes import StartParts
 
 
 class Recorded:
@@ -32,7 +32,7 @@ class Recorded:
 
 def test_all_parts_run_at_once_and_their_results_and_seconds_come_by_name():
     recorded, clock = Recorded(), iter((100.0, 101.0, 104.04))
-    parts = Parts(clock=lambda: next(clock))
+    parts = StartParts(clock=lambda: next(clock))
 
     async def run() -> dict[str, str]:
         running = asyncio.create_task(parts.run({"a": recorded.act("a", is_held=True), "b": recorded.act("b")}))
@@ -56,7 +56,7 @@ def test_of_two_errors_the_first_in_the_order_is_raised_though_it_comes_later():
     }
 
     async def run() -> None:
-        running = asyncio.create_task(Parts().run(actions))
+        running = asyncio.create_task(StartParts().run(actions))
         while recorded.ended != ["engines"]:
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
@@ -76,7 +76,7 @@ def test_an_error_is_raised_at_once_if_all_before_it_are_done_and_the_others_end
         "engines": recorded.act("engines", is_held=True),
     }
     with pytest.raises(UsageError, match="a flag"):
-        asyncio.run(Parts().run(actions))
+        asyncio.run(StartParts().run(actions))
     assert recorded.ended == ["rewards", "flags", "engines"]
 
 
@@ -84,7 +84,7 @@ def test_parts_that_are_cancelled_have_ended_when_the_cancelled_start_ends():
     recorded = Recorded()
 
     async def run() -> None:
-        running = asyncio.create_task(Parts().run({name: recorded.act(name, is_held=True) for name in ("a", "b")}))
+        running = asyncio.create_task(StartParts().run({name: recorded.act(name, is_held=True) for name in ("a", "b")}))
         while len(recorded.go) < 2:
             await asyncio.sleep(0)
         running.cancel()
