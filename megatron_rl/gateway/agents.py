@@ -19,7 +19,7 @@ from megatron_rl.environments.types import (
 )
 from megatron_rl.gateway.gateway import PROCESS_KEY
 from megatron_rl.gateway.processes import end_strays, end_tree, find_parent, find_unknown, list_children
-from megatron_rl.gateway.visits import AgentFailed, Visit
+from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
 from megatron_rl.gateway.worker import build_variables
 from megatron_rl.rewards.process import WorkerFault
 from megatron_rl.rewards.types import PoolSettings
@@ -97,7 +97,7 @@ class AgentPool(EnvironmentPool):
 
 
 class FunctionAgents:
-    """Agents that are calls of one function. Satisfies `megatron_rl.gateway.visits.Agents`."""
+    """Agents that are calls of one function. Satisfies `megatron_rl.gateway.rollout_context.Agents`."""
 
     def __init__(self, config: EnvironmentConfig, settings: PoolSettings, port: int, address: str) -> None:
         """Make it; `port` and `address` are the gateway's."""
@@ -122,13 +122,13 @@ class FunctionAgents:
     async def start(self) -> None:
         await self._pool.start()
 
-    async def act(self, visit: Visit) -> Mapping[str, float]:
-        address = {"base_url": visit.address, "api_key": visit.key, "model": visit.model}
+    async def act(self, context: RolloutContext) -> Mapping[str, float]:
+        address = {"base_url": context.address, "api_key": context.key, "model": context.model}
         try:
-            async with self._pool.hold(visit.row, visit.seed) as conversation:
+            async with self._pool.hold(context.row, context.seed) as conversation:
                 assert isinstance(conversation, AgentConversation) and conversation.process is not None
-                visit.run_in(conversation.process)
-                async with visit.clock.limit(self._timeout):
+                context.run_in(conversation.process)
+                async with context.clock.limit(self._timeout):
                     rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
         except TimeoutError:

@@ -25,8 +25,8 @@ import numpy as np
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.gateway.chats import Chats, ChatTooLong
 from megatron_rl.gateway.record import CallRecord, cut_turn
+from megatron_rl.gateway.rollout_context import AgentClock
 from megatron_rl.gateway.said import Answer, Call, CallRefused, ChatDigests, write_said
-from megatron_rl.gateway.visits import AgentClock
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls.reading import JSON, Reader, Said
 

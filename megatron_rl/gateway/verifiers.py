@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_rl.environments.types import VERIFIERS_FLAG as FLAG
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.gateway.visits import AgentFailed, Visit
+from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
 
 TASK_COLUMN = "task"
 """The column that has the whole task; without it, the task is the row."""
@@ -167,7 +167,7 @@ def _describe(trace: _Trace, head: _EpisodeHead) -> str:
 
 
 class VerifiersServer:
-    """An environment server of verifiers at an address. Satisfies `gateway.visits.Agents`."""
+    """An environment server of verifiers at an address. Satisfies `gateway.rollout_context.Agents`."""
 
     def __init__(self, address: str, timeout: float, patience: float, concurrency: int) -> None:
         """Make a client; a rollout may take `timeout` seconds, and an answer whether the server lives `patience`."""
@@ -216,23 +216,23 @@ class VerifiersServer:
                 "seconds; start it first"
             ) from None
 
-    async def act(self, visit: Visit) -> Mapping[str, float]:
+    async def act(self, context: RolloutContext) -> Mapping[str, float]:
         """Have the server act one rollout; return its rewards by name."""
         try:
-            data = msgspec.msgpack.encode(build_request(visit))
+            data = msgspec.msgpack.encode(build_request(context))
         except (TypeError, ValueError, OverflowError) as error:
             raise AgentFailed(f"the row cannot be sent: {error}") from None
         async with self._places:
-            return await self._act(data, visit)
+            return await self._act(data, context)
 
-    async def _act(self, data: bytes, visit: Visit) -> dict[str, float]:
+    async def _act(self, data: bytes, context: RolloutContext) -> dict[str, float]:
         rollout, number = Rollout(), self._number()
         self._rollouts[number] = rollout
         try:
             await self._socket.send_multipart([number, b"run", data])
-            async with visit.clock.limit(self._timeout):
+            async with context.clock.limit(self._timeout):
                 reply = await rollout.reply
-            return rollout.read_rewards(reply, visit.model)
+            return rollout.read_rewards(reply, context.model)
         except TimeoutError:
             raise AgentFailed(f"the server used more than {self._timeout:g} seconds of its own") from None
         finally:
@@ -280,19 +280,19 @@ class VerifiersServer:
             await asyncio.sleep(min(_ASK_SECONDS, self._patience))
 
 
-def build_request(visit: Visit) -> dict[str, Any]:
+def build_request(context: RolloutContext) -> dict[str, Any]:
     """Build the request for a rollout: its task, and the way to the policy."""
-    task = visit.row.get(TASK_COLUMN)
+    task = context.row.get(TASK_COLUMN)
     return {
-        "task_data": task if isinstance(task, Mapping) else dict(visit.row),
+        "task_data": task if isinstance(task, Mapping) else dict(context.row),
         "client": {
             "type": "eval",
-            "base_url": visit.address,
+            "base_url": context.address,
             # The server takes the key of an endpoint from its own environment, and a rollout has a key of its own. It
             # writes the environment's into one of these headers, which depends on the API, and leaves the other.
             "api_key_var": "MEGATRON_RL_NO_KEY",
-            "headers": {"Authorization": f"Bearer {visit.key}", "x-api-key": visit.key},
+            "headers": {"Authorization": f"Bearer {context.key}", "x-api-key": context.key},
         },
-        "model": visit.model,
+        "model": context.model,
         "sampling": {},
     }

@@ -21,7 +21,7 @@ from megatron_rl.environments.types import AGENT_COMPONENT
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Sample, Terms, TurnRequest
-from megatron_rl.gateway.visits import AgentFailed, Agents, Visit
+from megatron_rl.gateway.rollout_context import AgentFailed, Agents, RolloutContext
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Sampler
 from megatron_rl.sidecar.drafts import Transcript
@@ -80,8 +80,8 @@ class AgentRollouts:
         sample = self._make_sampler(request, number, attempt)
         with self._gateway.open(terms, sample) as (key, rollout):
             row = {**prompt.columns, "prompt": prompt.text}
-            visit = Visit(row, self._gateway.address, key, seed, MODEL, rollout.clock, rollout.run_in)
-            rewards = self._check_names(await self._act(visit, rollout))
+            context = RolloutContext(row, self._gateway.address, key, seed, MODEL, rollout.clock, rollout.run_in)
+            rewards = self._check_names(await self._act(context, rollout))
         if isinstance(rewards, AgentFailed) and (rewards.is_to_be_repeated or not rollout.record.num_turns):
             raise rewards
         return Transcript(self._finish(prompt, rollout, rewards), rollout.messages)
@@ -114,9 +114,9 @@ class AgentRollouts:
 
         return sample
 
-    async def _act(self, visit: Visit, rollout: OpenRollout) -> Mapping[str, float] | AgentFailed:
+    async def _act(self, context: RolloutContext, rollout: OpenRollout) -> Mapping[str, float] | AgentFailed:
         """Have the agent act until it has ended or a call has ended the rollout; return its rewards or its failure."""
-        acting = asyncio.ensure_future(self._agents.act(visit))
+        acting = asyncio.ensure_future(self._agents.act(context))
         ending = asyncio.create_task(rollout.ended.wait())
         try:
             await asyncio.wait([acting, ending], return_when=asyncio.FIRST_COMPLETED)

@@ -12,8 +12,8 @@ from megatron_rl.gateway.agents import FunctionAgents
 from megatron_rl.gateway.application import build_gateway_application
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.gateway import Gateway
+from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.gateway.verifiers import VerifiersServer
-from megatron_rl.gateway.visits import Agents
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import find_url, open_listener, parse_place

@@ -21,7 +21,7 @@ from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import ON_ERROR_FLAG, Description
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
-from megatron_rl.gateway.visits import Agents
+from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
 from megatron_rl.rewards.types import PoolSettings

@@ -15,11 +15,11 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.types import find_flag_problems
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.gateway import verifiers
+from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer, build_request
-from megatron_rl.gateway.visits import AgentFailed, Visit
 from megatron_rl.sidecar.temporary import make_socket_folder
 
-VISIT = Visit({"prompt": "abc", "answer": "cba"}, "http://127.0.0.1:8000/v1", "the-key", 7, "policy")
+CONTEXT = RolloutContext({"prompt": "abc", "answer": "cba"}, "http://127.0.0.1:8000/v1", "the-key", 7, "policy")
 Messages = Sequence[tuple[bytes, Any]]
 
 
@@ -100,7 +100,7 @@ def run(
 
 
 def act(folder: Path, *messages: tuple[bytes, Any]) -> Any:
-    return run(folder, messages, lambda client, server: client.act(VISIT))
+    return run(folder, messages, lambda client, server: client.act(CONTEXT))
 
 
 def test_rewards_are_the_weighted_ones_of_the_trace_that_was_not_discarded(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_judge_with_a_model_of_its_own_is_no_second_agent(tmp_path: Path) -> N
 
 def test_a_request_has_the_task_and_the_way_to_the_policy(tmp_path: Path) -> None:
     async def check(client: VerifiersServer, server: Server) -> list[Any]:
-        await client.act(VISIT)
+        await client.act(CONTEXT)
         return server.requests
 
     messages = [(b"delta", trace(rewards=rewards(exact=1.0))), reply("t")]
@@ -134,9 +134,9 @@ def test_a_request_has_the_task_and_the_way_to_the_policy(tmp_path: Path) -> Non
     assert request["task_data"] == {"prompt": "abc", "answer": "cba"}
     assert (request["model"], request["sampling"]) == ("policy", {})
     client = request["client"]
-    assert (client["type"], client["base_url"]) == ("eval", VISIT.address)
+    assert (client["type"], client["base_url"]) == ("eval", CONTEXT.address)
     assert set(client["headers"].values()) == {"Bearer the-key", "the-key"}
-    whole = Visit({"prompt": "?", "task": {"prompt": None, "turns": ["a", "b"]}}, "", "", 0, "policy")
+    whole = RolloutContext({"prompt": "?", "task": {"prompt": None, "turns": ["a", "b"]}}, "", "", 0, "policy")
     assert build_request(whole)["task_data"] == {"prompt": None, "turns": ["a", "b"]}
 
 
@@ -171,7 +171,7 @@ def test_a_rollout_without_a_reward_of_its_own_fails_by_name(tmp_path: Path, mes
 
 def test_a_rollout_that_is_called_off_is_cancelled_on_the_server(tmp_path: Path) -> None:
     async def check(client: VerifiersServer, server: Server) -> None:
-        acting = asyncio.create_task(client.act(VISIT))
+        acting = asyncio.create_task(client.act(CONTEXT))
         while not server.requests:
             await asyncio.sleep(0.01)
         acting.cancel()
@@ -189,7 +189,7 @@ def test_a_rollout_that_is_called_off_is_cancelled_on_the_server(tmp_path: Path)
 def test_a_rollout_that_takes_too_long_is_cancelled_on_the_server(tmp_path: Path) -> None:
     async def check(client: VerifiersServer, server: Server) -> None:
         with pytest.raises(AgentFailed, match=r"the server used more than 0\.2 seconds"):
-            await client.act(VISIT)
+            await client.act(CONTEXT)
         while len(server.requests) < 2:
             await asyncio.sleep(0.01)
         assert server.requests[1][0] == b"cancel"
@@ -199,7 +199,7 @@ def test_a_rollout_that_takes_too_long_is_cancelled_on_the_server(tmp_path: Path
 
 def test_rollouts_beyond_the_bound_wait_for_a_place(tmp_path: Path) -> None:
     async def check(client: VerifiersServer, server: Server) -> None:
-        acting = [asyncio.create_task(client.act(VISIT)) for _ in range(3)]
+        acting = [asyncio.create_task(client.act(CONTEXT)) for _ in range(3)]
         while len(server.requests) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -221,7 +221,7 @@ def test_a_server_that_falls_silent_fails_its_rollouts(tmp_path: Path, monkeypat
     async def check(client: VerifiersServer, server: Server) -> None:
         server.is_silent = True
         with pytest.raises(AgentFailed, match=r"said nothing for 0\.5 seconds"):
-            await client.act(VISIT)
+            await client.act(CONTEXT)
         # It may only have been slow, and would act to the rollout's end.
         while len(server.requests) < 2:
             await asyncio.sleep(0.01)

@@ -17,8 +17,8 @@ import transformers
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.gateway.chats import TemplateChats
+from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer
-from megatron_rl.gateway.visits import AgentFailed, Visit
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import find_span_problems, mask_sampled
@@ -107,8 +107,8 @@ def test_rollouts_of_a_real_server_give_their_rewards_or_fail_by_name(address: s
         try:
             secrets = [{"prompt": "Guess!", "secret": secret} for secret in (3, 13, 99)]
             rows = [*secrets, {"prompt": "?", "task": {"prompt": "Guess!", "secret": 1}}]
-            visits = [Visit(row, policy, f"key-{number}", 0, "policy") for number, row in enumerate(rows)]
-            return await asyncio.gather(*map(server.act, visits), return_exceptions=True)
+            contexts = [RolloutContext(row, policy, f"key-{number}", 0, "policy") for number, row in enumerate(rows)]
+            return await asyncio.gather(*map(server.act, contexts), return_exceptions=True)
         finally:
             await server.close()
 

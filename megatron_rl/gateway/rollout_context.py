@@ -47,7 +47,7 @@ class AgentClock:
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
+class RolloutContext:
     """One rollout for an agent: its row, and the address and key with which it speaks to the policy."""
 
     row: Mapping[str, Any]
@@ -87,7 +87,7 @@ class Agents(Protocol):
         """Make ready to act; raise if this cannot be."""
         ...
 
-    async def act(self, visit: Visit) -> Mapping[str, float]:
+    async def act(self, context: RolloutContext) -> Mapping[str, float]:
         """Act one rollout through the gateway to its end; return rewards by component, or raise AgentFailed."""
         ...
 
