@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.algorithm.library import ADVANTAGES, LOSS_FIELDS, LOSSES
-from megatron_rl.algorithm.trial import find_plug_in_problems
+from megatron_rl.algorithm.plug_in_checks import find_plug_in_problems
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.environments.types import COMPONENT
 from megatron_rl.errors import UsageError

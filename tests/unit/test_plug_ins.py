@@ -12,9 +12,9 @@ import torch
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.declaration import Surrogate
 from megatron_rl.algorithm.library import LOSSES
+from megatron_rl.algorithm.plug_in_checks import find_plug_in_problems
 from megatron_rl.algorithm.plug_ins import check_agreement, compare_plug_ins, describe_plug_ins, find_loss
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.algorithm.trial import find_plug_in_problems
 from megatron_rl.command_line.describe import describe_run, print_config
 from megatron_rl.command_line.own_files import describe_objective
 from megatron_rl.errors import InputError, UsageError
