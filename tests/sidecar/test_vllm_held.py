@@ -11,7 +11,7 @@ import torch
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, compare, digesting, looking
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, compare, digesting, observe_params
 from megatron_rl.sidecar.vllm.learned_order import _find_runs, learn_order
 
 HIDDEN, HEADS, WIDTH, EXPERTS, VOCABULARY = 24, 16, 40, 3, 20_000
@@ -334,7 +334,7 @@ def test_every_row_belongs_to_one_run_in_which_rows_follow_each_other():
 
 def test_watching_a_load_leaves_no_hook():
     worker = Worker(torch.float32)
-    with looking(worker.model, lambda *_: None):
+    with observe_params(worker.model, lambda *_: None):
         assert "process_weights_after_loading" in vars(worker.model["qkv"].quant_method)
         worker.load(drawn(torch.float32))
     assert not vars(worker.model["qkv"].quant_method)

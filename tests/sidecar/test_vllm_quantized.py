@@ -19,8 +19,8 @@ from megatron_rl.sidecar.vllm.held import (
     digesting,
     find_stale_derived,
 )
-from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.learned_order import learn_order
+from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
 from megatron_rl.sidecar.vllm.proofs import LoadProver
 from megatron_rl.sidecar.vllm.quantized import Held, quantize_blocks, quantize_rows, quantize_whole
 from megatron_rl.sidecar.vllm.received import Record
@@ -258,7 +258,7 @@ def test_scales_need_no_tensor_and_weights_of_quantized_layers_do():
     assert prover.megatron_rl_list_loaded(model) == ["norm.weight"]
 
 
-def test_a_kept_order_is_used_only_while_layers_quantize_by_their_rules(monkeypatch, tmp_path):
+def test_a_cached_order_is_used_only_while_layers_quantize_by_their_rules(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loads = []
 

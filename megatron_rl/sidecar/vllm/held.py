@@ -118,7 +118,7 @@ class Readings(Generic[T]):
 
 
 @contextlib.contextmanager
-def looking(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Readings[T]]:
+def observe_params(model: torch.nn.Module, look: Callable[[str, torch.Tensor, bool], T]) -> Iterator[Readings[T]]:
     """Look at the parameters of a model that is loaded in this context.
 
     Each parameter of a layer that processes its weights is looked at before that. At the end, all parameters are looked
@@ -225,7 +225,7 @@ def digesting(
     def look(name: str, parameter: torch.Tensor, is_in_place: bool) -> torch.Tensor | None:
         return None if is_in_place == (name in order.packed) else _digest_held(order, dtypes, name, parameter)
 
-    with looking(model, look) as readings:
+    with observe_params(model, look) as readings:
         yield readings
 
 

@@ -15,7 +15,15 @@ import torch
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.derived import list_derived
-from megatron_rl.sidecar.vllm.held import Order, ParameterRows, Readings, Rectangle, as_matrix, get_layer, looking
+from megatron_rl.sidecar.vllm.held import (
+    Order,
+    ParameterRows,
+    Readings,
+    Rectangle,
+    as_matrix,
+    get_layer,
+    observe_params,
+)
 from megatron_rl.sidecar.vllm.quantized import find_quantizing
 
 # Digits are encoded as the bits of positive normal two-byte floats: those of bfloat16 begin at 128, float16's at 1024.
@@ -66,7 +74,7 @@ def prove_order(
         found[name, is_in_place] = rows
         return torch.equal(rows.digests(name, parameter, dtype).cpu(), torch.stack(wanted))
 
-    with looking(model, is_found) as readings:
+    with observe_params(model, is_found) as readings:
         load(given)
     in_place = {name for name, is_right in readings.in_place.items() if is_right}
     quantized = _find_quantized(readings)
@@ -159,7 +167,7 @@ def _ask(
     answers: Readings[torch.Tensor] = Readings()
     power = 1
     while power == 1 or power <= largest:
-        with looking(model, read) as readings:
+        with observe_params(model, read) as readings:
             load({question.spec.name: question.filled(numbers(question) // power % _BASE) for question in questions})
         for is_in_place in (False, True):
             known = answers.get(is_in_place)

@@ -36,9 +36,9 @@ from megatron_rl.sidecar.vllm.adapters import AdapterLoader
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
 from megatron_rl.sidecar.vllm.held import NotHeld
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
-from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
 from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
 from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
+from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
 from megatron_rl.sidecar.vllm.parts import pick_place
 from megatron_rl.sidecar.vllm.patches import pack_tied_layers
 from megatron_rl.sidecar.vllm.proofs import TIED, describe_proof, read_started_from

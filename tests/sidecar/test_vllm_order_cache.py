@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
-from megatron_rl.sidecar.vllm.kept_order import recall_or_learn
+from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
 from tests.sidecar.test_vllm_held import (
     EXPERTS,
     HIDDEN,
@@ -198,7 +198,7 @@ def add_a_layer_that_packs(kept: dict[str, Any]) -> None:
         lie_further_apart,
     ],
 )
-def test_a_kept_order_that_is_wrong_in_any_way_is_said_and_learned_again(
+def test_a_cached_order_that_is_wrong_in_any_way_is_said_and_learned_again(
     change: Callable[[dict[str, Any]], None], folder: Path, caplog
 ):
     learned = CountingWorker().find_order()

@@ -1,6 +1,6 @@
 """Keeps the learned order of a model's weights on disk, so that another start need not learn it.
 
-Learning loads the model five times or more. A kept order is proved by one load of random numbers, which is the last
+Learning loads the model five times or more. A cached order is proved by one load of random numbers, which is the last
 step of learning too. So the file need not be trusted:
 
 - an order is used only if every parameter of the model holds the random numbers that it names for it;
@@ -28,7 +28,7 @@ from megatron_rl.sidecar.vllm.learned_order import Find, Load, learn_order, prov
 _log = logging.getLogger(__name__)
 
 
-class _KeptRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CachedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[str, ...]
     rectangles: tuple[Rectangle, ...]
     starts: tuple[int, ...]
@@ -37,8 +37,8 @@ class _KeptRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: tuple[int, ...] = ()
 
 
-class _KeptOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    rows: dict[str, _KeptRows]
+class _CachedOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rows: dict[str, _CachedRows]
     packed: frozenset[str]
     handed_over: frozenset[str]
 
@@ -79,9 +79,9 @@ def _find_path(model: torch.nn.Module, specs: Sequence[TensorSpec], facts: Mappi
     return folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path) -> _KeptOrder | None:
+def _read(path: Path) -> _CachedOrder | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_KeptOrder)
+        return msgspec.json.decode(path.read_bytes(), type=_CachedOrder)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -91,20 +91,20 @@ def _read(path: Path) -> _KeptOrder | None:
 
 def _write(path: Path, order: Order) -> None:
     rows = {
-        name: _KeptRows(one.tensors, one.rectangles, one.starts, one.first_column, len(one.rows_R), one.steps)
+        name: _CachedRows(one.tensors, one.rectangles, one.starts, one.first_column, len(one.rows_R), one.steps)
         for name, one in order.rows.items()
     }
     # Engines that start together write the same file.
     own = path.with_suffix(f".{os.getpid()}")
     try:
         make_private_folder(path.parent)
-        write_private(own, msgspec.json.encode(_KeptOrder(rows, order.packed, order.handed_over)))
+        write_private(own, msgspec.json.encode(_CachedOrder(rows, order.packed, order.handed_over)))
         own.replace(path)
     except (OSError, MegatronRLError) as error:
         _log.warning("the order of weights is not kept: %s", error)
 
 
-def _find_in(kept: _KeptOrder, specs: Sequence[TensorSpec]) -> Find:
+def _find_in(kept: _CachedOrder, specs: Sequence[TensorSpec]) -> Find:
     shapes = {spec.name: (spec.shape[0], spec.num_elements // spec.shape[0]) for spec in specs}
 
     def find(name: str, parameter: torch.Tensor, is_in_place: bool) -> ParameterRows | None:
@@ -125,7 +125,7 @@ def _find_in(kept: _KeptOrder, specs: Sequence[TensorSpec]) -> Find:
     return find
 
 
-def _fits(name: str, rows: _KeptRows, parameter: torch.Tensor, shapes: Mapping[str, tuple[int, int]]) -> bool:
+def _fits(name: str, rows: _CachedRows, parameter: torch.Tensor, shapes: Mapping[str, tuple[int, int]]) -> bool:
     """Check that the rectangles lie in their tensors, and their rows in the parameter."""
     num_rows, num_columns = as_matrix(name, parameter).shape
     steps = rows.steps or (1,) * len(rows.starts)
@@ -144,7 +144,7 @@ def _fits(name: str, rows: _KeptRows, parameter: torch.Tensor, shapes: Mapping[s
     return True
 
 
-def _is_proved(order: Order, kept: _KeptOrder) -> bool:
-    """Check that every parameter was found where the kept order has it."""
+def _is_proved(order: Order, kept: _CachedOrder) -> bool:
+    """Check that every parameter was found where the cached order has it."""
     is_same = order.rows.keys() == kept.rows.keys() and order.packed == kept.packed
     return is_same and order.handed_over == kept.handed_over and not order.unknown
