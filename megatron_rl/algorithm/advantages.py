@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,6 @@ from megatron_rl.algorithm.declaration import Advantage, ScoredGroup
 from megatron_rl.algorithm.library.grpo import EPSILON
 from megatron_rl.algorithm.plug_ins import find_advantage
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.algorithm.turn_credit import compute_turn_advantages
 from megatron_rl.errors import InputError
 
 
@@ -96,3 +95,21 @@ def compute_deviation(of_replicas: Iterable[Mapping[str, float]]) -> float:
 def is_all_equal(rewards_K: np.ndarray) -> bool:
     """Check whether all rewards are equal, so that no response is better than another of its group."""
     return bool((rewards_K == rewards_K[0]).all())
+
+
+def compute_turn_advantages(
+    rewards: Sequence[Sequence[float]], advantage: Callable[[np.ndarray], np.ndarray]
+) -> list[np.ndarray]:
+    """Compute the advantages of each conversation's turns: each turn has the advantage of the rewards from it on.
+
+    Every turn is compared with all conversations of the group: one that is over gets nothing more. With K conversations
+    of a group, r_ij the reward of turn j of conversation i and T_i its turns:
+
+        G_ik = r_ik + r_i,k+1 + ... + r_i,T_i, and 0 if the conversation was over before turn k
+        A_ik = the advantage of G_ik among G_1k, ..., G_Kk, as --grpo-advantage computes it of rewards
+    """
+    returns_KT = np.zeros((len(rewards), max(map(len, rewards))), dtype=np.float64)
+    for number, of_turns in enumerate(rewards):
+        returns_KT[number, : len(of_turns)] = np.cumsum(np.asarray(of_turns, dtype=np.float64)[::-1])[::-1]
+    advantages_KT = np.stack([advantage(returns_K) for returns_K in returns_KT.T], axis=1)
+    return [advantages_T[: len(of_turns)] for advantages_T, of_turns in zip(advantages_KT, rewards, strict=True)]

@@ -16,7 +16,7 @@ from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import ExitCode
 from megatron_rl.launch.yaml import write_yaml
 from megatron_rl.shared.weights import families
-from megatron_rl.sidecar.agent.remains import removed_afterwards
+from megatron_rl.sidecar.agent.main import removed_afterwards
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import HostPlace
 from megatron_rl.sidecar.listening import parse_place

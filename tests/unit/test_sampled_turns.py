@@ -9,7 +9,7 @@ from megatron_rl.analysis.report.rollouts import SampleFile
 from megatron_rl.observe.samples import SampledGroup, SampledPlace, SampledResponse, SampledTurn, SamplesFile
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, Turn, list_turns
-from megatron_rl.trainer.loop.sampled_turns import sample_turns
+from megatron_rl.trainer.loop.reporter import sample_turns
 from tests.unit.test_turns import respond
 
 

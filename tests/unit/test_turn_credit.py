@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.advantages import GroupAdvantages, compute_turn_advantages
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.algorithm.turn_credit import compute_turn_advantages
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, divide_reward
 from megatron_rl.sidecar.iteration import _part

@@ -8,6 +8,7 @@ import functools
 import logging
 import socket
 import ssl
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines
-from megatron_rl.sidecar.agent.remains import removed_afterwards
 from megatron_rl.sidecar.http import serve, set_at_end
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
@@ -30,6 +30,9 @@ _log = logging.getLogger("megatron_rl.sidecar.agent")
 
 _LEAST_TOKEN = 16
 _MEMORY = Path("/dev/shm")
+# Removes folders when its input ends: this process closes it, or the kernel does so. A scheduler sends SIGTERM to all
+# processes of a job.
+_REMOVE_AT_END = 'trap "" TERM; cat > /dev/null; rm -rf -- "$@"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +168,18 @@ def _read_token(given: argparse.Namespace) -> tuple[str] | str:
     if len(token) < _LEAST_TOKEN:
         return f"--token-file {given.token_file} must hold a token of {_LEAST_TOKEN} characters or more: {making}"
     return (token,)
+
+
+@contextlib.contextmanager
+def removed_afterwards(*folders: Path) -> Iterator[None]:
+    """Remove folders with all that is in them, at the end of the context or of this process, also if it is killed."""
+    # In a session of its own, it does not get the signals of a terminal.
+    guard = subprocess.Popen(
+        ["sh", "-c", _REMOVE_AT_END, "sh", *map(str, folders)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert guard.stdin is not None
+    try:
+        yield
+    finally:
+        guard.stdin.close()
+        guard.wait()

@@ -11,14 +11,16 @@ import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.branches import list_parts
-from megatron_rl.shared.protocol.turns import mask_sampled
+from megatron_rl.shared.protocol.turns import list_turns, mask_sampled
 from megatron_rl.shared.protocol.wire import GroupPart, Response, Slot, decode_log_probs, decode_tokens
 from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
 from megatron_rl.trainer.data.forest import Branching, Tokens, lay_out_groups, separate_parts
 from megatron_rl.trainer.data.packing import Pack, pack_groups, pack_segments, separate_responses
 from megatron_rl.trainer.data.routing import lay_out_routing
-from megatron_rl.trainer.data.turn_targets import TurnAdvantage, spread_turn_advantages
 from megatron_rl.types import Architecture
+
+TurnAdvantage = Callable[[GroupPart], list[np.ndarray]]
+"""Function from a part to the advantages of all turns of its whole group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,3 +153,15 @@ class Batcher:
         ]
         segments = lay_out_groups(branching) if self.is_shared else separate_parts(branching)
         return pack_segments(segments, self.multiple_of, vocab_size=self.vocab_size)
+
+
+def spread_turn_advantages(parts: Sequence[GroupPart], advantage: TurnAdvantage) -> np.ndarray:
+    """Return the advantage of each target, in the order of responses and their tokens."""
+    found = [np.zeros(0)]
+    for part in parts:
+        of_group = advantage(part)
+        for number, response in enumerate(part.responses, part.first_response):
+            turns = list_turns(response)
+            lengths = [turn.end - turn.start for turn in turns if not turn.is_given]
+            found.append(np.repeat(of_group[number], lengths))
+    return np.concatenate(found)

@@ -19,18 +19,24 @@ from megatron_rl.observe import metrics as metrics_file
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
-from megatron_rl.observe.samples import SampledGroup, SampledResponse, SampledTokens, SamplesFile
+from megatron_rl.observe.samples import (
+    SampledGroup,
+    SampledPlace,
+    SampledResponse,
+    SampledTokens,
+    SampledTurn,
+    SamplesFile,
+)
 from megatron_rl.observe.sinks import Sink, Sinks, sinks_of
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.protocol.client import RolloutClient
-from megatron_rl.shared.protocol.turns import count_sampled, mask_sampled
+from megatron_rl.shared.protocol.turns import Turn, count_sampled, list_turns, mask_sampled
 from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_log_probs, decode_tokens
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.loop.equal_rewards import EqualRewards, Failures
 from megatron_rl.trainer.loop.mismatch import LEAST_CORRECTED, find_warning_bound
 from megatron_rl.trainer.loop.rank import Rank
-from megatron_rl.trainer.loop.sampled_turns import sample_turns
 from megatron_rl.trainer.loop.tracing import RankTrace, Untraced, open_trace
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
 
@@ -386,3 +392,37 @@ def build_reporter(
         return MetricsReporter(0, metrics, sinks, progress)
     decode = build_decoder(str(settings.model.hf_model))
     return SamplesReporter(settings, metrics, samples, sinks, progress, decode, advantages)
+
+
+def sample_turns(
+    response: Response, num_prompt_tokens: int, decode: Decode, advantages: Sequence[float] = ()
+) -> list[SampledTurn] | None:
+    """Decode what each side wrote; None if the policy wrote everything in one turn.
+
+    `advantages` are those of the policy's turns, in order, if they have their own.
+    """
+    turns = list_turns(response)
+    if len(turns) < 2:
+        return None
+    tokens = decode_tokens(response.tokens).tolist()
+    texts = decode([tokens[turn.start : turn.end] for turn in turns])
+    rewards, of_turns = iter(response.turn_rewards), iter(advantages)
+    return [
+        SampledTurn(
+            "environment" if turn.is_given else "policy",
+            text,
+            turn.end - turn.start,
+            None if turn.is_given else next(rewards, None),
+            None if turn.after is None else _find_place(turn.after, num_prompt_tokens, turns),
+            None if turn.is_given else next(of_turns, None),
+        )
+        for turn, text in zip(turns, texts, strict=True)
+    ]
+
+
+def _find_place(after: int, num_prompt_tokens: int, turns: Sequence[Turn]) -> SampledPlace:
+    """Find the turn that has the token before `after`, or the prompt's token."""
+    if after <= 0:
+        return SampledPlace(-1, num_prompt_tokens + after if after else None)
+    number, turn = next((number, turn) for number, turn in enumerate(turns) if turn.start < after <= turn.end)
+    return SampledPlace(number, None if after == turn.end else after - turn.start)

@@ -291,3 +291,26 @@ def _add_adapter(layer: Any, arguments: tuple[Any, ...], outputs: tuple[torch.Te
     rows, *rest = arguments
     output, bias = outputs
     return layer.adapter(find_multiplied_rows(layer, rows), output, *rest), bias
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledShard(Shard):
+    """A factor of B as engines get it: multiplied by alpha over rank, so that a product needs no scale."""
+
+    scale: float
+
+    def values(self) -> torch.Tensor:
+        """Return the scaled factor, in float32 at least."""
+        factor = self.parameter.detach()
+        return factor.to(torch.promote_types(factor.dtype, torch.float32)) * self.scale
+
+
+def list_scaled(adapters: Adapters) -> list[Shard]:
+    """Return this rank's factors, with the scale in those of B."""
+    scale = adapters.alpha / adapters.mapping.rank
+    return [
+        ScaledShard(shard.parameter_name, shard.parameter, shard.map, scale)
+        if shard.parameter_name.endswith(".lora_B.weight")
+        else shard
+        for shard in adapters.shards
+    ]

@@ -35,9 +35,8 @@ from megatron_rl.shared.weights.shards import (
     map_shards,
 )
 from megatron_rl.shared.weights.stage_layout import StageLayout, lay_out_stage
-from megatron_rl.trainer.mcore.model.adapter_shards import list_scaled
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
-from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard
+from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard, list_scaled
 from megatron_rl.trainer.mcore.session import Session
 
 _log = logging.getLogger(__name__)
