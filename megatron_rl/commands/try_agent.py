@@ -23,7 +23,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
+from megatron_rl.tool_calls import JSON, Said, ToolCall
 from megatron_rl.trainer.data.prompt_files import read_rows
 
 _ANSWER = "This is the answer of the stand-in policy."

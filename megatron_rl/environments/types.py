@@ -8,7 +8,7 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.flag import names_function
 from megatron_rl.rewards.spec import parse_on_error
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 FLAG = "--rollout-env"
 AGENT_FLAG = "--rollout-agent"

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import IO, Any
 
 from megatron_rl.rewards.worker import answer, read_setup, run_worker
-from megatron_rl.tool_calls.schemas import describe_methods, list_methods
+from megatron_rl.tool_calls import describe_methods, list_methods
 
 _MOST_THREADS = 1024
 # The longest text of an environment, in bytes as it travels: a policy reads far less.

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.gateway import fields
 from megatron_rl.gateway.said import Answer, Call, CallRefused
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 _READ = {"messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking"}
 # None of these changes what is sampled.

@@ -18,7 +18,7 @@ from megatron_rl.gateway import anthropic_calls, openai_calls
 from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import MODEL, OpenRollout
 from megatron_rl.gateway.said import Answer, Call, CallRefused, CallUnreadable
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 _log = logging.getLogger(__name__)
 

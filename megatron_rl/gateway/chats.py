@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.chat import ChatWriter
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 # The most tokens that end a turn.
 _LONGEST_END = 8

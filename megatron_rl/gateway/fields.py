@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_rl.gateway.said import CallRefused
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 _KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
 

@@ -17,7 +17,7 @@ from megatron_rl.gateway.processes import (
     list_files,
 )
 from megatron_rl.gateway.said import CallRefused
-from megatron_rl.tool_calls.reading import Reader
+from megatron_rl.tool_calls import Reader
 
 PROCESS_KEY = "the-rollout-of-the-process-that-calls"
 """The key in the environment in which an agent's file is imported: the process that calls with it tells the rollout."""

@@ -28,7 +28,7 @@ from megatron_rl.gateway.record import CallRecord, cut_turn
 from megatron_rl.gateway.rollout_context import AgentClock
 from megatron_rl.gateway.said import Answer, Call, CallRefused, ChatDigests, write_said
 from megatron_rl.shared.protocol import wire
-from megatron_rl.tool_calls.reading import JSON, Reader, Said
+from megatron_rl.tool_calls import JSON, Reader, Said
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.gateway import fields
 from megatron_rl.gateway.said import Answer, Call, CallRefused, write_said
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 _READ = {
     "messages", "model", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "stream_options",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
+from megatron_rl.tool_calls import JSON, Said, ToolCall
 
 # Of the digests of an answer's parts as they were sent, and the number of parts.
 _EXACT_BYTES = 8

@@ -29,7 +29,7 @@ from megatron_rl.sidecar.drafts import Draft, Transcript
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.environment_times import EnvironmentClock
 from megatron_rl.sidecar.texts import Texts, write_results
-from megatron_rl.tool_calls.reading import JSON, PlainReader, Reader, Said
+from megatron_rl.tool_calls import JSON, PlainReader, Reader, Said
 
 _log = logging.getLogger(__name__)
 

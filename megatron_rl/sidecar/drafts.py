@@ -10,7 +10,7 @@ import msgspec
 from megatron_rl.environments.types import COMPONENT
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
 from megatron_rl.sidecar.settings import GATEWAY_FLAG
-from megatron_rl.tool_calls.reading import Reader
+from megatron_rl.tool_calls import Reader
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.drafts import Transcript
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.environment_times import EnvironmentClock
-from megatron_rl.tool_calls.reading import JSON
+from megatron_rl.tool_calls import JSON
 
 _log = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
 from megatron_rl.sidecar.vllm.server import configure_server, find_packages
-from megatron_rl.tool_calls.reading import PlainReader
+from megatron_rl.tool_calls import PlainReader
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"

@@ -10,7 +10,7 @@ from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.sidecar.texts import NumberReader, NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.vllm.reader import TOOL_FLAG, Parsers, VllmReader, suggest_parser
-from megatron_rl.tool_calls.reading import PlainReader, Reader
+from megatron_rl.tool_calls import PlainReader, Reader
 
 _LOG_FILE = "parsers.log"
 

@@ -8,7 +8,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.gateway.said import write_calls
 from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol import wire
-from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
+from megatron_rl.tool_calls import JSON, Said, ToolCall
 
 # The most tokens that end a turn.
 _LONGEST_END = 8

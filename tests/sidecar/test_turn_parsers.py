@@ -12,7 +12,7 @@ import transformers
 
 from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.vllm.reader import Parsers, VllmReader
-from megatron_rl.tool_calls.reading import Said
+from megatron_rl.tool_calls import Said
 from tests import chat_models
 
 ROOT = Path(__file__).parents[2]

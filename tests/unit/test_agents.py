@@ -21,7 +21,7 @@ from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.tool_calls.reading import PlainReader
+from megatron_rl.tool_calls import PlainReader
 from tests.reward_pools import leftovers
 
 WORKERS = f"gateway.worker {os.getpid()} "

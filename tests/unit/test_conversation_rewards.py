@@ -25,7 +25,7 @@ from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer
 from megatron_rl.sidecar.texts import TokenizerTexts
-from megatron_rl.tool_calls.reading import PlainReader, Said, ToolCall
+from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
 
 END = "<|im_end|>"

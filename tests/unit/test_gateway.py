@@ -26,7 +26,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import find_url, open_listener
-from megatron_rl.tool_calls.reading import PlainReader, Said, ToolCall
+from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
 
 ASKED = {"role": "user", "content": "2 + 3"}

@@ -19,7 +19,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.tool_calls.reading import PlainReader
+from megatron_rl.tool_calls import PlainReader
 from tests.unit.test_agents import Engines
 
 AGENT = """

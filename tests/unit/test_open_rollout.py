@@ -12,7 +12,7 @@ from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
 from megatron_rl.gateway.said import Call
 from megatron_rl.shared.protocol import wire
-from megatron_rl.tool_calls.reading import JSON, PlainReader
+from megatron_rl.tool_calls import JSON, PlainReader
 
 NUM_TURNS = 200
 

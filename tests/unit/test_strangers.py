@@ -29,7 +29,7 @@ from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import open_listener
-from megatron_rl.tool_calls.reading import PlainReader
+from megatron_rl.tool_calls import PlainReader
 from tests.processes import ROOT
 from tests.unit.test_remote_host import make_certificate
 

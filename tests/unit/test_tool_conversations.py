@@ -23,7 +23,7 @@ from megatron_rl.sidecar.reading import choose_reader
 from megatron_rl.sidecar.settings import parse
 from megatron_rl.sidecar.texts import NumberReader, NumberTexts, TokenizerTexts
 from megatron_rl.sidecar.vllm.reader import Parsers, VllmReader, suggest_parser
-from megatron_rl.tool_calls.reading import JSON, PlainReader, Said, ToolCall
+from megatron_rl.tool_calls import JSON, PlainReader, Said, ToolCall
 from megatron_rl.trainer.data.prompts import read_prompts, tokenize_prompts
 from tests import chat_models, command_lines
 from tests.unit.test_conversations import PROMPT, REQUEST, Engines, Pool, Talk

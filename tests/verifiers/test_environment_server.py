@@ -25,7 +25,7 @@ from megatron_rl.shared.protocol.turns import find_span_problems, mask_sampled
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.tool_calls.reading import PlainReader
+from megatron_rl.tool_calls import PlainReader
 from tests import chat_models
 from tests.verifiers.server import needs_verifiers, serve_guessing
 

@@ -27,7 +27,7 @@ from megatron_rl.shared.weights.end_tokens import read_end_tokens
 from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.vllm import parsers
 from megatron_rl.sidecar.vllm.server import find_packages
-from megatron_rl.tool_calls.reading import JSON, Said, ToolCall
+from megatron_rl.tool_calls import JSON, Said, ToolCall
 
 TOOL_FLAG = "--rollout-tool-parser"
 REASONING_FLAG = "--rollout-reasoning-parser"

@@ -1,1 +1,0 @@
-"""Tools that a policy calls: their schemas, and the parts of what it said."""
