@@ -141,10 +141,10 @@ class RolloutConfig:
         "--rollout-lora-rank",
         bound="at least 0",
     )
-    transport: Literal["shm", "nccl", "nccl_m2n", "hccl"] = own_flag(
+    transport: Literal["shm", "nccl", "hccl"] = own_flag(
         "shm",
-        "The transport of weights to the engines: files that they share with the trainer, or from device to device; "
-        "with nccl_m2n each rank sends its own parts. nccl reaches engines on other hosts too.",
+        "The transport of weights to the engines: files that they share with the trainer, or from device to device. "
+        "nccl reaches engines on other hosts too.",
         "--rollout-transport",
     )
     folder: Path | None = own_flag(

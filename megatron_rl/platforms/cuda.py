@@ -38,7 +38,7 @@ class CudaPlatform(Platform):
     name = "cuda"
     device_type = "cuda"
     collective_backend = "nccl"
-    weight_transports = ("shm", "nccl", "nccl_m2n")
+    weight_transports = ("shm", "nccl")
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:

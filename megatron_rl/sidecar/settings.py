@@ -31,14 +31,12 @@ from megatron_rl.environments.types import find_flag_problems as find_environmen
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.rewards import spec as reward_spec
-from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.listening import parse_place
-from megatron_rl.sidecar.stage_streams import MOST_PARTS
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, LORA_RANKS, MEMORY_FLAGS, EngineMemory
@@ -68,7 +66,7 @@ _SHARED = {
 # The flag of the gateway's address.
 GATEWAY_FLAG = "--rollout-gateway-listen"
 # The transports that stream weights to engines on a device.
-_STREAMS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ("nccl", "nccl_m2n"), "npu": ("hccl",)}
+_STREAMS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ("nccl",), "npu": ("hccl",)}
 
 # Precedes the error of a sidecar that ends. The trainer that started it looks for this in the log.
 LAST_WORDS = "megatron_rl.sidecar: "
@@ -366,11 +364,6 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
     if rollout.transport not in ("shm", *(_STREAMS[device] if rollout.engine == "vllm" else ())):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
         yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
-    if rollout.transport == TRANSPORT and rollout.tensor_parallel_size > MOST_PARTS:
-        yield (
-            f"--rollout-tensor-parallel-size {rollout.tensor_parallel_size} must be at most {MOST_PARTS} with "
-            f"--rollout-transport {TRANSPORT}: write fewer, or --rollout-transport nccl"
-        )
     if rollout.vllm_args and rollout.engine != "vllm":
         yield f"{vllm_flags.FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     yield from find_draft_problems(rollout, settings.hf_model)
@@ -394,8 +387,6 @@ def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
     yield from kinds.find_problems(hosts, rollout.tensor_parallel_size)
     if rollout.engine != "vllm":
         yield f"{FLAG_OF_HOSTS} {hosts} is for --rollout-engine vllm, not {rollout.engine}: drop one"
-    if rollout.transport == TRANSPORT:
-        yield f"{FLAG_OF_HOSTS} {hosts}: {TRANSPORT} sends to engines of the sidecar's own host alone: write nccl"
     if rollout.is_colocated:
         yield f"{FLAG_OF_HOSTS} {hosts}: engines on other hosts cannot share the ranks' devices: drop {FLAG_OF_SHARING}"
 

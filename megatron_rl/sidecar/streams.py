@@ -1,8 +1,7 @@
 """Weights that stream from the trainer's devices to the engines': the trainer's sender, and the calls to engines.
 
-With `nccl` and `hccl` the trainer is rank 0 of one group (`stage_streams.py` has `nccl_m2n`). The workers of the
-engines follow, engine after engine. The sidecar tells the engines to join and to receive, so the trainer needs no vLLM
-client that calls them.
+The trainer is rank 0 of one group. The workers of the engines follow, engine after engine. The sidecar tells the
+engines to join and to receive, so the trainer needs no vLLM client that calls them.
 
 vllm-ascend registers its HCCL backend under the same name and takes the same calls. Its sender has the interface of an
 older vLLM. None of this has run on NCCL or HCCL.
@@ -39,7 +38,7 @@ class StreamPlace:
 
     first_rank: int
     world_size: int
-    """The size of the group: the trainer's senders and all workers."""
+    """The size of the group: the trainer's rank 0 and all workers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +49,10 @@ class EngineCall:
     content: dict[str, object] | None = None
 
 
-def assign_places(num_workers: Sequence[int], num_senders: int = 1) -> list[StreamPlace]:
+def assign_places(num_workers: Sequence[int]) -> list[StreamPlace]:
     """Assign places to engines with these numbers of workers."""
-    world_size = num_senders + sum(num_workers)
-    firsts = [num_senders + sum(num_workers[:index]) for index in range(len(num_workers))]
+    world_size = 1 + sum(num_workers)
+    firsts = [1 + sum(num_workers[:index]) for index in range(len(num_workers))]
     return [StreamPlace(first, world_size) for first in firsts]
 
 

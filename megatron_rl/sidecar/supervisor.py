@@ -185,7 +185,6 @@ class Supervisor:
         return {
             "version": self._published.weights.version if self._published else None,
             "publishing": self._lock.locked(),
-            "num_up": len(staying),
             "num_workers": sum(member.engine.num_workers for member in staying),
             "groups_waiting": self.pool.num_waiting,
             "groups_retried": self.pool.num_retried,
@@ -245,19 +244,13 @@ class Supervisor:
 
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
         """Assign each engine its place in the stream that the trainer has opened."""
-        counts, num_senders = [engine.num_workers for engine in engines], weights.num_senders
-        if not engines or num_senders + sum(counts) != weights.world_size:
+        counts = [engine.num_workers for engine in engines]
+        if not engines or 1 + sum(counts) != weights.world_size:
             raise WrongWorkerCount(
-                f"version {weights.version} is streamed to {weights.world_size - num_senders} workers, and the engines "
-                f"that answer have {sum(counts)}"
+                f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines that "
+                f"answer have {sum(counts)}"
             )
-        if weights.stages and len(set(counts)) > 1:
-            raise PublishFailed(
-                f"version {weights.version} was not published: {weights.transport} needs engines with one number of "
-                f"workers, and these have {', '.join(map(str, counts))}: write --rollout-transport nccl"
-            )
-        places = streams.assign_places(counts, num_senders)
-        for engine, place in zip(engines, places, strict=True):
+        for engine, place in zip(engines, streams.assign_places(counts), strict=True):
             engine.stream_place = place
 
     async def _find_restartable(self, names: Sequence[str], failure: StepFailed) -> list[Member]:

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +52,8 @@ class Engines:
     def find_engine_hosts(self) -> list[str]:
         return ["127.0.0.1"]
 
-    def count_engines(self) -> tuple[int, int]:
-        return len(self._engines), self.num_workers()
-
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        places = streams.assign_places([engine.num_workers for engine in self._engines], weights.num_senders)
+        places = streams.assign_places([engine.num_workers for engine in self._engines])
         for engine, place in zip(self._engines, places, strict=True):
             engine.stream_place = place
         self._published = self.run(Steps().publish(self._engines, weights, self._published, self._answer))
@@ -88,10 +85,6 @@ class Engines:
 @contextlib.contextmanager
 def engines_of(
     model: Path,
-    transport: Literal["nccl", "nccl_m2n"] = "nccl",
-    extension: str = "tests.sidecar.gloo_transfer.Extension",
-    num_engines: int = 2,
-    tensor_size: int = 1,
 ) -> Iterator[Engines]:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -99,13 +92,12 @@ def engines_of(
     config = dataclasses.replace(
         vllm_models.CONFIG,
         model=str(model),
-        transport=transport,
-        tensor_parallel_size=tensor_size,
-        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", extension),
+        transport="nccl",
+        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.gloo_transfer.Extension"),
         environment={"PYTHONPATH": str(ROOT)},
     )
     factory = VllmFactory(config, sockets, LocalLauncher())
-    engines = Engines([factory.create(f"engine-{number}") for number in range(num_engines)], loop)
+    engines = Engines([factory.create(f"engine-{number}") for number in range(2)], loop)
     try:
         engines.run(_all(engine.start() for engine in engines._engines))
         yield engines

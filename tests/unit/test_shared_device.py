@@ -123,7 +123,7 @@ def test_an_engine_has_room_for_the_experts_that_vllm_loads_at_once() -> None:
 
 
 def test_ranks_and_engines_of_one_device_are_in_no_group_of_its_collectives(model: Path) -> None:
-    for transport, is_refused in (("shm", False), ("nccl", True), ("nccl_m2n", True)):
+    for transport, is_refused in (("shm", False), ("nccl", True)):
         rollout = RolloutConfig(is_colocated=True, transport=transport, devices=(0,))
         settings = SidecarSettings(
             platform="cuda", hf_model=model, seq_length=64, rollout=rollout, reward=RewardConfig()

@@ -185,12 +185,7 @@ class RolloutClient:
 
     def num_workers(self) -> int:
         """Count the workers of all engines that a publish would reach now."""
-        return self.count_engines()[1]
-
-    def count_engines(self) -> tuple[int, int]:
-        """Count the engines that a publish would reach now, and the workers of all of them."""
-        engines = self.status()["engines"]
-        return engines["num_up"], engines["num_workers"]
+        return self.status()["engines"]["num_workers"]
 
     def find_engine_hosts(self) -> list[str]:
         """Return the names or addresses of the hosts that have engines, as this host reaches them."""

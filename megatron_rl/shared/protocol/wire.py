@@ -243,17 +243,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     parts: list[GroupPart]
 
 
-Transport = Literal["shm", "nccl", "nccl_m2n", "hccl"]
+Transport = Literal["shm", "nccl", "hccl"]
 """The transport of weights to engines, as docs/rollout.md describes it."""
-
-
-class StageStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tensors that the senders of a pipeline stage send, each its own parts."""
-
-    location: str
-    """The host:port at which the first sender of the stage opens the stage's group."""
-    dims: list[int | None]
-    """For each tensor, the dimension along which it is divided over the senders; None if each of them has all of it."""
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -267,16 +258,10 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dtype: str
     location: str = ""
     """The folder of the safetensors files with shm, the master's host:port with nccl and hccl."""
-    stages: list[StageStream] = []
-    """The pipeline's stages with nccl_m2n, in order; the manifest has the tensors of one after those of the other."""
     manifest: list[tuple[str, str, list[int]]] = []
     """The names, dtypes and shapes in the order in which a stream sends them; files carry their own."""
     world_size: int = 0
-    """The size of each group that the trainer opens for a stream: the senders and all workers of engines."""
-    num_senders: int = 1
-    """The ranks of the trainer in each group, which come first."""
-    digests: list[list[int]] = []
-    """The digest of each tensor of the manifest with nccl_m2n, with which no worker gets all of every tensor."""
+    """The size of the group that the trainer opens for a stream: rank 0 and all workers of engines."""
     base: str = ""
     """The fingerprint of the base, if only adapters come: `fingerprint` covers both. Empty for whole weights."""
     probe: bytes = b""

@@ -4,7 +4,7 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 
 import torch
@@ -294,13 +294,11 @@ class WeightStream:
         device: torch.device,
         dtype: str | None = None,
         bucket_bytes: int = 1 << 28,
-        names: Collection[str] | None = None,
     ):
-        """Lay out the tensors with these names, or all of the stage."""
         self._peers = peers
         self._group = group
         self._device = device
-        owned = [_owned_pieces(mapping, peer, padded_vocab_size, names) for peer in peers]
+        owned = [_owned_pieces(mapping, peer, padded_vocab_size) for peer in peers]
         held = {piece.name for pieces in owned for _, piece in pieces}
         specs = [spec for spec in mapping.manifest(dtype) if spec.name in held]
         # A bucket travels as one tensor, of one dtype. Tensors of another dtype than the first come last.
@@ -315,19 +313,17 @@ class WeightStream:
         """The tensors of each bucket."""
         return self._buckets
 
-    def buckets(self, shards: Sequence[Shard], digests: Digests | None = None) -> Iterator[Bucket]:
-        """Gather each bucket in turn; with `digests`, also digest the slices that this rank owns."""
+    def buckets(self, shards: Sequence[Shard]) -> Iterator[Bucket]:
+        """Gather each bucket on the stage's first rank."""
         by_name = {shard.parameter_name: shard for shard in shards}
         me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
         for index, specs in enumerate(self._buckets):
             dtype = DTYPES[specs[0].dtype]
-            mine = []
             values = {name: by_name[name].values() for name, _ in self._pieces[me][index]}
-            for name, piece in self._pieces[me][index]:
-                part = values[name].narrow(piece.dim, piece.target, piece.length).to(dtype)
-                if digests is not None:
-                    digests.add(piece.name, *((piece.source, 0) if piece.dim == 0 else (0, piece.source)), part)
-                mine.append(part)
+            mine = [
+                values[name].narrow(piece.dim, piece.target, piece.length).to(dtype)
+                for name, piece in self._pieces[me][index]
+            ]
             if me != 0:
                 if mine:
                     flat = torch.cat([part.reshape(-1) for part in mine])
@@ -357,14 +353,11 @@ class WeightStream:
         return buckets
 
 
-def _owned_pieces(
-    mapping: Mapping, peer: StageRank, padded_vocab_size: int, names: Collection[str] | None
-) -> list[tuple[str, Piece]]:
+def _owned_pieces(mapping: Mapping, peer: StageRank, padded_vocab_size: int) -> list[tuple[str, Piece]]:
     maps: list[tuple[str, ShardMap]] = [
         (name, mapping.shard(name, peer.coordinates, padded_vocab_size)) for name in peer.parameter_names
     ]
-    pieces = [(name, piece) for name, shard_map in maps if shard_map.owned for piece in shard_map.pieces]
-    return pieces if names is None else [(name, piece) for name, piece in pieces if piece.name in names]
+    return [(name, piece) for name, shard_map in maps if shard_map.owned for piece in shard_map.pieces]
 
 
 def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

@@ -14,7 +14,6 @@ import msgspec
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol import probe
-from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.protocol.wire import (
     Drafts,
     EngineKind,
@@ -25,7 +24,7 @@ from megatron_rl.shared.protocol.wire import (
     decode_log_probs,
     encode_tokens,
 )
-from megatron_rl.sidecar import stage_streams, streams
+from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
     EngineBusy,
     EngineHost,
@@ -220,9 +219,7 @@ class VllmEngine:
         return await self._drafts.count() if self.facts.get("has_drafts") else None
 
     async def reach(self, weights: Weights) -> None:
-        # Groups of later stages open one after the other.
-        location = weights.stages[0].location if weights.stages else weights.location
-        host, port = streams.split_address(location, weights.transport)
+        host, port = streams.split_address(weights.location, weights.transport)
         await self._workers("reach", "megatron_rl_reach", host, str(port))
 
     async def load(self, weights: Weights) -> WeightReport:
@@ -423,24 +420,10 @@ class VllmEngine:
             raise EngineRefused(
                 f"engine {self.name} has no place in a stream: start it with --rollout-transport {weights.transport}"
             )
-        if weights.transport == TRANSPORT:
-            return await self._load_stages(weights, self.stream_place)
         await self._join(streams.list_join_calls(weights, self.stream_place), weights.location)
         await self._workers("load", "megatron_rl_begin_stream")
         await self._receive(streams.list_receive_calls(weights), weights.location)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
-
-    async def _load_stages(self, weights: Weights, place: streams.StreamPlace) -> list[dict[str, Any]]:
-        """Load the weights that the senders of one pipeline stage after the other send."""
-        announced = stage_streams.describe_tensors(weights)
-        number = stage_streams.find_number(weights, place, self.num_workers)
-        await self._workers("load", "megatron_rl_take_place", str(number))
-        for stage in weights.stages:
-            await self._join(stage_streams.list_join_calls(weights, stage, self.num_workers), stage.location)
-            if stage is weights.stages[0]:
-                await self._workers("load", "megatron_rl_begin_stream")
-            await self._receive(stage_streams.list_receive_calls(weights, stage), stage.location)
-        return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint, announced)
 
     async def _join(self, calls: Iterable[streams.EngineCall], location: str) -> None:
         """Join the group that the trainer opens at this location."""

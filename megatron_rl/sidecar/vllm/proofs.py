@@ -158,8 +158,6 @@ class LoadProver:
         order = self.megatron_rl_order
         if record.is_in_place:
             order = dataclasses.replace(order, handed_over=frozenset())
-        # No layer processes what is written where it lies.
-        order = dataclasses.replace(order, handed_over=order.handed_over - record.direct)
         return compare(order, record.readings, digests, record.specs)
 
     def megatron_rl_prove_files(

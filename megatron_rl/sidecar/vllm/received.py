@@ -1,11 +1,9 @@
 """The tensors that a worker receives in one update: their record, and the checks before and after a load."""
 
 import contextlib
-import json
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -37,8 +35,6 @@ class Record:
         self._digests: dict[str, torch.Tensor] = {}
         self.readings: Readings[torch.Tensor | None] | None = None
         self.is_in_place = False
-        self.direct: frozenset[str] = frozenset()
-        """Parameters that were written where they lie, in a load in which layers process the others."""
 
     def noted(
         self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool
@@ -52,17 +48,6 @@ class Record:
     def note(self, spec: TensorSpec) -> None:
         self.specs.append(spec)
         self.dtypes[spec.name] = spec.dtype
-
-    def note_direct(self, announced: Mapping[str, "Announced"]) -> frozenset[str]:
-        """Note the announced tensors that the model did not get; return their names, which are those of parameters."""
-        direct = [name for name in announced if name not in self.dtypes]
-        if unknown := sorted(set(direct) - self.parameters):
-            raise Refusal(f"{len(unknown)} announced tensors did not arrive: {', '.join(unknown[:5])}")
-        for name in direct:
-            self.note(announced[name].spec)
-        self.loaded |= set(direct)
-        self.direct = frozenset(direct)
-        return self.direct
 
     def read_digests(self) -> dict[str, list[int]]:
         """Read the digests of all tensors that came, in one copy from the device."""
@@ -78,35 +63,6 @@ class Record:
         # vLLM only logs this.
         if missing := sorted(self.parameters - self.loaded):
             raise Refusal(f"{len(missing)} parameters were not loaded: {', '.join(missing[:5])}")
-
-
-class Announced(NamedTuple):
-    """A tensor that a stream brings, and its digest."""
-
-    spec: TensorSpec
-    lanes: list[int]
-
-
-def read_announced(text: str) -> dict[str, Announced]:
-    """Read the tensors that a stream brings, as `stage_streams.describe_tensors` describes them."""
-    return {
-        name: Announced(TensorSpec(name, tuple(shape), dtype), lanes) for name, dtype, shape, lanes in json.loads(text)
-    }
-
-
-def must_have_arrived(arrived: Mapping[str, list[int]], digests: Mapping[str, list[int]]) -> None:
-    """Raise a Refusal unless the tensors that the model got are those that were announced."""
-    if wrong := sorted(name for name, lanes in arrived.items() if lanes != digests[name]):
-        raise Refusal(f"{len(wrong)} tensors did not arrive as they were sent: {', '.join(wrong[:5])}")
-
-
-def must_be_proved(direct: Collection[str], uncompared: Collection[str]) -> None:
-    """Raise a Refusal if a parameter was written where it lies, and cannot be compared: nothing else digests it."""
-    if left := sorted(set(direct) & set(uncompared)):
-        raise Refusal(
-            f"{len(left)} parameters were received where they lie and cannot be compared with what was sent: "
-            f"{', '.join(left[:5])}; write --rollout-transport nccl"
-        )
 
 
 def must_be_those_of(

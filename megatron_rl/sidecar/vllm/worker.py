@@ -13,7 +13,6 @@ reads no file but that of the digests.
 """
 
 import contextlib
-import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,12 +25,10 @@ from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.ops.triton_support import without_compile_hook
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
-from megatron_rl.shared.protocol.stage_group import TRANSPORT
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
-from megatron_rl.sidecar.stage_streams import must_have_extensions
 from megatron_rl.sidecar.vllm.adapters import AdapterLoader
 from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
 from megatron_rl.sidecar.vllm.held import NotHeld
@@ -52,10 +49,7 @@ from megatron_rl.sidecar.vllm.received import (
     list_specs,
     must_be_announced,
     must_be_private,
-    must_be_proved,
     must_be_those_of,
-    must_have_arrived,
-    read_announced,
 )
 
 RpcAnswer = dict[str, Any]
@@ -122,9 +116,6 @@ class WorkerExtension(AdapterLoader):
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
         from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
 
-        transfer = getattr(self.vllm_config, "weight_transfer_config", None)
-        if transfer is not None and transfer.backend == TRANSPORT:
-            must_have_extensions("the engines' environment")
         config, model = self.vllm_config.model_config, self.model_runner.get_model()
         has_new_runner, device = getattr(self, "use_v2_model_runner", False), next(model.parameters()).device
         return {
@@ -298,17 +289,6 @@ class WorkerExtension(AdapterLoader):
         return {}
 
     @answered
-    def megatron_rl_take_place(self, number: str) -> RpcAnswer:
-        """Take the ranks of the engine with this number in groups with the workers of several engines.
-
-        vLLM counts the ranks of `nccl_m2n` over the replicas of one engine, and each of ours is an engine of its own.
-        """
-        place = copy.copy(self.vllm_config.parallel_config)
-        place.data_parallel_index = int(number)
-        self.weight_transfer_engine.parallel_config = place
-        return {}
-
-    @answered
     def megatron_rl_begin_stream(self) -> RpcAnswer:
         """Digest all tensors that vLLM's own transfer engine passes to the model, before they are loaded."""
         self.megatron_rl_end_recording()
@@ -321,29 +301,20 @@ class WorkerExtension(AdapterLoader):
         return {}
 
     @answered
-    def megatron_rl_end_stream(self, expected: str, announced: str = "") -> RpcAnswer:
-        """Check that all of the announced weights arrived.
-
-        `announced` describes the tensors with their digests, if some are received where they lie in the parameters: the
-        model does not get these from vLLM, and a worker may get parts of them alone.
-        """
+    def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
+        """Check that all of the announced weights arrived."""
         if self.megatron_rl_stream is None:
             raise Refusal("no stream was begun")
         record = self.megatron_rl_stream_record
-        given = read_announced(announced) if announced else {}
-        direct = record.note_direct(given)
         with torch.no_grad():
             pack_tied_layers(self.model_runner.get_model())
         self.megatron_rl_end_recording()
-        arrived = record.read_digests()
-        digests = arrived | {spec.name: lanes for spec, lanes in given.values()}
+        digests = record.read_digests()
         must_be_announced(record.specs, digests, expected)
-        must_have_arrived(arrived, digests)
         self.megatron_rl_check_complete(record.specs)
         record.check_all_loaded()
         self.megatron_rl_is_torn = False
         proof = self.megatron_rl_compared(record, digests)
-        must_be_proved(direct, proof.uncompared)
         self.megatron_rl_fingerprint = expected
         return {"fingerprint": expected, **describe_proof(proof, digests)}
 

@@ -16,7 +16,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import PublishAnswer
-from megatron_rl.sidecar import stage_streams, streams
+from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.trainer.data.prompts import PromptSource
 from megatron_rl.trainer.data.slots import Identity
@@ -31,7 +31,6 @@ from megatron_rl.trainer.loop.saver import RunState, StartPoint
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
-from megatron_rl.trainer.mcore.publish.stages import StagePublisher
 from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 from megatron_rl.trainer.mcore.step.roles import build_roles
@@ -203,10 +202,6 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
             f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
             f"{', '.join(session.platform.weight_transports)}"
         )
-    if transport == "nccl_m2n":
-        session.run_or_raise_everywhere(stage_streams.find_library)
-        send = stage_streams.open_sender
-        return StagePublisher(policy.weights, session, receiver, run, send, dtype, deadline, probe, publish.proof)
     session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
     make = streams.open_sender
     return StreamPublisher(

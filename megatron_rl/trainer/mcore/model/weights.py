@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from megatron_rl.shared.weights.shards import (
     load_shards,
     map_shards,
 )
-from megatron_rl.shared.weights.stage_layout import StageLayout, lay_out_stage
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard, list_scaled
 from megatron_rl.trainer.mcore.session import Session
@@ -131,12 +130,7 @@ class ModelWeights:
 
     def fingerprint(self, dtype: str | None = None) -> str:
         """Compute the fingerprint that these weights would have after an export."""
-        return self.announce(dtype)[0]
-
-    def announce(self, dtype: str | None = None) -> tuple[str, dict[str, list[int]]]:
-        """Compute the fingerprint of an export, and the digests of its tensors."""
-        digests = self._digest(dtype)
-        return compute_fingerprint(self.list_specs(dtype), digests, self.base), digests
+        return compute_fingerprint(self.list_specs(dtype), self._digest(dtype), self.base)
 
     def save_hf(
         self,
@@ -283,36 +277,13 @@ class ModelWeights:
         """Return the specs of the tensors in each bucket of `stream`."""
         return self._stream_of(dtype, bucket_bytes).specs
 
-    def lay_out_stage(
-        self, dtype: str | None = None, bucket_bytes: int = 1 << 28
-    ) -> tuple[StageLayout, WeightStream | None]:
-        """Lay out the tensors of this rank's stage over its senders; also return the stream of those to gather, if any.
-
-        The stage's ranks gather the stream's tensors on the first sender.
-        """
-        session, peers = self._session, self._find_peers()
-        layout = session.run_or_raise_everywhere(
-            lambda: lay_out_stage(self.mapping, peers, self._padded_vocab_size, dtype)
-        )
-        gathered = layout.gathered
-        return layout, self._new_stream(peers, dtype, bucket_bytes, gathered) if gathered else None
-
     def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
         if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
             self._stream_settings = (dtype, bucket_bytes)
-            self._stream = self._new_stream(self._find_peers(), dtype, bucket_bytes)
+            session, size = self._session, self._padded_vocab_size
+            group, device = session.stage_group, session.device
+            self._stream = WeightStream(self.mapping, self._find_peers(), size, group, device, dtype, bucket_bytes)
         return self._stream
-
-    def _new_stream(
-        self,
-        peers: Sequence[StageRank],
-        dtype: str | None,
-        bucket_bytes: int,
-        names: Collection[str] | None = None,
-    ) -> WeightStream:
-        session, size = self._session, self._padded_vocab_size
-        group, device = session.stage_group, session.device
-        return WeightStream(self.mapping, peers, size, group, device, dtype, bucket_bytes, names)
 
     def _find_peers(self) -> list[StageRank]:
         """Find the ranks of this rank's stage, and the parameters of each."""
