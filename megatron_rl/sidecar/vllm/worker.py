@@ -91,7 +91,6 @@ class WorkerExtension(AdapterLoader):
     megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
 
     reload_weights: Callable[..., None]
-    weight_transfer_engine: Any
 
     @answered
     def megatron_rl_prepare(self, scoring: str = "ours") -> RpcAnswer:
