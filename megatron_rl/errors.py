@@ -65,6 +65,19 @@ class InputError(MegatronRLError, ValueError):
     exit_code = ExitCode.INPUT
 
 
+class ForeignVersion(InputError):
+    """Another version of megatron_rl wrote a file."""
+
+
+def check_writer(file: object, version: object, own: object, remedy: str) -> None:
+    """Raise ForeignVersion unless this version of megatron_rl writes a file's format too."""
+    if version != own:
+        raise ForeignVersion(
+            f"{file} was written by another version of megatron_rl (its format is {version}, and this version reads "
+            f"{own}): {remedy}"
+        )
+
+
 def count_noun(number: int, noun: str, plural: str = "") -> str:
     """Write a number with its noun: "1 breach", "2 breaches"; without `plural` the plural has an "s"."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, check_writer
 from megatron_rl.shared.records.append_file import LineFile, read_lines
 
 FOLDER = "trace"
@@ -229,11 +229,8 @@ def read_trace(run: Path) -> Trace:
         )
     for name, records in lines.items():
         for record in records:
-            if record.get("format") != FORMAT:
-                raise InputError(
-                    f"{run / FOLDER / name}.jsonl has the format {record.get('format')}, and this version reads "
-                    f"{FORMAT}: read it with the megatron_rl that wrote it"
-                )
+            path = run / FOLDER / f"{name}.jsonl"
+            check_writer(path, record.get("format"), FORMAT, "read it with that version")
     clocks = _read_clocks(lines.get("rank-0", []))
     return Trace(
         tuple(

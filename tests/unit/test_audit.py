@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megatron_rl import cli
 from megatron_rl.analysis.report import data
-from megatron_rl.errors import ExitCode, InputError
-from megatron_rl.shared.protocol.wire import Mismatch, Plan, Submission
+from megatron_rl.errors import ExitCode, ForeignVersion, InputError
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, Mismatch, Plan, Submission
+from megatron_rl.shared.records import audit_log
 from megatron_rl.shared.records.append_file import FileInUse
 from megatron_rl.shared.records.audit_chain import BreachName
 from megatron_rl.shared.records.audit_check import verify
@@ -474,6 +475,18 @@ def test_a_log_whose_last_line_is_damaged_is_not_continued(path: Path) -> None:
         with pytest.raises(AuditBroken, match="its last line is damaged"):
             AuditLog(path, "run")
         assert path.read_bytes() == damaged
+
+
+def test_a_log_of_another_version_is_neither_read_nor_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log(path)
+    content = path.read_bytes()
+    monkeypatch.setattr(audit_log, "WIRE_VERSION", WIRE_VERSION + 1)
+    text = rf"{path} was written by another version of megatron_rl \(its format is {WIRE_VERSION}, .*\): "
+    with pytest.raises(ForeignVersion, match=text + "read it with that version"):
+        verify(path)
+    with pytest.raises(ForeignVersion, match=text + "resume with that version, or move the log's files away"):
+        AuditLog(path, "run")
+    assert path.read_bytes() == content
 
 
 def test_a_log_has_one_writer(path: Path) -> None:

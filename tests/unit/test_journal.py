@@ -1,12 +1,10 @@
 """The journal: every record comes back, a torn tail is cut off, damage is named, room is bounded."""
 
-import base64
 import contextlib
 import errno
 import os
 import random
 import resource
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import ForeignVersion, InputError
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Sampling, encode_tokens
 from megatron_rl.shared.records import journal as journals
 from megatron_rl.shared.records.append_file import AppendFailed, AppendFile, FileInUse
-from megatron_rl.shared.records.journal import ForeignJournal, Journal, JournalDamaged, JournalFolder
+from megatron_rl.shared.records.journal import Journal, JournalDamaged, JournalFolder
 from tests.killing import kill_while_appending
 from tests.submissions import make_group, make_plan, make_submission, with_response
 
@@ -105,40 +103,18 @@ def test_a_record_with_a_wrong_head_is_damaged_and_not_a_torn_tail(path: Path) -
         Journal(path, SUBMISSION)
 
 
-# The groups 4 and 2 and the claim above, as wire version 1 wrote them: base85 of the compressed file.
-WIRE_1 = (
-    r"c-qS?%E{7aU|@(an#U|*Z!Olmq@=PSb!k#+dTHL0^30-C##P0oNx7ND#hLkeM+Dq%m)$-4<CsYkONem8Y{B)pK<!>E3=GW~Pu}eJOW|(?YhRI;"
-    r"nU`6dk(#nNJGJtNfW%|1(~P%e>}SN?ynTP&m-lN5it=*{O5!u~Qc^2e)<StD`Pr#?#YZ@RrZKPr@yepq;)49V;?&|Poy(w-JTOT%kb<22^mw4="
-    r"B%nBuyB~(vLTryON=+=z&s$Pll3%c-I5jopyy?P}NYO2+2bZPhrDx`)u7FUw21|<z67z~DHZLzrEdqISq4Cn<lEk7ChQ+CQDa@;Z#-*ng6%=LW"
-    r"mE3elqYx}BN-a+;N;%B{1*?*Qp3l!q%_}KxTAEssm|OyvTAE*yky>;B;dz+H*)cqSU_T5K^8BH};CcHGI6V)O!tgxI;~W^CS2zH}ggk$EFnHbp"
-    r"cg#EBig}pFIWat+Z~%r0dH%?t@H_`@&vT%79#*nQNxqZ6wbI1}YsvEI)=8H`Y_}F4p5l3^bL!t6C?yLMddb2BG@Th&$pVvPA*W=qYq^waqw;d{"
-    r"P%T+t9%m(|WPy5q%1|v?aMvkBlq^usPaUcy3+_6Fh>`{B`DsJ1WC1mKbX??`qu3Qon!qK?^5mSv%-qzJrC_>wc~NRXPG)i<<5EajvK&&D6i;LU"
-    r"03+j(q5"
-)
-
-
-def test_groups_of_wire_version_1_come_back_and_its_claims_do_not(path: Path) -> None:
-    write(path, [])
-    path.write_bytes(zlib.decompress(base64.b85decode(WIRE_1)))
-    with Journal(path, SUBMISSION) as journal:
-        assert journal.recovered.groups == [make_group(SUBMISSION, 4), make_group(SUBMISSION, 2)]
-        assert (journal.recovered.claims, journal.recovered.num_stale) == ([], 0)
-        journal.append_claim(CLAIM)
-    with Journal(path, SUBMISSION) as journal:
-        assert (prompts_in(journal), journal.recovered.claims) == ([4, 2], [CLAIM])
-
-
-def test_a_journal_of_another_wire_version_is_named_with_both_versions_and_a_remedy(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("writer", [1, WIRE_VERSION - 1, WIRE_VERSION + 1])
+def test_a_journal_of_another_version_is_refused_with_both_versions_and_a_remedy(
+    path: Path, monkeypatch: pytest.MonkeyPatch, writer: int
 ) -> None:
-    with monkeypatch.context() as later:
-        later.setattr(journals, "WIRE_VERSION", WIRE_VERSION + 1)
+    with monkeypatch.context() as other:
+        other.setattr(journals, "WIRE_VERSION", writer)
         write(path, [4])
-    said = (
-        f"has wire version {WIRE_VERSION + 1}, and this megatron_rl has {WIRE_VERSION}: move the file away and resume "
-        "from the checkpoint"
+    text = (
+        rf"journal was written by another version of megatron_rl \(its format is {writer}, and this version reads "
+        rf"{WIRE_VERSION}\): move the file away and resume from the checkpoint"
     )
-    with pytest.raises(ForeignJournal, match=said):
+    with pytest.raises(ForeignVersion, match=text):
         Journal(path, SUBMISSION)
 
 

@@ -17,7 +17,7 @@ from megatron_rl.analysis.plan.pipeline import count_slot, slot_seconds
 from megatron_rl.analysis.plan.records import read_record, read_trace_record
 from megatron_rl.analysis.plan.simulate import _Run
 from megatron_rl.config.rank_bytes import Micro, count_parameters
-from megatron_rl.errors import InputError, UsageError
+from megatron_rl.errors import ForeignVersion, InputError, UsageError
 from megatron_rl.types import Experts
 from tests.unit.test_examples import QWEN3_4B
 
@@ -195,7 +195,6 @@ def test_a_trace_says_what_micro_batches_took_over_stages_of_the_policy_alone():
         trace_line("rank-1", 1, [[0, 0, 2000, 0, 500], [1, 10, 5000, 0, 500], [0, 0, 2000, 1, 400]]),
         trace_line("rank-2", 1, [[0, 0, 2000, 0, 500], [1, 10, 7000, 0, 500]]),
         {**trace_line("sidecar", None, []), "engines": {"engine-0": 32, "engine-1": 16}},
-        {**trace_line("rank-9", 7, []), "format": 2},
     ]
     trace = read_trace_record(lines)
     (one,) = trace.micro_batches
@@ -203,6 +202,8 @@ def test_a_trace_says_what_micro_batches_took_over_stages_of_the_policy_alone():
     assert (one.version, one.replica, one.slot, one.tokens) == (1, 0, 0, 500)
     assert (one.forward, one.backward) == (pytest.approx(0.003), pytest.approx(0.009))
     assert read_trace_record([]) is None
+    with pytest.raises(ForeignVersion, match=r"the trace was written by another version .* plan with that version"):
+        read_trace_record([{**lines[0], "format": 2}])
 
 
 def test_a_trace_tells_the_shape_even_of_a_run_that_always_waits(recorded):

@@ -131,7 +131,7 @@ def test_a_folder_without_a_trace_and_a_line_of_another_format_are_named(tmp_pat
     write(tmp_path, "rank-0", range(1))
     path = find_path(tmp_path, "rank-0")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}) + "\n")
-    with pytest.raises(InputError, match=r"rank-0\.jsonl has the format 9, and this version reads 1"):
+    with pytest.raises(InputError, match=r"rank-0\.jsonl was written by another .* is 9, and this version reads 1"):
         trace.read_trace(tmp_path)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.analysis.plan.costs import Talk
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, check_writer
 from megatron_rl.observe.metrics import (
     DRAFTED,
     ENVIRONMENT_MEAN,
@@ -18,8 +18,8 @@ from megatron_rl.observe.metrics import (
     MAX_IN_FLIGHT,
     number_at,
 )
+from megatron_rl.observe.trace import FORMAT
 
-_FORMAT = 1
 _MICROSECOND = 1e-6
 
 _Slot = tuple[int, int, int]
@@ -209,15 +209,14 @@ class TraceRecord:
 
 
 def read_trace_record(lines: Iterable[Mapping[str, Any]]) -> TraceRecord | None:
-    """Read the lines of all files of a trace; return None if no line has the known format."""
+    """Read the lines of all files of a trace; return None if there are none."""
     # By slot, then by stage and name: a number from each rank of the stage.
     seconds: defaultdict[_Slot, defaultdict[tuple[int, str], list[float]]] = defaultdict(lambda: defaultdict(list))
     tokens: dict[_Slot, int] = {}
     bounds: list[int] = []
     num_stages = num_read = 0
     for line in lines:
-        if line.get("format") != _FORMAT:
-            continue
+        check_writer("the trace", line.get("format"), FORMAT, "plan with that version, or move the trace away")
         num_read += 1
         stage = line.get("stage") or 0
         num_stages = max(num_stages, stage + 1)

@@ -63,8 +63,8 @@ class Publish(AuditEvent, frozen=True, kw_only=True, tag="publish"):
     version: int
     fingerprint: str
     engines: list[EngineReport]
-    proof: Proof | None = None
-    """Weakest proof that the run accepts; None in logs of releases that did not record it."""
+    proof: Proof | None
+    """Weakest proof that the run accepts; None if their responses alone say which version engines hold."""
     base: str | msgspec.UnsetType = msgspec.UNSET
     """Fingerprint of the base that engines hold, if only adapters came: `fingerprint` covers both."""
 
@@ -87,8 +87,8 @@ class MismatchMeasured(AuditEvent, frozen=True, kw_only=True, tag="mismatch"):
     """Largest difference; as the mean, None if it is not finite."""
     bound: float | None
     """Largest accepted mean; None if a scripted engine drew the tokens at random."""
-    num_differing: int | msgspec.UnsetType = msgspec.UNSET
-    """Tokens whose log-probs are not equal to the last bit; unset in logs of earlier releases."""
+    num_differing: int
+    """Tokens whose log-probs are not equal to the last bit."""
     without_replay: float | msgspec.UnsetType = msgspec.UNSET
     """Mean over some of the tokens without the experts that engines chose; unset if not measured."""
 
@@ -143,8 +143,8 @@ class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
     version: int
     prompt: int
     prompt_hash: str
-    row: str = ""
-    """Row of the data that the prompt is, FILE:LINE; empty in logs of releases that did not record it."""
+    row: str
+    """Row of the data that the prompt is, FILE:LINE."""
     is_restored: bool
     responses: list[ResponseRecord]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import InputError, MegatronRLError, check_writer
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.protocol.wire import Evaluation, Group, Mismatch, Proof, Response, Submission
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Proof, Response, Submission
 from megatron_rl.shared.records.append_file import AppendFile
 from megatron_rl.shared.records.audit_events import (
     AnyEvent,
@@ -68,10 +68,12 @@ def find_first_file(path: Path) -> Path:
 
 
 def find_files(first: Path) -> dict[int, Path]:
-    """Find the existing files of a log; raise InputError if none exists."""
+    """Find the existing files of a log; raise InputError if none exists, or if another version wrote them."""
     files = find_existing_files(first)
     if not files:
         raise InputError(f"{first}: No such file or directory; name the log, or the folder that holds {FILE_NAME}")
+    if 0 in files:
+        _check_first_line(first, next(read_log_lines(first), b""), "read it with that version")
     return files
 
 
@@ -115,6 +117,8 @@ class AuditLog:
         self._first = self._file = AppendFile(path, sync)
         self._index = 0
         try:
+            head = self._first.read(0, min(self._first.size, _READ_BYTES))
+            _check_first_line(path, head.partition(b"\n")[0], "resume with that version, or move the log's files away")
             num_bytes_cut = self._continue()
             self._append(Start(run=run, details=details or {}))
             if num_bytes_cut:
@@ -318,6 +322,19 @@ class Links(msgspec.Struct, frozen=True):
     seq: int
     prev: str
     hash: str
+
+
+def _check_first_line(first: Path, line: bytes, remedy: str) -> None:
+    """Raise ForeignVersion if another version wrote a log's first line; a damaged line is the audit's matter."""
+    content = line.removesuffix(b"\n")
+    links = read_links(content)
+    if links is None or links.hash != hash_line(content):
+        return
+    try:
+        start = msgspec.json.decode(content, type=Start)
+    except msgspec.DecodeError:
+        return
+    check_writer(first, start.wire, WIRE_VERSION, remedy)
 
 
 def make_line(seq: int, prev: str, when: float, event: AnyEvent) -> tuple[bytes, str]:

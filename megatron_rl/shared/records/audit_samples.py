@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.errors import ForeignVersion
 from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_log import find_files, find_first_file, hash_content, read_log_lines
-from megatron_rl.shared.records.journal import JOURNALS, ForeignJournal, JournalDamaged, find_journal, read_groups
+from megatron_rl.shared.records.journal import JOURNALS, JournalDamaged, find_journal, read_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def read_kept(run: Path) -> KeptSamples:
         except FileNotFoundError:
             result.reasons[version] = f"its journal {path} is no longer kept (--rollout-retain-journals keeps more)"
             continue
-        except (OSError, ForeignJournal, JournalDamaged) as error:
+        except (OSError, ForeignVersion, JournalDamaged) as error:
             result.reasons[version] = f"its journal cannot be read: {error}"
             continue
         result.breaches.extend(breaches)

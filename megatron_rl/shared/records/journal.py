@@ -25,10 +25,10 @@ from types import TracebackType
 
 import msgspec
 
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import ForeignVersion, InputError, MegatronRLError, check_writer
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.protocol.slots import Claim
-from megatron_rl.shared.protocol.wire import WIRE_VERSION, Group, Response, Sampling, Submission
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, Group, Response, Submission
 from megatron_rl.shared.records.append_file import AppendFile, make_private_folder
 
 JOURNALS = "journal"
@@ -37,17 +37,11 @@ _MAGIC = b"mrlj"
 # Precedes each payload: the magic, the payload's length and checksum, and the checksum of these three.
 _HEAD = struct.Struct("<4sIII")
 _READ_BYTES = 1 << 20
-# Earlier versions have the same groups under the same keys. Their submissions differ: claims are not recovered.
-_READABLE_WIRE_VERSIONS = (1, 2, 3, 4, 5, 6, WIRE_VERSION)
 _REMEDY = "move the file away and resume from the checkpoint, and its groups are sampled again"
 
 
 class JournalDamaged(MegatronRLError):
     """A record in the journal was changed."""
-
-
-class ForeignJournal(MegatronRLError):
-    """The journal has a wire version that this release cannot read."""
 
 
 class _SubmissionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
@@ -216,7 +210,7 @@ def find_damage(folder: Path) -> Iterator[tuple[int, JournalDamaged]]:
     for path in sorted(folder.glob(f"{'[0-9]' * 8}.journal")):
         try:
             # A run that continues deletes old ones meanwhile.
-            with contextlib.suppress(FileNotFoundError, ForeignJournal):
+            with contextlib.suppress(FileNotFoundError, ForeignVersion):
                 for _ in read_groups(path):
                     pass
         except JournalDamaged as error:
@@ -243,19 +237,11 @@ def make_group_key(submission: Submission, prompt_index: int, scoring: str = "")
         submission.version,
         submission.prompts[prompt_index],
         derive_group_seed(submission.run, submission.version, prompt_index),
-        _describe_sampling(submission.sampling),
+        submission.sampling,
         submission.plan.group_size,
         scoring,
     )
     return _hash(what)
-
-
-def _describe_sampling(sampling: Sampling) -> dict[str, object]:
-    """Describe the sampling as wire version 1 did, which knew no environments."""
-    described = msgspec.structs.asdict(sampling)
-    if not sampling.max_turns:
-        del described["max_turns"]
-    return described
 
 
 def _claims_key(submission: Submission, scoring: str) -> bytes:
@@ -309,11 +295,8 @@ def _decode(payload: bytes, path: Path, offset: int) -> _Record:
         record: _Record = msgspec.msgpack.decode(payload, type=_Record)
     except msgspec.DecodeError as error:
         raise _damaged(path, offset, f"{error}") from None
-    if isinstance(record, _SubmissionBegun) and record.wire not in _READABLE_WIRE_VERSIONS:
-        raise ForeignJournal(
-            f"{path} has wire version {record.wire}, and this megatron_rl has {WIRE_VERSION}: {_REMEDY}; or resume "
-            "with the megatron_rl that wrote it"
-        )
+    if isinstance(record, _SubmissionBegun):
+        check_writer(path, record.wire, WIRE_VERSION, f"{_REMEDY}; or resume with that version")
     return record
 
 

@@ -109,7 +109,7 @@ class RankTrace:
         try:
             self._answers.extend(ask_clock(self.recorder.now, self._sidecar.clock, count))
         except MegatronRLError:
-            # An older sidecar cannot tell, and if the sidecar is lost, the loop reports it.
+            # If the sidecar is lost, the loop reports it.
             self._sidecar = None
             return {}
         found = estimate_offset(self._answers).back()
