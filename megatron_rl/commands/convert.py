@@ -50,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _convert(settings: Settings) -> str:
     # Imported after the platform is installed, which `parse` has done.
-    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
     from megatron_rl.trainer.mcore.checkpoint.serialization import load_model, save_model
     from megatron_rl.trainer.mcore.model.gpt import build_model
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
@@ -78,10 +77,23 @@ def _convert(settings: Settings) -> str:
             save_model(chunks, checkpoint.save, iteration, session)
         if checkpoint.save_hf is not None:
             # The tokens that end a response besides those of the model's files; the checkpoint's run found them.
-            common = {} if checkpoint.load is None else _read_common(checkpoint.load, checkpoint.ckpt_step)[0]
-            ends: list[int] = common.get(EXTRA, {}).get("stops", [])
+            ends = [] if checkpoint.load is None else _read_stops(checkpoint.load, checkpoint.ckpt_step)
             return weights.save_hf(checkpoint.save_hf, source=hf_model, ends=ends)
         return weights.fingerprint()
+
+
+def _read_stops(load: Path, step: int | None) -> list[int]:
+    """Return the tokens with which the checkpoint's run ended responses; none if no run of ours wrote it."""
+    from megatron_rl.trainer.loop.saver import check_kept
+    from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
+
+    common, source = _read_common(load, step)
+    kept = common.get(EXTRA)
+    if kept is None:
+        return []
+    check_kept(kept, source, "convert it with that version")
+    stops: list[int] = kept["stops"]
+    return stops
 
 
 def _read_common(load: Path, step: int | None) -> tuple[dict[str, Any], Path]:

@@ -190,7 +190,6 @@ def test_a_run_that_resumes_with_another_backend_or_other_blocks_says_so(words: 
     assert note.startswith("attention was computed with --shared-prompt-backend merge before, and is with gather")
     (note,) = compare_rounding(blocks, merge)
     assert note.startswith(f"attention was computed with --shared-prompt-blocks {BLOCKS} before, and is with chip")
-    assert not list(compare_rounding({}, gather))
 
 
 def test_measured_blocks_are_taken_where_triton_may_compute(words: list[str]) -> None:

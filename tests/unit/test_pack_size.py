@@ -222,7 +222,7 @@ def test_a_run_that_resumes_with_other_sums_says_so(words: list[str]) -> None:
         describe_rounding(parse_run(*words, f"--micro-batch-size {size} {flags}"))
         for size, flags in ((4, ""), (8, ""), (4, norms))
     )
-    for saved, own in ((few, few), (again, again), ({}, few), ({}, again)):
+    for saved, own in ((few, few), (again, again)):
         assert not list(compare_rounding(saved, own))
     (note,) = compare_rounding(few, more)
     assert "have 8 responses, and had 4 before" in note

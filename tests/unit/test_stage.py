@@ -9,8 +9,9 @@ import pytest
 
 from megatron_rl.command_line.stage import list_others
 from megatron_rl.config.settings import CheckpointConfig, Subjects
-from megatron_rl.errors import InputError
+from megatron_rl.errors import ForeignVersion, InputError
 from megatron_rl.flag import Flag, IntegerOr, derive_flags
+from megatron_rl.trainer.loop import saver
 from megatron_rl.trainer.loop.inputs import check_loaded_stage
 from megatron_rl.trainer.mcore.checkpoint import serialization
 from tests.command_lines import (
@@ -123,25 +124,42 @@ def test_sizes_that_do_not_divide_are_an_error_said_once(base, words, world_size
     assert said in problem
 
 
-@pytest.mark.parametrize(("saved", "own", "is_refused"), [
-    ({"stage": "sft"}, "grpo", True), ({}, "sft", True), ({"stage": "sft"}, "sft", False), ({}, "grpo", False),
-])  # fmt: skip
-def test_a_checkpoint_of_the_other_stage_is_refused_unless_weights_alone_are_wanted(
-    saved, own, is_refused, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(serialization, "read_common", lambda source: {"megatron_rl": {"run": "r", **saved}})
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """Make a checkpoint; return its settings, and the dictionary of what it keeps of its run."""
+    kept = dict.fromkeys(saver._KEPT)
+    monkeypatch.setattr(serialization, "read_common", lambda source: {"megatron_rl": kept})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return CheckpointConfig(load=tmp_path), kept
+
+
+@pytest.mark.parametrize(("saved", "own", "is_refused"), [
+    ("sft", "grpo", True), ("grpo", "sft", True), ("sft", "sft", False), ("grpo", "grpo", False),
+])  # fmt: skip
+def test_a_checkpoint_of_the_other_stage_is_refused_unless_weights_alone_are_wanted(saved, own, is_refused, checkpoint):
+    config, kept = checkpoint
+    kept["stage"] = saved
     run = SimpleNamespace(stage=own)
-    config = CheckpointConfig(load=tmp_path)
     check_loaded_stage(SimpleNamespace(run=run, checkpoint=dataclasses.replace(config, finetune=True)))
     settings = SimpleNamespace(run=run, checkpoint=config)
     if not is_refused:
         check_loaded_stage(settings)
         return
-    with pytest.raises(InputError, match=f"iter_0000003 was saved by --stage .*, and this run is --stage {own}: write"):
+    with pytest.raises(InputError, match=f"iter_0000003 was saved by --stage {saved}, and this run is --stage {own}"):
         check_loaded_stage(settings)
+
+
+@pytest.mark.parametrize("name", sorted(saver._KEPT))
+def test_a_checkpoint_of_another_version_is_refused_unless_weights_alone_are_wanted(name, checkpoint):
+    config, kept = checkpoint
+    kept["stage"] = "sft"
+    del kept[name]
+    run = SimpleNamespace(stage="sft")
+    check_loaded_stage(SimpleNamespace(run=run, checkpoint=dataclasses.replace(config, finetune=True)))
+    with pytest.raises(ForeignVersion, match=f"iter_0000003 was written by another .* run's {name}.* --finetune"):
+        check_loaded_stage(SimpleNamespace(run=run, checkpoint=config))
 
 
 def test_micro_batches_are_made_as_large_as_a_budget_of_tokens_allows(base):

@@ -20,11 +20,11 @@ class PlaceInRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     shuffle: bool
     num_rows: int
     fingerprint: str
-    put_off: list[int] = []
+    put_off: list[int]
     """Rows that were taken and come again, in this order."""
-    num_rested: int = 0
+    num_rested: int
     """Number of rows that were passed over because they rested."""
-    resting: list[tuple[int, int]] = []
+    resting: list[tuple[int, int]]
     """Rows that rest, each with the last epoch in which it rests."""
 
 

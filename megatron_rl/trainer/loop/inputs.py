@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
 from megatron_rl.command_line.own_files import describe_objective, describe_own_files
@@ -22,7 +23,7 @@ from megatron_rl.sidecar.hosts.kinds import find_secrets
 from megatron_rl.sidecar.reading import check_offered
 from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
-from megatron_rl.trainer.loop.saver import find_missing_hf
+from megatron_rl.trainer.loop.saver import check_kept, find_missing_hf
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
 from megatron_rl.trainer.mcore.checkpoint.schedule import check_loaded_schedule
@@ -156,14 +157,23 @@ def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
     return None if settings.checkpoint.finetune else _find_source(settings)
 
 
+def _read_kept(settings: Settings) -> tuple[dict[str, Any], Path | None]:
+    """Return what the loaded checkpoint keeps of its run, and its folder.
+
+    It is empty if the run begins at version 0, or if loading will refuse the checkpoint as another program's.
+    """
+    loaded = _find_loaded(settings)
+    kept = None if loaded is None else serialization.read_common(loaded[1]).get(EXTRA)
+    if loaded is None or kept is None:
+        return {}, None
+    check_kept(kept, loaded[1])
+    return kept, loaded[1]
+
+
 def check_loaded_stage(settings: Settings) -> None:
     """Raise an InputError if another stage saved the checkpoint that --load names."""
-    loaded = _find_loaded(settings)
-    if loaded is None:
-        return
-    _, source = loaded
-    extra = serialization.read_common(source).get(EXTRA)
-    stage = settings.run.stage if extra is None else extra.get("stage", "grpo")
+    kept, source = _read_kept(settings)
+    stage = kept.get("stage", settings.run.stage)
     if stage != settings.run.stage:
         raise InputError(
             f"{source} was saved by --stage {stage}, and this run is --stage {settings.run.stage}: write --finetune to "
@@ -176,24 +186,15 @@ def check_loaded_plug_ins(settings: Settings) -> list[str]:
 
     Raise an InputError if the file of one has changed since.
     """
-    loaded = _find_loaded(settings)
-    if loaded is None:
-        return []
-    _, source = loaded
-    extra = serialization.read_common(source).get(EXTRA) or {}
-    if "plug_ins" not in extra:
-        return []
-    return compare_plug_ins(extra["plug_ins"], describe_own_files(settings), source)
+    kept, source = _read_kept(settings)
+    return compare_plug_ins(kept["plug_ins"], describe_own_files(settings), source) if kept else []
 
 
 def note_changed_objective(settings: Settings) -> list[str]:
     """Return a note that lists the flags of the objective that have changed since the loaded checkpoint, if any has."""
-    loaded = _find_loaded(settings)
-    saved = None if loaded is None else (serialization.read_common(loaded[1]).get(EXTRA) or {}).get("objective")
-    changes = [] if saved is None else list_changes(saved, describe_objective(settings))
-    if loaded is None or not changes:
-        return []
-    return [f"{loaded[1]} was trained with another objective; from here on: {', '.join(changes)}"]
+    kept, source = _read_kept(settings)
+    changes = list_changes(kept["objective"], describe_objective(settings)) if kept else []
+    return [f"{source} was trained with another objective; from here on: {', '.join(changes)}"] if changes else []
 
 
 def _check_continuation(settings: RunSettings) -> None:
@@ -224,7 +225,7 @@ def describe_finished(settings: RunSettings) -> str | None:
         return None
     version, source = loaded
     # Loading refuses the checkpoint of another run, and says why.
-    is_own = serialization.read_common(source).get(EXTRA, {}).get("run") == settings.name
+    is_own = _read_kept(settings)[0].get("run") == settings.name
     if version < num_iterations or not is_own:
         return None
     if find_missing_hf(settings, version) is not None or _lacks_evaluation(settings, version):

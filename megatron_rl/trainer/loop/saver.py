@@ -8,12 +8,18 @@ from typing import Any, Protocol
 from megatron_rl.command_line.own_files import describe_objective, describe_own_files
 from megatron_rl.command_line.pack_size import RECOMPUTE_NORMS, SWITCH
 from megatron_rl.config.settings import Settings
-from megatron_rl.errors import InputError
+from megatron_rl.errors import ForeignVersion, InputError
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+
+_KEPT = frozenset((
+    "run", "stage", "prompts", "stops", "reference", "audit_head", "plug_ins", "objective", "baseline",
+    "micro_batch_size", "recomputes_norms", "attention", "attention_blocks",
+))  # fmt: skip
+"""The names of what a checkpoint keeps of its run."""
 
 
 class Data(Protocol):
@@ -81,15 +87,17 @@ class Saver:
         say(f"the run continues from {loaded.source}, version {loaded.version}")
         for note in loaded.notes:
             say(note)
-        for note in compare_rounding(loaded.extra, describe_rounding(self._settings)):
-            say(note)
-        if loaded.extra:
-            self._session.run_or_raise_everywhere(lambda: self._take_over(loaded.extra, loaded.source))
+        state, kept = RunState(), loaded.extra
+        if kept:
+            self._session.run_or_raise_everywhere(lambda: self._take_over(kept, loaded.source))
+            for note in compare_rounding(kept, describe_rounding(self._settings)):
+                say(note)
+            state = RunState(kept["audit_head"], kept["baseline"])
         self._num_done = loaded.version
         if not self._settings.checkpoint.finetune:
             self._loaded = loaded.version, loaded.source
         self._complete(loaded.version, loaded.source, say)
-        return StartPoint(loaded.version, RunState(loaded.extra.get("audit_head", ""), loaded.extra.get("baseline")))
+        return StartPoint(loaded.version, state)
 
     def save_if_due(self, version: int, is_last: bool, state: RunState) -> None:
         """Save in both formats if that is due, after completing a checkpoint that was written in the background."""
@@ -168,18 +176,31 @@ class Saver:
         }
 
     def _take_over(self, extra: Mapping[str, Any], source: Path) -> None:
-        if extra.get("run") != self._run:
+        check_kept(extra, source)
+        if extra["run"] != self._run:
             raise InputError(
-                f"{source} belongs to the run {extra.get('run')!r}, and --rollout-folder names {self._run!r}: seeds of "
+                f"{source} belongs to the run {extra['run']!r}, and --rollout-folder names {self._run!r}: seeds of "
                 f"responses follow from the name; write a folder of that name, or --finetune to begin a new run"
             )
-        if extra.get("reference") not in (None, self._start) and self._start is not None:
+        if extra["reference"] not in (None, self._start) and self._start is not None:
             raise InputError(
                 f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
         if self._prompts is not None:
-            self._prompts.restore(extra.get("prompts"))
+            self._prompts.restore(extra["prompts"])
+
+
+def check_kept(
+    kept: Mapping[str, Any],
+    source: Path,
+    remedy: str = "resume with that version, or write --finetune to begin with its weights",
+) -> None:
+    """Raise ForeignVersion unless this version of megatron_rl wrote what a checkpoint keeps of its run."""
+    if missing := sorted(_KEPT - kept.keys()):
+        raise ForeignVersion(
+            f"{source} was written by another version of megatron_rl (it lacks the run's {missing[0]}): {remedy}"
+        )
 
 
 def _count(number: int, place: str) -> str:
@@ -201,20 +222,20 @@ def describe_rounding(settings: Settings) -> dict[str, Any]:
 
 def compare_rounding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each value of `describe_rounding` that is not that of the checkpoint."""
-    size, before = own["micro_batch_size"], saved.get("micro_batch_size", own["micro_batch_size"])
+    size, before = own["micro_batch_size"], saved["micro_batch_size"]
     if size != before:
         yield (
             f"micro-batches have {size} responses, and had {before} before: gradients are summed in another order, and "
             f"--micro-batch-size {before} keeps it"
         )
-    if saved.get("recomputes_norms", own["recomputes_norms"]) != own["recomputes_norms"]:
+    if saved["recomputes_norms"] != own["recomputes_norms"]:
         words, remedy = ("were not", SWITCH) if own["recomputes_norms"] else ("were", RECOMPUTE_NORMS)
         yield (
             f"norms {words} computed again in the backward pass before, which rounds gradients in another way: "
             f"{remedy} keeps that"
         )
     for key, flag in (("attention", "--shared-prompt-backend"), ("attention_blocks", "--shared-prompt-blocks")):
-        if (before := saved.get(key, own[key])) != own[key]:
+        if (before := saved[key]) != own[key]:
             yield (
                 f"attention was computed with {flag} {before} before, and is with {own[key]}, which sums in another "
                 "order: that flag keeps it"
