@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.analysis import perfetto
+from megatron_rl.analysis.device_advice import advise
 from megatron_rl.analysis.explain import describe_lack_of_records, describe_lack_of_time, list_findings
 from megatron_rl.analysis.ledger import ENGINE_CAUSES, RANK_CAUSES, Account, compute_ledger
 from megatron_rl.analysis.report.data import ReportData
@@ -31,13 +32,25 @@ def explain(argv: list[str]) -> int:
     """`megatron-rl explain`: the bounds that a run's ledger and metrics break, and the flags to try.
 
         megatron-rl explain RUN
+        megatron-rl explain RUN --devices     what another division of its devices would give
 
     Prints nothing about a healthy run. If a run is too short to judge, it prints the number of iterations that are
-    needed. RUN is a run's folder, the folder above it, or the folder that --save was given.
+    needed. `--devices` predicts an iteration's seconds with more engines and fewer replicas of the trainer, or the
+    reverse; it says how far off it is, and refuses a run from which it cannot tell. RUN is a run's folder, the folder
+    above it, or the folder that --save was given.
     """
     parser = _make_parser("explain", explain.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path)
-    run = find_run(parser.parse_args(argv).run, metrics.FILE_NAME)
+    parser.add_argument("--devices", action="store_true", help="divide the run's devices otherwise")
+    arguments = parser.parse_args(argv)
+    run = find_run(arguments.run, metrics.FILE_NAME)
+    # RUN may also be the path of the file of metrics, in its run's folder.
+    folder = run if run.is_dir() else run.parent
+    config = read_saved_config(folder / CONFIG_FILE)
+    if arguments.devices:
+        whole = trace_file.read_trace(folder)
+        print("\n".join(advise(whole.select(whole.versions[1:]), config)))
+        return ExitCode.OK
     trace, records = _read_trace_if_any(run), metrics.read_metrics(run)
     if trace is not None and (lack := describe_lack_of_time(trace)) is not None:
         print(f"note: {lack}")
@@ -45,9 +58,7 @@ def explain(argv: list[str]) -> int:
     if (lack := describe_lack_of_records(records)) is not None:
         print(f"note: {lack}")
         records = []
-    # RUN may also be the path of the file of metrics, in its run's folder.
-    folder = run if run.is_dir() else run.parent
-    for finding in list_findings(trace, records, read_saved_config(folder / CONFIG_FILE)):
+    for finding in list_findings(trace, records, config):
         print(finding.sentence)
     return ExitCode.OK
 

@@ -54,7 +54,7 @@ _DEVIATIONS_BETWEEN_QUARTILES = 1.349
 _STREAMS = {"cuda": "nccl", "npu": "hccl"}
 
 # The causes of a rank that waits for groups.
-_WAITS = ("first", "starved", "environment", "tail")
+WAITS = ("first", "starved", "environment", "tail")
 
 _Records = Sequence[Mapping[str, Any]]
 
@@ -87,11 +87,16 @@ def _count_groups(records: _Records, config: SavedConfig | None) -> int | None:
 
     An engine gets a whole group unless its responses are conversations, each of which may be on another engine.
     """
-    rollouts = {} if config is None else config.sections.get("environment", {})
-    if any(name in rollouts and rollouts[name].text != "-" for name in ("source", "agent", "verifiers")):
+    if is_of_conversations(config):
         return None
     counts = _values(records, "groups")
     return round(statistics.median(counts)) if counts else None
+
+
+def is_of_conversations(config: SavedConfig | None) -> bool:
+    """Return True if responses are conversations, so that engines share the turns of a group."""
+    rollouts = {} if config is None else config.sections.get("environment", {})
+    return any(name in rollouts and rollouts[name].text != "-" for name in ("source", "agent", "verifiers"))
 
 
 def _explain_ledger(
@@ -151,9 +156,7 @@ def _say_engines(ranks: Sequence[Account], engines: Sequence[Account], num_group
             "(--grpo-prompts-per-step)"
         )
     sampling = statistics.fmean(engine.seconds["busy"] for engine in engines) if engines else 0.0
-    training = statistics.fmean(
-        rank.wall - sum(rank.seconds[cause] for cause in (*_WAITS, "publish")) for rank in ranks
-    )
+    training = statistics.fmean(rank.wall - sum(rank.seconds[cause] for cause in (*WAITS, "publish")) for rank in ranks)
     if not sampling or training <= 0:
         return "add engines (--rollout-num-engines)"
     wanted = max(len(engines) + 1, math.ceil(len(engines) * sampling / training))
@@ -236,7 +239,7 @@ def _measure_sampling(trace: Trace) -> float:
 
 def _explain_environments(trace: Trace, accounts: Sequence[Account]) -> Iterator[Finding]:
     engines = [account.share("environment") for account in accounts if not account.is_rank]
-    waits = [sum(map(account.share, _WAITS)) for account in accounts if account.is_rank]
+    waits = [sum(map(account.share, WAITS)) for account in accounts if account.is_rank]
     if not engines or not waits or min(share := statistics.fmean(engines), statistics.fmean(waits)) <= ENVIRONMENT:
         return
     seconds: defaultdict[str, list[float]] = defaultdict(list)

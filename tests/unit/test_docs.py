@@ -108,6 +108,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl trace RUN": Here(),
         "megatron-rl ledger RUN": Here(),
         "megatron-rl explain RUN": Here(),
+        "megatron-rl explain RUN --devices": By("tests/unit/test_device_advice.py"),
     },
     "docs/report.md": {
         "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),
