@@ -148,21 +148,6 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "engine_vs_main_thread": "the same of a vLLM engine, by samples of its main thread",
         "engine_vs_sampler": "the same, by samples of all of its threads",
     },
-    "plan": {
-        "error_median_engines": "error of predicted iterations, the median of runs that wait for engines",
-        "error_worst_engines": "the worst of these",
-        "error_median_trainer": "the same of runs that the trainer holds up",
-        "error_worst_trainer": "the worst of these",
-        "error_of_base": "the same of the calibrating run, run again: the machine's own noise",
-        "seconds_4096": "seconds to simulate 100 iterations on 4,096 devices",
-        "cpu_seconds_4096": "CPU seconds of these",
-        "events_4096": "events of these",
-    },
-    "plan_peers": {
-        "gain_error_median": "error of the predicted gain of overlapping against published figures, the median",
-        "gain_error_worst": "the worst of these",
-        "step_factor_worst": "the longer of a predicted and a published step / the shorter, at worst",
-    },
     "trl": {
         "vs_trl_tiny": "samples a second of a run / of TRL at its best, 0.2 M parameters",
         "vs_trl_10m": "the same / the same, 10 M parameters, prompts of 1,024",

@@ -30,7 +30,6 @@ _COMMANDS = {
         "let the scripts of a Megatron-LM tree train with GRPO, or take that back",
     ),
     "picture": ("megatron_rl.analysis.picture:main", "draw the curves of runs, and where their time went"),
-    "plan": ("megatron_rl.analysis.plan.command:main", "predict how long iterations take, and how to divide devices"),
     "report": (
         "megatron_rl.analysis.commands:report",
         "write a page about runs: curves, rollouts, audit; or follow live ones",

@@ -1,1 +1,1 @@
-"""Programs that read runs: planner, report, ledger, explain, traces, pictures. No run imports this package."""
+"""Programs that read runs: report, ledger, explain, traces, pictures. No run imports this package."""

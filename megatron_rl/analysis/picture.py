@@ -51,7 +51,7 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
 
     `out` appears only when it is complete.
     """
-    check_format(out)
+    _check_format(out)
     runs = {label: metrics.read_metrics(path) for label, path in metrics_files.items()}
     figure = make_figure()
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 2))
@@ -60,7 +60,7 @@ def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
     save_figure(figure, out)
 
 
-def check_format(out: Path) -> None:
+def _check_format(out: Path) -> None:
     """Raise a UsageError if the picture's format is not supported."""
     if out.suffix not in _FORMATS:
         raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")

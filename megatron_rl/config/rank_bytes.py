@@ -24,8 +24,6 @@ class ParameterCounts:
     """
     of_experts: int
     """Parameters of all experts of a layer."""
-    of_active: int
-    """Parameters of the experts of a layer that one token passes."""
     of_vocabulary: int
     """Parameters of the output layer; the embedding has as many again unless it is tied."""
     num_layers: int
@@ -35,11 +33,6 @@ class ParameterCounts:
     def total(self) -> int:
         copies = 1 if self.is_tied else 2
         return self.num_layers * (self.of_layer + self.of_experts) + copies * self.of_vocabulary
-
-    @property
-    def active(self) -> int:
-        """Return the parameters that a token is multiplied with: the output layer counts, the embedding does not."""
-        return self.num_layers * (self.of_layer + self.of_active) + self.of_vocabulary
 
 
 def count_parameters(architecture: Architecture) -> ParameterCounts:
@@ -62,7 +55,6 @@ def count_parameters(architecture: Architecture) -> ParameterCounts:
     return ParameterCounts(
         of_layer=attention + average(3 * hidden * architecture.ffn_hidden_size, of_all),
         of_experts=average(0, of_expert * experts.num_experts) if experts else 0,
-        of_active=average(0, of_expert * experts.num_active) if experts else 0,
         of_vocabulary=hidden * architecture.vocab_size,
         num_layers=num_layers,
         is_tied=architecture.tied_embeddings,

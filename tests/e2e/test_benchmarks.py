@@ -37,7 +37,6 @@ STARTED = {
     "dynamic_sampling",
     "tails",
     "in_flight",
-    "plan_peers",
     "delivery",
     "step_ledger",
     "log_probs_memory",

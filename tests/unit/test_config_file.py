@@ -5,8 +5,6 @@ import stat
 
 import pytest
 
-from megatron_rl.analysis.plan.calibrate import RunLayout
-from megatron_rl.analysis.plan.runs import read_layout
 from megatron_rl.command_line import describe
 from megatron_rl.command_line import parse as command_line
 from megatron_rl.errors import InputError
@@ -34,25 +32,6 @@ def test_a_run_has_every_value_of_its_printed_configuration_in_its_folder(tmp_pa
     assert kept.platform == settings.platform == "cpu"
     assert ("optimizer", "lr", "1e-06", "--lr 1e-6") in list_given(kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize(
-    ("words", "layout"),
-    [
-        ([], {"schedule": "periodic", "num_stages": 1, "engine": "batching", "max_running": 64, "num_frozen": 0}),
-        (["--grpo-kl-beta", "0.01", "--schedule", "sync"], {"schedule": "sync", "num_frozen": 1}),
-        (["--rollout-engine", "scripted", "--rollout-max-in-flight", "9"], {"engine": "scripted", "max_in_flight": 9}),
-        (["--rollout-max-in-flight", "auto"], {"is_chosen": True}),
-        (["--no-shared-prompt"], {"is_shared": False}),
-    ],
-)
-def test_the_planner_finds_a_runs_layout_in_its_configuration(words, layout, tmp_path):
-    settings = command_line.parse_run([*CPU, *RUN, "--hf-model", folder(tmp_path, QWEN3), *words])
-    found = read_layout(describe.describe_run(settings))
-    assert layout.items() <= found.items()
-    assert RunLayout(**found).trainer_devices == 1
-    output = QWEN3.hidden_size * QWEN3.vocab_size
-    assert found["output_share"] == output / measure_model(QWEN3).num_multiplied
 
 
 def test_runs_differ_in_the_values_that_are_not_the_same_in_all_of_them():

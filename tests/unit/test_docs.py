@@ -115,12 +115,6 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
         "megatron-rl report RUN --serve": By("tests/unit/test_report_server.py"),
     },
-    "docs/plan.md": {
-        "megatron-rl plan RUN": Here(),
-        "megatron-rl plan RUN --rollout-num-engines": Here(),
-        "megatron-rl plan RUN1 RUN2": Here(),
-        "megatron-rl plan --hf-model MODEL": By("tests/unit/test_planner_search.py"),
-    },
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(

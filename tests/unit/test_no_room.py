@@ -180,5 +180,5 @@ def test_a_rank_ends_by_name_when_its_disk_is_full(capsys):
 
 def test_a_command_ends_by_name_when_its_disk_is_full(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_load", lambda command: lambda words: fill(Path("/dev/full")))
-    assert cli.main(["plan"]) == ExitCode.RUN
-    assert capsys.readouterr().err.startswith("megatron-rl plan: a file cannot be written: No space left on device")
+    assert cli.main(["report"]) == ExitCode.RUN
+    assert capsys.readouterr().err.startswith("megatron-rl report: a file cannot be written: No space left on device")

@@ -16,7 +16,7 @@ import torch
 torch.compile = lambda function, **keywords: function
 {_MEGATRON}
 """
-# The sidecar is a process of its own, and no run plans.
+# The sidecar is a process of its own.
 _WITH_OURS = f"""
 import importlib, pkgutil
 from megatron_rl import platforms
@@ -25,7 +25,7 @@ platforms.select("cpu").install()
 import megatron_rl
 for module in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl."):
     # No start of a run imports these.
-    others = ("sidecar", "gateway", "analysis.plan", "commands.try_agent")
+    others = ("sidecar", "gateway", "commands.try_agent")
     if not module.name.removeprefix("megatron_rl.").startswith(others):
         importlib.import_module(module.name)
 """

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
-from megatron_rl.analysis.plan.command_lines import Files
 from megatron_rl.command_line.own_files import describe_own_files
 from megatron_rl.commands.rescore import _read_fingerprint
 from megatron_rl.config.hardware import read_free_memory
@@ -94,7 +93,6 @@ def test_the_flag_reaches_the_settings_of_every_process(folder: Path, tmp_path: 
     sidecar_settings.write_message(tmp_path / "message", alone)
     received = sidecar_settings.read_settings([sidecar_settings.MESSAGE_FLAG, str(tmp_path / "message")])
     assert received.read_architecture() == settings.architecture
-    assert Files("MODEL", weights_bridge=GUEST).model_flags == ["--hf-model", "MODEL", "--weights-bridge", GUEST]
 
 
 def test_a_family_without_a_folder_is_an_error() -> None:
