@@ -10,7 +10,7 @@ from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.sidecar.engines.decoding import StepCosts
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedFactory
 from megatron_rl.sidecar.in_flight.control import Pacer
-from megatron_rl.sidecar.in_flight.curve import GroupLife
+from megatron_rl.sidecar.in_flight.curve import GroupLife, StepCurve
 from megatron_rl.sidecar.in_flight.forecast import Opening
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
@@ -18,6 +18,11 @@ from tests import virtual_time
 from tests.sidecar.scripted_service import Memory, RewardLength, weights
 
 FOREVER = 1e9
+
+
+def build_line(step: float, per_response: float, most: int) -> StepCurve:
+    """Build the curve of an engine whose costs are known: a step with n responses takes step + n * per_response."""
+    return StepCurve((1.0, float(most)), (step + per_response, step + per_response * most), (step, per_response))
 
 
 @dataclasses.dataclass(frozen=True)

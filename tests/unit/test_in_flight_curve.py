@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.sidecar.engines.decoding import StepCosts
-from megatron_rl.sidecar.in_flight.curve import GroupLife, Point, build_line, fit_curve, read_points
+from megatron_rl.sidecar.in_flight.curve import GroupLife, Point, fit_curve, read_points
 from megatron_rl.sidecar.in_flight.forecast import Opening
-from tests.paced_run import Case, run_paced
+from tests.paced_run import Case, build_line, run_paced
 
 POINTS = st.lists(
     st.builds(Point, st.floats(1, 500), st.floats(1e-3, 10), st.integers(1, 1000)), min_size=1, max_size=20

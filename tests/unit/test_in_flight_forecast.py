@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_rl.sidecar.engines.decoding import StepCosts
-from megatron_rl.sidecar.in_flight.curve import StepCurve, build_line
+from megatron_rl.sidecar.in_flight.curve import StepCurve
 from megatron_rl.sidecar.in_flight.forecast import Opening, SamplingWork, predict
 from megatron_rl.sidecar.in_flight.pace import plan_ends
-from tests.paced_run import Case, run_paced
+from tests.paced_run import Case, build_line, run_paced
 
 CASE = Case(StepCosts(0.05, 0.002, max_running=32), num_prompts=24, group_size=4, lengths=(20, 100), train_seconds=20)
 CURVE = build_line(CASE.costs.step, CASE.costs.per_response, CASE.costs.max_running)

@@ -71,11 +71,6 @@ class StepCurve:
         return np.where(numbers > self.nums[-1], np.maximum(fitted, self.seconds[-1]), found)
 
 
-def build_line(step: float, per_response: float, most: int) -> StepCurve:
-    """Build the curve of an engine whose costs are known: a step with n responses takes step + n * per_response."""
-    return StepCurve((1.0, float(most)), (step + per_response, step + per_response * most), (step, per_response))
-
-
 def fit_curve(points: Sequence[Point]) -> StepCurve:
     """Fit a curve to points, of which there must be one at least."""
     ordered = sorted(points, key=lambda point: point.num_running)
