@@ -187,7 +187,7 @@ def check_loaded_plug_ins(settings: Settings) -> list[str]:
     Raise an InputError if the file of one has changed since.
     """
     kept, source = _read_kept(settings)
-    return compare_plug_ins(kept["plug_ins"], describe_own_files(settings), source) if kept else []
+    return [] if source is None else compare_plug_ins(kept["plug_ins"], describe_own_files(settings), source)
 
 
 def note_changed_objective(settings: Settings) -> list[str]:
