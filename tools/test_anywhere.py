@@ -1,7 +1,7 @@
 """Run tests as other machines would: other processors, numbers of threads, temporary folders, places of the clone.
 
     make test-anywhere                        # all rows, one after another
-    python -m tools.test_anywhere avx2 clone  # the rows whose names have one of these words
+    python -m tools.test_anywhere avx2 clone  # the rows whose names have one of these texts
 
 A row that goes red prints the end of its output; build/anywhere has all of it.
 """
