@@ -91,7 +91,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl audit RUN --head": Here(),
         "megatron-rl audit RUN --rescore": By("tests/unit/test_audit_rescore.py"),
     },
-    "docs/drift.md": {"megatron-rl drift RUN": By("tests/sidecar/test_drift_of_vllm.py")},
+    "docs/numerics.md": {"megatron-rl drift RUN": By("tests/sidecar/test_drift_of_vllm.py")},
     "docs/translate.md": {
         "megatron-rl translate run-slime.sh": By(
             "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
