@@ -126,11 +126,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
             "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
         ),
     },
-    "docs/environments.md": {
+    "docs/rewards.md": {
         "make paying": By("tests/unit/test_docs.py::test_the_game_over_several_turns_is_learned"),
         "make calculator": By("tests/unit/test_docs.py::test_calling_a_tool_is_learned"),
-    },
-    "docs/agents.md": {
         "make agent": By("tests/unit/test_docs.py::test_an_agent_of_the_openai_client_learns"),
         "megatron-rl try-agent agent.py:act": By("tests/unit/test_try_agent.py"),
         "torchrun --standalone --nproc-per-node 1": By(
@@ -451,10 +449,10 @@ def test_an_agent_of_the_openai_client_learns(tmp_path):
 def test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm(tmp_path):
     tiny_model.save(tmp_path / "MODEL")
     (tmp_path / "pretrain_grpo.py").symlink_to(ROOT / "pretrain_grpo.py")
-    for block in blocks("docs/agents.md"):
+    for block in blocks("docs/rewards.md"):
         if block.title:
             (tmp_path / block.title).write_text(block.text)
-    (command,) = (words for words in commands_of("docs/agents.md") if words.startswith("torchrun"))
+    (command,) = (words for words in commands_of("docs/rewards.md") if words.startswith("torchrun"))
     run(command, tmp_path)
     report = verify(tmp_path / "RUN")
     assert report.breaches == []
