@@ -96,11 +96,6 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
             "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
         ),
     },
-    "docs/trained.md": {
-        "megatron-rl convert --load SAVE": By("tests/distributed/test_bad_input.py"),
-        "megatron-rl audit SAVE": By("tests/unit/test_audit.py"),
-        "megatron-rl report SAVE": By("tests/unit/test_report.py"),
-    },
     "docs/metrics.md": {
         "megatron-rl picture RUN": Here(),
         "megatron-rl picture periodic=RUN1": Here(),
@@ -148,6 +143,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "torchrun --standalone --nproc-per-node 4": Parsed(4),
         "megatron-rl picture RUN": Here(),
         "megatron-rl audit RUN": Here(),
+        "megatron-rl convert --load SAVE": By("tests/distributed/test_bad_input.py"),
+        "megatron-rl audit SAVE": By("tests/unit/test_audit.py"),
+        "megatron-rl report SAVE": By("tests/unit/test_report.py"),
     },
     "examples/arithmetic/README.md": {
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
