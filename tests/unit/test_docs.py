@@ -102,8 +102,6 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl trace RUN": Here(),
         "megatron-rl ledger RUN": Here(),
         "megatron-rl explain RUN": Here(),
-    },
-    "docs/report.md": {
         "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),
         "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
         "megatron-rl report RUN --serve": By("tests/unit/test_report_server.py"),
