@@ -91,11 +91,6 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl audit RUN --rescore": By("tests/unit/test_audit_rescore.py"),
     },
     "docs/numerics.md": {"megatron-rl drift RUN": By("tests/sidecar/test_drift_of_vllm.py")},
-    "docs/translate.md": {
-        "megatron-rl translate run-slime.sh": By(
-            "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
-        ),
-    },
     "docs/metrics.md": {
         "megatron-rl picture RUN": Here(),
         "megatron-rl picture periodic=RUN1": Here(),
@@ -116,6 +111,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(
             "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
+        ),
+        "megatron-rl translate run-slime.sh": By(
+            "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
         ),
     },
     "docs/rewards.md": {
@@ -262,7 +260,7 @@ def test_the_table_of_packages_is_that_of_the_layers():
 
 @pytest.mark.parametrize(
     ("page", "section"),
-    [("README.md", ""), ("docs/platforms.md", "## What runs where\n"), ("docs/translate.md", "## Beside others\n")],
+    [("README.md", ""), ("docs/platforms.md", "## What runs where\n"), ("docs/recipes.md", "## Beside others\n")],
 )
 def test_a_cell_of_a_table_for_newcomers_has_at_most_twelve_words(page, section):
     rows = re.findall(r"^\| (.*) \|$", read_section(page, section), re.MULTILINE)
