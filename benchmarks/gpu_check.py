@@ -4,7 +4,7 @@ It needs torch and numpy, and the packages of a backend; not megatron, pytest or
 first: forward and all gradients against the definition in float64, in half precision over several draws. Each backend
 of attention, and each other kernel, is tried in a process of its own, so that one that breaks its GPU context or never
 ends does not stop the others. Then come times of attention, against the same sequences whole, as tables for
-docs/attention.md. Exit code 1 if a check failed, 3 if the machine has no GPU. On the CPU (`--device cpu`) all sizes are
+docs/kernels.md. Exit code 1 if a check failed, 3 if the machine has no GPU. On the CPU (`--device cpu`) all sizes are
 tiny, times mean nothing, and the kernels run in Triton's interpreter.
 """
 

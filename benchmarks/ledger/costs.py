@@ -13,7 +13,7 @@ from benchmarks.ledger.counting import Call, Entry, Kind
 _MICROSECOND = 1e-6
 # The rows of norms whose rates were measured.
 _NARROW, _WIDE = 128, 4096
-# By backend, of shapes in docs/attention.md: the mean number of keys that a row sees, and operations a second forward
+# By backend, of shapes in docs/kernels.md: the mean number of keys that a row sees, and operations a second forward
 # and backward, where the products of pairs that see each other are counted. The smallest shape of that page is left
 # out: its time is that of its launches.
 _ATTENTION = {

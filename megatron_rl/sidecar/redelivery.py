@@ -1,7 +1,7 @@
 """Brings the current version to a host that joins or returns between two publishes, from a host that has all of it.
 
 The trainer is busy then. If all of the version lies in the folder that rank 0 has published to, and this is the
-service's host, the service sends it as a rank would (docs/delivery.md). Otherwise it has the agent of a host of engines
+service's host, the service sends it as a rank would (docs/hosts.md). Otherwise it has the agent of a host of engines
 do so, from the folder in which the version has arrived. A version that the trainer begins on the host takes its place.
 Engines prove what they load in the usual way.
 

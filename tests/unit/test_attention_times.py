@@ -38,7 +38,7 @@ def resize(**sizes: int) -> GroupShape:
 
 
 def test_the_times_of_the_package_are_those_of_the_documents() -> None:
-    section = read("docs/attention.md").split("## On one H200")[1]
+    section = read("docs/kernels.md").split("## On one H200")[1]
     header, *rows = re.findall(r"^\| (\S+/.*) \|$", section, re.MULTILINE)
     names = header.split(" | ")[3:]
     shown = []

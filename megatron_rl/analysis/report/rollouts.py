@@ -1,6 +1,6 @@
 """Chooses the groups of samples.jsonl that a report holds: all of a short run, and a fair choice of a long one.
 
-The rule, which docs/report.md explains to its readers:
+The rule, which docs/metrics.md explains to its readers:
 
 - a text of more than `MOST_CHARACTERS` loses its middle;
 - versions take turns, and each takes its groups in the same random order of rows. So every version has some, and a

@@ -32,7 +32,7 @@ __all__ = [
     "shared_prompt_attention",
 ]
 
-# `auto` takes the first backend that can run. They are ordered by their times on a CPU in docs/attention.md.
+# `auto` takes the first backend that can run. They are ordered by their times on a CPU in docs/kernels.md.
 BACKENDS: dict[str, Backend] = {
     "merge": Backend(merge.attention, merge.prepare, merge.refusal),
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
@@ -44,7 +44,7 @@ BACKENDS: dict[str, Backend] = {
 }
 # Those that another flag than --shared-prompt-backend asks for: --batch-invariant.
 _OTHERS = {"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)}
-# Other orders of `auto`, by the times on an H200 in docs/attention.md. `flash` has not been timed, and `cudnn`, which
+# Other orders of `auto`, by the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which
 # has not run on a GPU, is in none.
 _ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
 

@@ -1,6 +1,6 @@
 """Measured times of the backends, from which `auto` takes the fastest for the groups of a run.
 
-`measured.json` beside this file has the times that docs/attention.md shows. `make gpu-bench` writes such a file for the
+`measured.json` beside this file has the times that docs/kernels.md shows. `make gpu-bench` writes such a file for the
 chip that it runs on. A time counts for groups that are near the measured one, on a chip of the same name.
 """
 

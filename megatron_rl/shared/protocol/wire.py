@@ -27,7 +27,7 @@ FinishReason = Literal["stop", "length", "cut", "limit", "failed"]
 left for an answer. `failed`: the environment failed."""
 Order = Literal["completion", "prompt"]
 Proof = Literal["digests", "probe"]
-"""The proof that engines hold a version, as docs/rollout.md describes it."""
+"""The proof that engines hold a version, as docs/audit.md describes it."""
 Tail = Literal["stop", "truncate", "carry"]
 """The treatment of the last groups of an iteration, as docs/rollout.md describes it."""
 Way = Literal["files", "ipc", "stream"]
