@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from megatron_rl import platforms, versions
+from megatron_rl import versions
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.platforms import cuda, host, megatron_patches, npu, select
+from megatron_rl.platforms import platform as interface
 from tests.processes import run_python
 
 
@@ -268,13 +269,13 @@ def test_the_npu_adaptor_comes_before_megatron_and_a_failed_one_installs_nothing
     _fake_npu_packages(monkeypatch, **{"megatron-core": "0.16.1", "python": "3.11.2"})
     _fake_torch_npu(monkeypatch, available=True)
     monkeypatch.setattr(npu.importlib, "import_module", _raise_import_error)
-    monkeypatch.setattr(platforms, "install_patches", lambda patches: None)
-    monkeypatch.setattr(platforms, "_installed", None)
+    monkeypatch.setattr(interface, "install_patches", lambda patches: None)
+    monkeypatch.setattr(interface, "_installed", None)
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(PlatformError, match=r"torch_npu does not load \(libhccl.so\): run CANN's set_env.sh"):
         npu.NpuPlatform().install()
-    assert platforms._installed is None
+    assert interface._installed is None
 
 
 @pytest.mark.parametrize(
