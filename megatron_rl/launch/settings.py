@@ -145,7 +145,7 @@ def read_common(
 
 def _check_words(words: Sequence[str]) -> Iterator[str]:
     if not words:
-        yield f"the trainer's words are missing: {USAGE}"
+        yield f"the trainer's command is missing: {USAGE}"
     if _find(words, FLAG_OF_HOSTS) is not None:
         yield f"{FLAG_OF_HOSTS} must not be given after --: the launch writes it"
 

@@ -69,8 +69,10 @@ class AgentRollouts:
                 return await self._hold_once(request, prompt, number, attempt)
             except AgentFailed as failure:
                 if attempt >= (_MAX_ATTEMPTS if failure.is_to_be_repeated else _MAX_SILENT_ATTEMPTS):
-                    raise MegatronRLError(f"{_name(prompt)} {failure}") from None
-                _log.warning("attempt %d: %s %s", attempt, _name(prompt), failure)
+                    raise MegatronRLError(
+                        f"{_name(prompt)} failed in each of {attempt} attempts: {failure}; correct it"
+                    ) from None
+                _log.warning("attempt %d: %s failed: %s", attempt, _name(prompt), failure)
         raise AssertionError("the loop returns or raises")
 
     async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, attempt: int) -> Transcript:
@@ -150,14 +152,17 @@ class AgentRollouts:
             # An agent may raise because a call was refused at the limits; this ends no run.
             reward = self._on_error if rollout.limit is None else self._on_error or 0.0
             if reward is None:
-                raise MegatronRLError(f"{_name(prompt)} {rewards}")
-            why = f"{rewards}" if rollout.limit is None else f"{rollout.limit}; then {rewards}"
-            _log.warning("%s %s: its reward is %g", _name(prompt), why, reward)
+                raise MegatronRLError(
+                    f"{_name(prompt)} failed: {rewards}; correct it, or give failures a reward with "
+                    "--rollout-env-on-error"
+                )
+            failed = "failed" if rollout.limit is None else f"reached a limit ({rollout.limit}) and failed"
+            _log.warning("%s %s: %s: its reward is %g", _name(prompt), failed, rewards, reward)
             reason: wire.FinishReason = "failed" if rollout.limit is None else "limit"
             response = record.build_response(seed, reason, {AGENT_COMPONENT: reward})
             return msgspec.structs.replace(response, failure=f"{rewards}" if reason == "failed" else "")
         if not record.num_turns:
-            raise MegatronRLError(f"{_name(prompt)} {_explain_silence(rollout)}: it has nothing to train on")
+            raise MegatronRLError(f"{_name(prompt)} left nothing to train on: {_explain_silence(rollout)}")
         if not rewards and not self._functions:
             raise MegatronRLError(f"{_name(prompt)} returned None: return a reward, or write --reward")
         most = rollout.terms.sampling.max_tokens
@@ -172,12 +177,10 @@ class AgentRollouts:
 def _explain_silence(rollout: OpenRollout) -> str:
     """Explain why a rollout has no turn of the policy."""
     if rollout.limit is not None:
-        return f"had no answer: {rollout.limit}"
+        return f"it had no answer: {rollout.limit}"
     if rollout.num_refused:
-        return (
-            f"had no answer: its {rollout.num_refused} calls were refused, the last one because {rollout.last_refusal}"
-        )
-    return "ended without a call of the gateway"
+        return f"its {rollout.num_refused} calls were refused, the last one because {rollout.last_refusal}"
+    return "it ended without a call of the gateway"
 
 
 def _name(prompt: wire.Prompt) -> str:

@@ -160,7 +160,7 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
                 assert response.failure
                 assert response.components == {"agent": -1.0}
                 assert len(response.tokens) // 4 == num_tokens
-                with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) "):
+                with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) failed: \S.*-on-error$"):
                     await world.act(task, on_error=None)
             # A refusal at a limit never ends the run.
             for on_error, reward in ((-1.0, -1.0), (None, 0.0)):
@@ -179,9 +179,12 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
             assert response.failure == "returned a reward named seed, and --reward has a function seed: rename one"
             for task, said in (
                 ("none", "returned None"),
-                ("mute", "without a call"),
-                ("silent", "cannot begin"),
-                ("refused", "its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
+                ("mute", "left nothing to train on: it ended without a call"),
+                ("silent", r"agent of prompt 4 \(rows:4\) failed in each of 3 attempts: .*cannot begin.*; correct it$"),
+                (
+                    "refused",
+                    "to train on: its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would",
+                ),
             ):
                 with pytest.raises(MegatronRLError, match=said):
                     await world.act(task)

@@ -99,6 +99,8 @@ def test_words_that_the_run_would_refuse_start_nothing(place, capsys, scheduler,
     for flag in ("--prompts", "--reward", "--lr", "--train-iters", "--seq-length", "--grpo-prompts-per-step"):
         assert f"megatron-rl launch: {flag} is missing" in errors
     assert list(place.iterdir()) == []
+    assert megatron_rl(["launch", scheduler, "--engine-hosts", "1", *image]) == ExitCode.USAGE
+    assert "the trainer's command is missing: write megatron-rl launch SCHEDULER" in capsys.readouterr().err
 
 
 def test_files_of_the_run_are_checked_if_its_model_is_on_this_machine(place, capsys):
