@@ -64,9 +64,20 @@ def read_switches(words: Sequence[str]) -> dict[str, str]:
 
 
 def read_flat_yaml(text: str) -> dict[str, str]:
-    """Read the settings of a file of `key: value` lines; nested settings are not TRL's, and are skipped."""
-    matches = (re.fullmatch(r"([A-Za-z_]\w*):\s*(.*?)\s*(?:#.*)?", line) for line in text.splitlines())
-    return {match[1]: match[2].strip("'\"") for match in matches if match is not None and match[2]}
+    """Read `key: value` lines, and lists with an item a line; nested settings are not TRL's, and are skipped."""
+    settings: dict[str, str] = {}
+    key = ""
+    for line in filter(None, (re.sub(r"(^|\s)#.*", "", line).rstrip() for line in text.splitlines())):
+        pair = re.fullmatch(r"([A-Za-z_]\w*):\s*(.*)", line)
+        item = re.fullmatch(r"\s*-\s+([^:]*)", line)
+        if pair is not None:
+            key = pair[1]
+            settings |= {key: pair[2].strip("'\"")} if pair[2] else {}
+        elif item is not None and key:
+            settings[key] = " ".join(filter(None, [settings.get(key), item[1].strip("'\"")]))
+        else:
+            key = ""
+    return settings
 
 
 def read_program(text: str, script: Path) -> dict[str, str]:
@@ -97,28 +108,43 @@ def read_program(text: str, script: Path) -> dict[str, str]:
 
 
 def _find_functions(tree: ast.Module, value: ast.expr, script: Path) -> Iterator[str]:
-    """Yield the reward functions of a program as FILE.py:NAME, or by their name if importing the file would train."""
+    """Yield the reward functions of a program as FILE.py:NAME, or by their name if importing the file would train.
+
+    A function without a name is yielded as a text that has no blank.
+    """
     is_guarded = any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
     files = {node.name: script for node in tree.body if isinstance(node, ast.FunctionDef) and is_guarded}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             file = script.parent.joinpath(*node.module.split(".")).with_suffix(".py")
             files |= {alias.name: file for alias in node.names if file.is_file() and alias.asname is None}
+    value = _find_assigned(tree, value)
     for item in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-        name = ast.unparse(item)
-        yield f"{files[name]}:{name}" if name in files else name
+        if isinstance(item, ast.Call):
+            yield f"{_name_called(item)}(...)"
+        elif isinstance(item, ast.Name | ast.Attribute | ast.Constant):
+            name = ast.unparse(item)
+            yield f"{files[name]}:{name}" if name in files else name
+        else:
+            yield f"<{type(item).__name__.lower()}>"
 
 
 def _find_rows(tree: ast.Module, value: ast.expr) -> str:
     """Return the file of a data set that is read from one, or the expression that makes the data set."""
-    if isinstance(value, ast.Name):
-        assigned = [node.value for node in ast.walk(tree)
-                    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == value.id]  # fmt: skip
-        value = assigned[0] if len(assigned) == 1 else value
+    value = _find_assigned(tree, value)
     for keyword in value.keywords if isinstance(value, ast.Call) else ():
         if keyword.arg == "data_files" and isinstance(keyword.value, ast.Constant):
             return str(keyword.value.value)
     return ast.unparse(value)
+
+
+def _find_assigned(tree: ast.Module, value: ast.expr) -> ast.expr:
+    """Return the expression that a variable is assigned, if it is assigned once; any other value as it is."""
+    if not isinstance(value, ast.Name):
+        return value
+    assigned = [node.value for node in ast.walk(tree)
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == value.id]  # fmt: skip
+    return assigned[0] if len(assigned) == 1 else value
 
 
 def _name_called(call: ast.Call) -> str:

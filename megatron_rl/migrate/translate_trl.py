@@ -63,19 +63,28 @@ def _place(num_processes: int, engines: str, to: Translation) -> None:
 
 def _write_rewards(theirs: TheirSettings, to: Translation) -> None:
     """Write reward functions whose file is known, and require the others."""
-    functions = re.findall(r"[\w./:-]+", theirs.text("reward_funcs"))
+    functions = re.findall(r"[^\s,\[\]'\"]+", theirs.text("reward_funcs"))
     weights = re.findall(r"[\d.eE+-]+", theirs.text("reward_weights"))
     if len(weights) == len(functions):
         functions = [f"{function}={weight}" for function, weight in zip(functions, weights, strict=True)]
     if functions and all(".py:" in function for function in functions):
         to.write("--reward", *functions)
     elif functions:
-        files = " ".join(function if ".py:" in function else f"FILE.py:{function}" for function in functions)
+        files = " ".join(map(_place_function, functions))
         to.require(
             f"reward_funcs = {theirs.text('reward_funcs')}: write --reward {files}, where FILE.py has the function and "
             "trains nothing when it is imported",
             "--reward",
         )
+
+
+def _place_function(function: str) -> str:
+    """Return FILE.py:NAME for a function of TRL; the user chooses the name if it has none, or is a model."""
+    if ".py:" in function:
+        return function
+    name, *weight = function.split("=")
+    is_named = re.fullmatch(r"[\w.]+", name) is not None
+    return "=".join([f"FILE.py:{name.rpartition('.')[2] if is_named else 'NAME'}", *weight])
 
 
 def _write_data(theirs: TheirSettings, to: Translation) -> None:

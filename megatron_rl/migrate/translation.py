@@ -165,8 +165,8 @@ def place_devices(to: Translation, nodes: int, per_node: int, is_shared: bool, f
     if nodes > 1:
         to.nodes = nodes - nodes // 2
         to.require(
-            f"{to.source} trains and samples in turn on {nodes} hosts of {per_node} devices; here {to.nodes} of them "
-            f"train: start the engines on the others, and write --rollout-endpoint with their address",
+            f"{to.source} trains and samples alternately on {nodes} hosts of {per_node} devices; here {to.nodes} of "
+            f"them train: start the engines on the others, and write --rollout-endpoint with their address",
             "--rollout-endpoint",
         )
         return
@@ -176,7 +176,7 @@ def place_devices(to: Translation, nodes: int, per_node: int, is_shared: bool, f
             to.ranks = ranks
             to.write_unless_default("--rollout-num-engines", num_engines)
             to.notes.append(
-                f"{to.source} trains and samples in turn on {per_node} devices; here {ranks} train while the other "
+                f"{to.source} trains and samples alternately on {per_node} devices; here {ranks} train while the other "
                 f"{per_node - ranks} sample."
             )
             return

@@ -276,6 +276,32 @@ if __name__ == "__main__":
     assert "right" not in funcs or any("FILE.py:right, where FILE.py" in text for text in unguarded.missing)
 
 
+@pytest.mark.parametrize(
+    ("funcs", "files"),
+    [
+        ("[right, lambda completions, **k: [0.0] * len(completions)]", "FILE.py:right FILE.py:NAME"),
+        ("[partial(right, scale=2.0), 'Qwen/reward-model']", "FILE.py:NAME FILE.py:NAME"),
+        ("get_functions(args, kind='a, b')", "FILE.py:NAME"),
+        ("listed", "FILE.py:right FILE.py:brief"),
+    ],
+)
+def test_a_reward_of_trl_without_a_name_is_one_function(funcs: str, files: str, tmp_path: Path) -> None:
+    text = f"listed = [right, other.brief]\ntrl.GRPOTrainer(model='m', args=trl.GRPOConfig(), reward_funcs={funcs})\n"
+    (said,) = (text for text in translate_text(tmp_path, "run.py", text).missing if "reward_funcs" in text)
+    assert f": write --reward {files}, where" in said
+    weighted = text.replace("GRPOConfig()", f"GRPOConfig(reward_weights={[0.5] * len(files.split())})")
+    (said,) = (text for text in translate_text(tmp_path, "run.py", weighted).missing if "reward_funcs" in text)
+    assert f": write --reward {files.replace(' ', '=0.5 ')}=0.5, where" in said
+
+
+def test_a_list_with_an_item_a_line_is_read_from_trls_settings(tmp_path: Path) -> None:
+    text = "use_vllm: true\nreward_funcs:  # two\n  - accuracy_reward\n  # not this\n- 'mine.score'\nmax_steps: 4\n"
+    found = translate_text(tmp_path, "grpo.yaml", text + "nested:\n  key: 1\n  - 2\ndatasets:\n  - path: a\n")
+    assert is_named("reward_funcs = accuracy_reward mine.score: write --reward FILE.py:accuracy_reward FILE.py:score",
+                    [*found.missing])  # fmt: skip
+    assert found.words["--train-iters"] == ["4"]
+
+
 def test_a_data_set_of_trls_hub_is_named_with_the_way_to_a_file(tmp_path: Path) -> None:
     found = translate_text(
         tmp_path, "grpo.yaml", "dataset_name: trl-lib/DeepMath-103K\nreward_funcs: [accuracy_reward]\n"
@@ -432,6 +458,10 @@ def test_a_run_takes_no_more_devices_than_there(
     if engines is not None:
         assert written == [str(engines)]
     assert (engines is None) == any("--rollout-endpoint" in text for text in found.missing)
+    halved = [text for text in (*found.notes, *found.missing) if "alternately" in text]
+    # No half of these devices has room for the model's ranks.
+    is_halved = "--colocate" in words and "--tensor-model-parallel-size 8" not in words
+    assert [text.startswith("slime trains and samples alternately on ") for text in halved] == [True] * is_halved
 
 
 def test_a_script_that_starts_no_run_is_an_error(tmp_path: Path) -> None:
