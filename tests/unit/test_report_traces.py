@@ -69,7 +69,7 @@ def test_a_run_without_a_trace_has_none_and_one_of_another_format_is_named(tmp_p
     (tmp_path / FOLDER).mkdir()
     path = tmp_path / FOLDER / "rank-0.jsonl"
     path.write_text(json.dumps({"version": 0, "format": FORMAT + 1}) + "\n")
-    assert "has the format" in traces.summarize_trace(tmp_path)["problem"]
+    assert "was written by another version of megatron_rl" in traces.summarize_trace(tmp_path)["problem"]
     line = {"version": 0, "format": FORMAT, "process": "rank-0", "offset": 0.0, "error": None, "begin": 1.0, "end": 3.0}
     kinds = [{"lane": "main", "name": "publish"}]
     path.write_text(json.dumps({**line, "dropped": 0, "kinds": kinds, "spans": [[0, 0, 500_000]]}) + "\n{torn")

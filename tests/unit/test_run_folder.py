@@ -21,11 +21,10 @@ def write_run(folder: Path, stage: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["audit", "plan"])
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_command_that_needs_rollouts_says_that_a_supervised_run_has_none(tmp_path, capsys, command, is_saved):
+def test_the_audit_says_that_a_supervised_run_has_no_rollouts(tmp_path, capsys, is_saved):
     run = write_run(tmp_path / "save" / "rollout" / "warm-up", "sft")
-    assert cli.main([command, str(tmp_path / "save" if is_saved else run)]) == ExitCode.USAGE
+    assert cli.main(["audit", str(tmp_path / "save" if is_saved else run)]) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert f"{run} is a run of --stage sft, which samples nothing" in said
     assert "name a run of --stage grpo" in said
