@@ -96,6 +96,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl picture periodic=RUN1": Here(),
         "megatron-rl trace RUN": Here(),
         "megatron-rl ledger RUN": Here(),
+        "megatron-rl explain RUN --devices": By("tests/unit/test_device_advice.py"),
         "megatron-rl explain RUN": Here(),
         "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),
         "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
