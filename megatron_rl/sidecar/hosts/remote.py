@@ -136,8 +136,8 @@ class RemoteHost:
             trust_env=False,
         )
         self._authorization = f"Bearer {token}"
-        # An engine may take any time for its answer: its callers have deadlines of their own.
-        self._sending = httpx.Timeout(None, connect=timeouts.answer, write=timeouts.lost)
+        # An engine may take any time for its answer: its callers have their own deadlines. A link may be cut meanwhile.
+        self._sending = httpx.Timeout(None, connect=timeouts.lost, write=timeouts.lost)
         self.gathered = GatheredRequests(self, self._transport, self._authorization, self._sending, limits.connects)
 
     @property
