@@ -5,10 +5,14 @@ own, and its folder as /mnt. What hosts still share is what an image of them wou
 """
 
 import contextlib
+import fcntl
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,6 +160,34 @@ def network(num_hosts: int, folder: Path | None = None) -> Iterator[list[Host]]:
     """
     if reason := _find_obstacle():
         pytest.skip(reason)
+    with _exclusive():
+        _remove_what_killed_tests_left()
+        yield from _make_network(num_hosts, folder)
+
+
+@contextlib.contextmanager
+def _exclusive() -> Iterator[None]:
+    """Wait until no other process of this machine has such a network: all have the same addresses."""
+    with Path(tempfile.gettempdir(), "megatron-rl-test-hosts.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_what_killed_tests_left() -> None:
+    """Remove the links and namespaces of tests whose process has ended; they would answer at the hosts' addresses."""
+    words = ["ip", "-json", "link", "show"]
+    links = [link["ifname"] for link in json.loads(subprocess.run(words, capture_output=True, check=True).stdout)]
+    words = ["ip", "netns", "list"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    spaces = [line.split()[0] for line in listed]
+    for kind, names in (("link", links), ("netns", spaces)):
+        for name in names:
+            match = re.match(r"mrl(\d+)[bh]", name)
+            if match and not psutil.pid_exists(int(match[1])):
+                _call("ip", kind, "delete", name, check=False)
+
+
+def _make_network(num_hosts: int, folder: Path | None) -> Iterator[list[Host]]:
     bridge = f"mrl{os.getpid()}b"
     names = [f"mrl{os.getpid()}h{number}" for number in range(num_hosts)]
     hosts: list[Host] = []
