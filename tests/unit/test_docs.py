@@ -304,7 +304,7 @@ def test_links_of_the_site_stay_in_the_site():
 def test_the_pictures_can_be_drawn_and_their_numbers_stand_in_the_documents(tmp_path):
     assert [path.name for path in draw_all(tmp_path)] == ["processes.svg", "iteration.svg", "gains.svg"]
     figures = json.loads((ROOT / "docs" / "images" / "figures.json").read_text())
-    text = read("benchmarks/README.md") + read("docs/kernels.md")
+    text = read("benchmarks/README.md")
     for figure in figures.values():
         assert f"`{figure['command']}`" in text
         assert all(re.search(rf"(?<![\d.]){value}(?![\d])", text) for _, value in figure["bars"])
