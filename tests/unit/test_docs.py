@@ -255,11 +255,7 @@ def test_the_table_of_packages_is_that_of_the_layers():
 
 @pytest.mark.parametrize(
     ("page", "section"),
-    [
-        ("README.md", ""),
-        ("docs/platforms.md", "## What runs where\n"),
-        ("docs/recipes.md", "## Compared with others\n"),
-    ],
+    [("README.md", ""), ("docs/platforms.md", "## What runs where\n"), ("docs/recipes.md", "## Comparison\n")],
 )
 def test_a_cell_of_a_table_for_newcomers_has_at_most_twelve_words(page, section):
     rows = re.findall(r"^\| (.*) \|$", read_section(page, section), re.MULTILINE)
