@@ -25,10 +25,10 @@ from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.build import build_trainer
-from megatron_rl.trainer.loop.colocation import begin_count, share_device
 from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import Rank, print_note
+from megatron_rl.trainer.loop.rank_memory import begin_count, share_device
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
 from megatron_rl.trainer.loop.stop import StopRequest
