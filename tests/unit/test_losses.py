@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm import advantages, corrections, divergences, objective
+from megatron_rl.algorithm import advantages, objective
 from megatron_rl.algorithm.declaration import Surrogate
 from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
@@ -276,11 +276,11 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "k3 for k3+": ("cispo", lambda: mock.patch.dict(divergences.DIVERGENCES, {"k3+": divergences.k3})),
     "k3 without the ratio": (
         "dual clip",
-        lambda: mock.patch.dict(divergences.DIVERGENCES, {"unbiased": divergences.k3}),
+        lambda: mock.patch.dict(objective.DIVERGENCES, {"unbiased": objective._k3}),
     ),
     "a product in place of a mean": (
         "geometric means",
-        lambda: mock.patch.dict(corrections.LEVELS, geometric=lambda one, log: one.sum(log)),
+        lambda: mock.patch.dict(objective.LEVELS, geometric=lambda one, log: one.sum(log)),
     ),
     "truncated, not masked": (
         "masked tokens",
