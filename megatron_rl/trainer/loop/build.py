@@ -9,7 +9,7 @@ from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.rollouts import Schedule
 from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.stop import Course, StopRequest, build_exit_limits
-from megatron_rl.trainer.loop.supervised.stage import build_supervised
+from megatron_rl.trainer.loop.supervised import build_supervised
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.mcore.bridge import check_bridge
 from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference

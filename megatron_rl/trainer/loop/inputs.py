@@ -25,8 +25,7 @@ from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_de
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
 from megatron_rl.trainer.loop.saver import check_kept, find_missing_hf
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
-from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
-from megatron_rl.trainer.mcore.checkpoint.schedule import check_loaded_schedule
+from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA, check_loaded_schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,17 @@ from megatron_rl.trainer.loop.mismatch import MismatchBeyond, ReplicaMismatch, c
 from megatron_rl.trainer.mcore.model.replay import take_counts
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.auxiliary import take_losses
-from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, is_reporter, loss_scale, run_schedule
+from megatron_rl.trainer.mcore.step.forward_step import (
+    PolicyStep,
+    Unreplayed,
+    is_reporter,
+    loss_scale,
+    measure_unreplayed,
+    run_schedule,
+)
 from megatron_rl.trainer.mcore.step.policy import Policy
 from megatron_rl.trainer.mcore.step.roles import Roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
-from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed, measure_unreplayed
 
 
 class TrainingFailed(MegatronRLError):
