@@ -16,7 +16,7 @@ from megatron_rl.versions import leave_backends_to_platforms
 
 if TYPE_CHECKING:
     from megatron_rl.command_line.run import RunSettings
-    from megatron_rl.trainer.mcore.recipe_parts import Recipe
+    from megatron_rl.trainer.loop.rank import Recipe
 
 # Less than lifelines.NOTICED_SECONDS, within which the loss of a rank is noticed.
 _PATIENCE_SECONDS = 15.0
@@ -94,9 +94,8 @@ class Entry:
         # These import Megatron, and parsing has installed the platform before.
         from megatron_rl.observe.startup import Startup
         from megatron_rl.trainer.loop.run import train
-        from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
 
-        return train(settings, watch=self._watch, startup=Startup(self._begun), recipe=recipe or STAND_ALONE)
+        return train(settings, watch=self._watch, startup=Startup(self._begun), recipe=recipe)
 
     def say(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)

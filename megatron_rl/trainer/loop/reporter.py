@@ -36,9 +36,8 @@ from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.loop.equal_rewards import EqualRewards, Failures
 from megatron_rl.trainer.loop.mismatch import LEAST_CORRECTED, find_warning_bound
-from megatron_rl.trainer.loop.rank import Rank
+from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank
 from megatron_rl.trainer.loop.tracing import RankTrace, Untraced, open_trace
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
 
 _FOLLOW_SECONDS = 0.5
 # Decimals of a log-prob in the samples.

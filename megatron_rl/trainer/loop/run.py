@@ -1,4 +1,4 @@
-"""One rank of a run, from the settings to the exit code. `build.py` makes its parts."""
+"""One rank of a run, from the settings to the exit code; and the parts of a run, each made after what it needs."""
 
 import contextlib
 import datetime
@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm import plug_ins
+from megatron_rl.command_line.own_files import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import AttentionConfig, Settings
@@ -24,18 +26,21 @@ from megatron_rl.ops import main_gradients
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
-from megatron_rl.trainer.loop.build import build_trainer
+from megatron_rl.trainer.loop.grpo import build_grpo
 from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
-from megatron_rl.trainer.loop.rank import Rank, print_note
+from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
 from megatron_rl.trainer.loop.rank_memory import begin_count, share_device
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
+from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
-from megatron_rl.trainer.loop.stop import StopRequest
-from megatron_rl.trainer.loop.trainer import Trainer
+from megatron_rl.trainer.loop.stop import Course, StopRequest, build_exit_limits
+from megatron_rl.trainer.loop.supervised import build_supervised
+from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
+from megatron_rl.trainer.mcore.bridge import check_bridge
 from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference
 
 
 def train(
@@ -43,7 +48,7 @@ def train(
     watch: Watch | None = None,
     schedule: Schedule | None = None,
     startup: Startup | None = None,
-    recipe: Recipe = STAND_ALONE,
+    recipe: Recipe | None = None,
 ) -> int:
     """Run one rank from start to end and return the exit code. `schedule` replaces the one that --schedule names.
 
@@ -69,7 +74,7 @@ def train(
                 check_same_attention(session.gather(settings.attention))
                 if not session.broadcast(inputs.is_finished):
                     settings = _prepare_device(settings, session, startup)
-                    rank = Rank(settings, session, recipe, startup, parts)
+                    rank = Rank(settings, session, recipe or STAND_ALONE, startup, parts)
                     trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
             if trainer is not None:
                 _train(settings, trainer, watch, stop, sidecar)
@@ -220,3 +225,50 @@ def _store_of_rank_0(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
     if port is None:
         raise TimeoutError("rank 0 did not say where its store is")
     return dist.TCPStore(host, port, watch.world_size, is_master=False, timeout=timeout)
+
+
+def build_trainer(
+    rank: Rank, inputs: Inputs, sidecar: OwnSidecar | None, stop: StopRequest, schedule: Schedule
+) -> Trainer:
+    """Build the loop. Only rank 0 has inputs and, if it started one, a sidecar, which starts up meanwhile."""
+    settings, session = rank.settings, rank.session
+    plug_ins.check_agreement(session.gather(describe_own_files(settings)))
+    policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
+    _check_guest(rank, policy)
+    reference = _build_reference(rank, policy)
+    saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe.saved)
+    start = saver.load(rank.say)
+    rank.startup.say("model: built, its weights are loaded")
+    rank.startup.end_part("model and weights")
+    stage: Stage
+    if settings.run.stage == "sft":
+        stage = build_supervised(rank, inputs.demonstrations, policy, start)
+    else:
+        stage = build_grpo(rank, inputs.prompts, sidecar, policy, reference, start, schedule)
+    assert settings.training.train_iters is not None
+    limits = build_exit_limits(settings, lambda: rank.startup.seconds)
+    return Trainer(session, stage, saver, Course(start.version, settings.training.train_iters, stop, limits))
+
+
+def _check_guest(rank: Rank, policy: Policy) -> None:
+    """Compare the policy, which has the weights of --hf-model, with transformers' if its family is user-defined."""
+    settings = rank.settings
+    if settings.model.weights_bridge is None:
+        return
+    rank.startup.say(f"model: built; {settings.model.weights_bridge} is compared with transformers")
+    assert settings.model.hf_model is not None
+    chunks, multiple_of = policy.chunks, settings.sizes.multiple_of
+    rank.startup.say(check_bridge(chunks, policy.weights, rank.session, settings.model.hf_model, multiple_of))
+    rank.startup.end_part("comparison with transformers")
+
+
+def _build_reference(rank: Rank, policy: Policy) -> Reference | None:
+    """Build the reference; None if no divergence from it is part of the loss."""
+    settings = rank.settings
+    if settings.run.stage == "sft" or settings.algorithm.kl_beta == 0:
+        return None
+    if policy.base is not None:
+        return BaseAsReference(policy, rank.session, settings.publish.dtype)
+    folder = settings.algorithm.ref_model or settings.model.hf_model
+    assert folder is not None
+    return build_reference(settings, rank.session, folder, rank.recipe.build_model)

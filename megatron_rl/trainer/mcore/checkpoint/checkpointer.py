@@ -17,7 +17,6 @@ from megatron_rl.errors import InputError
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization, state_dict
 from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
 from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.optimizer import resolve_schedule
 from megatron_rl.trainer.mcore.step.policy import BASE, Policy, Reference
@@ -49,7 +48,7 @@ class Checkpointer:
         session: Session,
         policy: Policy,
         reference: Reference | None = None,
-        recipe: Recipe = STAND_ALONE,
+        saved: Mapping[str, Any] | None = None,
     ):
         """Save a `reference` only after it has moved."""
         self._config = settings.checkpoint
@@ -57,7 +56,7 @@ class Checkpointer:
         self._session = session
         self._policy = policy
         self._reference = reference
-        self._recipe = recipe
+        self._saved = saved or {}
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         # The iteration in the --save folder that this run resumed from, if it did.
@@ -165,7 +164,7 @@ class Checkpointer:
     def _collect_without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the state under Megatron's names, and our own state under our keys."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
-        state |= self._recipe.saved
+        state |= self._saved
         if self._policy.base is not None:
             state[BASE] = self._policy.base.fingerprint
         reference = self._reference

@@ -7,7 +7,7 @@ E hidden size.
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ from megatron_rl.types import Architecture
 
 ADAPTER = "adapter"
 """The name under which a linear layer has its adapter (`lora.py`)."""
+
+BuildModel = Callable[[Settings], list["PackedGPTModel"]]
+"""The builder of this rank's chunks of a model, with unfilled weights; called once for each model of a run."""
 
 
 class PackedGPTModel(GPTModel):
