@@ -35,6 +35,8 @@ _MICROSECONDS = 1e6
 # Lanes of a rank.
 MAIN = "main"
 COMPUTE = "compute"
+POLICY = "policy"
+"""The role of the model that is trained, in the details of a pass."""
 # Lanes of the sidecar; each engine has one more, named after it.
 SERVICE = "service"
 GROUPS = "groups"

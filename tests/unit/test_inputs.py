@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config.trainer import CheckpointConfig
+from megatron_rl.environments import pool
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.trainer.loop import inputs
@@ -90,7 +91,7 @@ def test_no_sidecar_is_started_for_an_environment_that_it_would_refuse(
     started: list[object] = []
     monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
     monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
-    monkeypatch.setattr(inputs, "describe_environment", lambda config, processes: offered)
+    monkeypatch.setattr(pool, "describe_environment", lambda config, processes: offered)
     startup = SimpleNamespace(show=lambda stream: None)
     with contextlib.ExitStack() as stack, pytest.raises(UsageError, match=said):
         loop_run._prepare(settings, startup, stack)

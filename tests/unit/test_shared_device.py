@@ -252,7 +252,7 @@ def test_the_sidecar_is_started_with_its_part_of_a_device_that_is_shared(
     started, said = [], []
     counted = contextlib.nullcontext(SimpleNamespace(wait=lambda: 9 * GIB))
     prompts = SimpleNamespace(list_kinds=lambda: ())
-    monkeypatch.setattr(loop_run, "begin_count", lambda settings: counted if is_shared else None)
+    monkeypatch.setattr(rank_memory, "begin_count", lambda settings: counted)
     monkeypatch.setattr(loop_run, "check_inputs", lambda settings: SimpleNamespace(is_finished=False))
     monkeypatch.setattr(loop_run, "load_inputs", lambda settings, checked, startup: Inputs(prompts=prompts))
     sidecar = SimpleNamespace(log="", close=lambda: None, try_rewards=lambda trials: None)

@@ -12,10 +12,9 @@ import pytest
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.measures import Learned, Measures
-from megatron_rl.trainer.loop.reporter import Reporter, RunLog
+from megatron_rl.trainer.loop.reporter import Reporter, RunLog, Untraced
 from megatron_rl.trainer.loop.saver import RunState
 from megatron_rl.trainer.loop.stop import Course, ExitLimits, StopRequest
-from megatron_rl.trainer.loop.tracing import Untraced
 from megatron_rl.trainer.loop.trainer import Trainer
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,7 +30,9 @@ from megatron_rl.trainer.mcore.step.forward_step import (
 )
 from megatron_rl.trainer.mcore.step.policy import Policy
 from megatron_rl.trainer.mcore.step.roles import Roles
-from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 
 class TrainingFailed(MegatronRLError):
@@ -48,7 +51,7 @@ class Learner:
         objective: Objective,
         session: Session,
         timeline: Timeline | None = None,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         num_kept: int = 0,
     ):
         """`trace` records when each pass runs. The log-probs of the first `num_kept` slots are kept."""

@@ -70,10 +70,8 @@ class RankCount(contextlib.AbstractContextManager["RankCount"]):
 
 
 def begin_count(settings: RunSettings) -> RankCount | None:
-    """Begin to count a rank's memory if the run divides a device; the caller closes the count."""
-    sidecar = settings.sidecar
-    is_shared = sidecar is not None and sidecar.rollout.is_colocated
-    return RankCount(settings) if is_shared and not is_divided_by_user(settings.rollout.vllm_args) else None
+    """Begin to count a rank's memory, unless the user divides the device; the caller closes the count."""
+    return None if is_divided_by_user(settings.rollout.vllm_args) else RankCount(settings)
 
 
 def share_device(settings: RunSettings, count: RankCount | None) -> tuple[SidecarSettings, str]:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -24,23 +25,25 @@ from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import RunPaths, print_summary
 from megatron_rl.ops import main_gradients
 from megatron_rl.shared.garbage import leaving_out_what_exists
-from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
+from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.grpo import build_grpo
 from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
-from megatron_rl.trainer.loop.rank_memory import begin_count, share_device
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
 from megatron_rl.trainer.loop.stop import Course, StopRequest, build_exit_limits
-from megatron_rl.trainer.loop.supervised import build_supervised
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
-from megatron_rl.trainer.mcore.bridge import check_bridge
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference
+
+# Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
+_SUPERVISED = "megatron_rl.trainer.loop.supervised"
+_RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
+_BRIDGE = "megatron_rl.trainer.mcore.bridge"
 
 
 def train(
@@ -89,14 +92,15 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
     """
     if settings.observe.progress != "none":
         startup.show(sys.stdout)
-    sidecar = None
-    with begin_count(settings) or contextlib.nullcontext() as count:
+    sidecar, of_sidecar = None, settings.sidecar
+    is_shared = of_sidecar is not None and of_sidecar.rollout.is_colocated
+    memory = importlib.import_module(_RANK_MEMORY) if is_shared else None
+    with (memory and memory.begin_count(settings)) or contextlib.nullcontext() as count:
         checked = check_inputs(settings)
         startup.end_part("checks")
-        if settings.sidecar is not None and not checked.is_finished:
-            of_sidecar = settings.sidecar
-            if of_sidecar.rollout.is_colocated:
-                of_sidecar, line = share_device(settings, count)
+        if of_sidecar is not None and not checked.is_finished:
+            if memory is not None:
+                of_sidecar, line = memory.share_device(settings, count)
                 startup.say(line)
             sidecar = OwnSidecar(of_sidecar)
             startup.say(f"sidecar: started, its log is {sidecar.log}")
@@ -242,7 +246,7 @@ def build_trainer(
     rank.startup.end_part("model and weights")
     stage: Stage
     if settings.run.stage == "sft":
-        stage = build_supervised(rank, inputs.demonstrations, policy, start)
+        stage = importlib.import_module(_SUPERVISED).build_supervised(rank, inputs.demonstrations, policy, start)
     else:
         stage = build_grpo(rank, inputs.prompts, sidecar, policy, reference, start, schedule)
     assert settings.training.train_iters is not None
@@ -258,7 +262,8 @@ def _check_guest(rank: Rank, policy: Policy) -> None:
     rank.startup.say(f"model: built; {settings.model.weights_bridge} is compared with transformers")
     assert settings.model.hf_model is not None
     chunks, multiple_of = policy.chunks, settings.sizes.multiple_of
-    rank.startup.say(check_bridge(chunks, policy.weights, rank.session, settings.model.hf_model, multiple_of))
+    bridge = importlib.import_module(_BRIDGE)
+    rank.startup.say(bridge.check_bridge(chunks, policy.weights, rank.session, settings.model.hf_model, multiple_of))
     rank.startup.end_part("comparison with transformers")
 
 

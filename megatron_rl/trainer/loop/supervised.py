@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -41,7 +41,9 @@ from megatron_rl.trainer.mcore.step.forward_step import (
     run_schedule,
 )
 from megatron_rl.trainer.mcore.step.policy import Policy
-from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,7 @@ class SupervisedLearner:
     """Turns packs of demonstrations into updates."""
 
     def __init__(
-        self, policy: Policy, session: Session, timeline: Timeline | None = None, trace: StepTrace | None = None
+        self, policy: Policy, session: Session, timeline: Timeline | None = None, trace: "StepTrace | None" = None
     ) -> None:
         """`trace` records when each pass runs."""
         self._policy = policy

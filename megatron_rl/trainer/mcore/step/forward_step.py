@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from megatron.core import ModelParallelConfig, parallel_state
@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.observe.trace import POLICY
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_sequences
@@ -27,7 +28,9 @@ from megatron_rl.trainer.mcore.model.replay import RoutingRecord
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step import auxiliary
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
-from megatron_rl.trainer.mcore.step.trace import POLICY, StepTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 M_co = TypeVar("M_co", covariant=True)
 
@@ -58,7 +61,7 @@ class ForwardStep:
     def __init__(
         self,
         temperature: float = 1.0,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         role: str = POLICY,
         communicator: Piggyback | None = None,
         record: RoutingRecord | None = None,
@@ -126,7 +129,7 @@ class PolicyStep(ForwardStep):
         objective: Objective,
         temperature: float,
         scale: float,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         num_kept: int = 0,
     ):
         """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`.
@@ -209,7 +212,7 @@ class PolicyStep(ForwardStep):
 class SupervisedStep(ForwardStep):
     """Runs a pack of demonstrations through the model; the loss of a target is minus its log-prob."""
 
-    def __init__(self, scale: float, trace: StepTrace | None = None):
+    def __init__(self, scale: float, trace: "StepTrace | None" = None):
         """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`."""
         super().__init__(trace=trace)
         self._scale = scale
@@ -301,7 +304,7 @@ def compute_log_probs(
     model: Model,
     micro_batches: MicroBatches,
     temperature: float = 1.0,
-    trace: StepTrace | None = None,
+    trace: "StepTrace | None" = None,
     role: str = POLICY,
     record: RoutingRecord | None = None,
 ) -> list[torch.Tensor]:
@@ -319,7 +322,7 @@ def is_reporter() -> bool:
 
 
 @contextlib.contextmanager
-def _timed(config: ModelParallelConfig, trace: StepTrace | None, num_chunks: int) -> Iterator[None]:
+def _timed(config: ModelParallelConfig, trace: "StepTrace | None", num_chunks: int) -> Iterator[None]:
     """Have Megatron tell the trace when its passes begin and end, through its hook for timers."""
     if trace is None:
         yield
