@@ -23,8 +23,6 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriftFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of one call of the command."""
-
     checkpoint: str
     num_tokens: int
     sides: list[Side]

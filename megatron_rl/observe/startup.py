@@ -27,7 +27,6 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self._begun
 
     def end_part(self, name: str) -> None:

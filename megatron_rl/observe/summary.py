@@ -126,7 +126,6 @@ def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths, notes:
 
 
 def rewards_of(records: Iterable[Mapping[str, Any]]) -> Points:
-    """Return the mean reward of each iteration."""
     return _points(records, ("reward", "mean"))
 
 

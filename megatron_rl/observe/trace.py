@@ -131,7 +131,6 @@ class TraceFile(LineFile):
 
 
 def find_path(run: Path, process: str) -> Path:
-    """Return the path of a process's trace."""
     return run / FOLDER / f"{process}.jsonl"
 
 

@@ -143,16 +143,12 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """The largest micro-batch."""
-
     tokens: int
     num_in_schedule: int
 
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """The bytes of a rank on its device, by purpose."""
-
     weights: float
     gradients: float
     optimizer: float

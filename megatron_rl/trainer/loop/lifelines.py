@@ -41,8 +41,6 @@ class Peer(Protocol):
 
 
 class Lines(Protocol):
-    """The connections of a rank."""
-
     def tell(self, *message: Any) -> None:
         """Send the message to all connected ranks, and to those that connect later."""
         ...
@@ -60,9 +58,7 @@ class Lines(Protocol):
         """The expected ranks that have never connected."""
         ...
 
-    def close(self) -> None:
-        """Close the connections."""
-        ...
+    def close(self) -> None: ...
 
 
 class _End(abc.ABC):

@@ -174,7 +174,6 @@ def _find_waiting(settings: Settings) -> datetime.timedelta:
 def _train(
     settings: RunSettings, trainer: Trainer, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
 ) -> None:
-    """Run the loop, tidied if this process is ended, and on rank 0 print the summary."""
     places = RankPlaces(settings.folder) if watch.rank == 0 else None
     watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
     with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer), leaving_out_what_exists():

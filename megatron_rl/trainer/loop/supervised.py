@@ -77,7 +77,6 @@ class Packer:
 def build_packer(
     settings: Settings, copier: DeviceCopier, packing: Callable[[], AbstractContextManager] = nullcontext
 ) -> Packer:
-    """Build the packer that makes packs as the settings say."""
     return Packer(
         copier,
         find_pack_multiple(settings),
@@ -157,8 +156,6 @@ class Demonstrations:
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedStage:
-    """Learns from demonstrations."""
-
     run: str
     """The run's name."""
     demonstrations: Demonstrations

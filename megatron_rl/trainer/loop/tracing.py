@@ -61,7 +61,6 @@ class RankTrace:
         self._writing = recorder.kind(MAIN, "trace")
 
     def begin(self) -> None:
-        """Begin the first iteration."""
         self._ask(_NUM_QUESTIONS)
         self.recorder.restart()
 

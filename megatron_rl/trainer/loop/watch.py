@@ -47,8 +47,6 @@ _MOST_REPORTS_A_SECOND = 500
 
 
 class Store(Protocol):
-    """A store of torch.distributed."""
-
     def get(self, key: str) -> bytes: ...
 
     def set(self, key: str, value: str) -> None: ...

@@ -300,7 +300,6 @@ def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: Sch
 
 
 def _flag(name: str, config: ScheduleConfig) -> str:
-    """Return the flag that decides a value."""
     if name == "lr_decay_steps":
         return "--train-iters" if config.lr_decay_iters is None else "--lr-decay-iters"
     if name == "lr_warmup_steps":

@@ -199,7 +199,6 @@ class MergedShard(Shard):
     adapter: Adapter
 
     def values(self) -> torch.Tensor:
-        """Return the merged weight."""
         return self.adapter.merge(self.parameter.detach())
 
 
