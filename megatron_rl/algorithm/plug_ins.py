@@ -29,7 +29,7 @@ _PARAMETERS = {LOSS: "targets, settings", ADVANTAGE: "group, settings", METRIC: 
 
 @dataclasses.dataclass(frozen=True)
 class PlugIn:
-    """A function of a person's file, as it was read."""
+    """A function of a user's file, as it was read."""
 
     flag: str
     source: str

@@ -104,7 +104,7 @@ class TraceFile(LineFile):
     """The trace file of one process; `LineFile` describes its behaviour after a kill and a resume."""
 
     def __init__(self, run: Path, process: str, facts: Mapping[str, Any] | None = None, most: int = MOST_BYTES) -> None:
-        """Open the file; `facts` are written in every line beside its spans."""
+        """Open the file; `facts` are written in every line next to its spans."""
         super().__init__(find_path(run, process))
         self._facts = {"format": FORMAT, "process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._facts |= facts or {}

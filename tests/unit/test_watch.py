@@ -174,12 +174,12 @@ def test_ranks_are_stalled_when_none_makes_progress_and_none_waits_for_others(sa
     clock = Clock()
     stalls = Stalls(600, clock)
     for rank in (0, 1):
-        stalls.heard(rank, 1, "train")
+        stalls.receive(rank, 1, "train")
     found = []
     for time_ in range(0, 1300, 30):
         clock.seconds = time_
         for said in says(time_):
-            stalls.heard(*said)
+            stalls.receive(*said)
         found.append(stalls.find() is not None)
     assert found == [is_stalled and time_ > 600 for time_ in range(0, 1300, 30)]
 
@@ -188,7 +188,7 @@ def test_what_a_rank_says_of_its_place_counts_as_progress():
     clock, first = Clock(), watch.Watch(0, 2)
     first._stalls = stalls = Stalls(600, clock)
     for clock.seconds in range(0, 1800, 300):
-        first.heard(["at", 1, clock.seconds, "train", "host"])
+        first.receive(["at", 1, clock.seconds, "train", "host"])
         assert stalls.find() is None
     clock.seconds += 601
     assert "(ranks 1 in train)" in (stalls.find() or "")
@@ -198,7 +198,7 @@ def test_a_stall_says_where_every_rank_is():
     clock = Clock()
     stalls = Stalls(600, clock)
     for rank, part in enumerate(("train", "update", "train")):
-        stalls.heard(rank, 5, part)
+        stalls.receive(rank, 5, part)
     clock.seconds = 601
     assert "(ranks 0, 2 in train; 1 in update)" in (stalls.find() or "")
 
@@ -282,7 +282,7 @@ class Peer:
         self.losses: list[int] = []
         self.event = threading.Event()
 
-    def heard(self, message) -> None:
+    def receive(self, message) -> None:
         self.messages.append(message)
         self.event.set()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.loop.rank import Recipe
 
 # Less than lifelines.NOTICED_SECONDS, within which the loss of a rank is noticed.
-_PATIENCE_SECONDS = 15.0
+_TIMEOUT_SECONDS = 15.0
 _SILENCE_SECONDS = 5.0
 
 
@@ -44,7 +44,7 @@ class Entry:
                 self.say(problem)
             tell_launcher("\n".join(error.problems))
             # Rank 0 finds the same mistakes in the command line, and others on its host: it may report first.
-            self._watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
+            self._watch.tell(error, timeout=_TIMEOUT_SECONDS if isinstance(error, UsageError) else 0.0)
             return error.exit_code
         except KeyboardInterrupt as interrupt:
             self.say("interrupted")

@@ -236,7 +236,7 @@ class SamplesReporter(MetricsReporter):
             for slot, batch in enumerate(batches)
             for part, of_part in _divide_log_probs(batch.parts, log_probs.get(slot))
         )
-        # A group may be split over several slots, one after the other.
+        # A group may be split over several consecutive slots.
         for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
             left = self._samples.left(version)
             if left <= 0:

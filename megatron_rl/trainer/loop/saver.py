@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are due, the values beside model and optimizer, the checks of a resumed run."""
+"""Checkpoints of a run: when they are due, the values next to model and optimizer, the checks of a resumed run."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ class Data(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The values that an iteration leaves to the next one, beside weights and the place in the data."""
+    """The values that an iteration leaves to the next one, next to weights and the place in the data."""
 
     audit_head: str = ""
     """Head of the sidecar's audit log when the iteration was completed; on rank 0."""
@@ -157,7 +157,7 @@ class Saver:
 
     @staticmethod
     def _adapters_folder(folder: Path) -> Path:
-        """Return the folder of PEFT's beside that of the merged weights."""
+        """Return PEFT's folder, next to the folder of the merged weights."""
         return folder.with_name(f"{folder.name}_adapter")
 
     def _extra(self, state: RunState) -> dict[str, Any]:

@@ -325,7 +325,7 @@ def divide_held_out(
 ) -> list[Sequence[Demonstration]]:
     """Divide held-out demonstrations over the replicas; return this one's micro-batches, of which some may be empty.
 
-    Each replica has the same number of them, a multiple of `count_of_turn`, which virtual stages take in turn.
+    Each replica has the same number of them, a multiple of `count_of_turn`, which virtual stages compute alternately.
     """
     replicas = session.num_replicas
     parts = [held_out[first : first + micro_batch_size] for first in range(0, len(held_out), micro_batch_size)]

@@ -79,7 +79,7 @@ def _describe_factor(shard: Shard, parameter: torch.nn.Parameter) -> ShardedTens
 
 
 def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the reference's weights, under names beside the model's."""
+    """Describe the reference's weights, under names next to the model's."""
     state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
     add_prefix_for_sharding(state, _REFERENCE)
     for part in nested_values(state):

@@ -170,7 +170,7 @@ class Adapter(torch.nn.Module):
         return tensor_parallel.copy_to_tensor_model_parallel_region(narrow_RK, group=self._group)
 
     def _own(self) -> list[torch.Tensor]:
-        """Return A and B of each module in turn."""
+        """Return A and B of each module, in order."""
         return list(self.parameters(recurse=False))
 
     def _join(self, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,7 +289,7 @@ def attach_adapters(settings: Settings, chunks: Sequence[PackedGPTModel], coordi
 
 
 def _attach(layer: Any, adapter: Adapter) -> None:
-    """Have a layer add the adapter's products; a layer with several weights gets theirs in turn."""
+    """Have a layer add the adapter's products; a layer with several weights gets the products of each in order."""
     if not has_weight_for_each_expert(layer):
         layer.register_module(ADAPTER, adapter)
         layer.register_forward_hook(_add_adapter)

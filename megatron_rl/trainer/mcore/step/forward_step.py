@@ -106,7 +106,7 @@ class RoleAssignment:
     old: int = 0
     reference: int | None = None
     frozen: Sequence[Model] = ()
-    """Models without gradients that run beside the policy."""
+    """Models without gradients that run next to the policy."""
     known: Sequence[Mapping[int, torch.Tensor]] = ()
     """The log-probs of models that ran earlier, by slot."""
     record: RoutingRecord | None = None
