@@ -67,7 +67,7 @@ class Learner:
         self._is_divided = GroupAdvantages(objective.config).is_divided
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
-        """Make the updates sequentially, each over its own slots; raise before one whose mismatch is beyond the bound."""
+        """Make the updates, each over its own slots; raise before one whose mismatch is beyond the bound."""
         self._kept = {}
         statistics: list[Statistics] = []
         parts: list[ReplicaMismatch] = []

@@ -1,5 +1,7 @@
 """The modules that a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
 
+import importlib
+
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -10,8 +12,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import find_norm
-from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
-from megatron_rl.trainer.mcore.model.latent_attention import PackedLatentAttention
 from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
 from megatron_rl.trainer.mcore.model.self_attention import (
     FusedSelfAttention,
@@ -20,6 +20,10 @@ from megatron_rl.trainer.mcore.model.self_attention import (
     TwoRopesSelfAttention,
 )
 from megatron_rl.types import Architecture
+
+# Attention that most families lack: imported for the models that have it.
+_LATENTS = "megatron_rl.trainer.mcore.model.latent_attention"
+_LINEAR = "megatron_rl.trainer.mcore.model.gated_delta_net"
 
 
 def block_spec(
@@ -51,7 +55,7 @@ def block_spec(
 
 def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend: str, qkv_backend: str) -> None:
     if architecture.latents is not None:
-        layer.submodules.self_attention.module = PackedLatentAttention
+        layer.submodules.self_attention.module = importlib.import_module(_LATENTS).PackedLatentAttention
     elif architecture.local_rope is not None:
         layer.submodules.self_attention.module = TwoRopesSelfAttention
         layer.submodules.self_attention.params["architecture"] = architecture
@@ -69,7 +73,7 @@ def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend
 def _make_linear(layer: ModuleSpec, norm: type, architecture: Architecture, backend: str) -> None:
     """Put a linear layer in the place of self-attention, with a norm of its own before it."""
     layer.submodules.self_attention = ModuleSpec(
-        module=GatedDeltaNet, params={"architecture": architecture, "backend": backend}
+        module=importlib.import_module(_LINEAR).GatedDeltaNet, params={"architecture": architecture, "backend": backend}
     )
     layer.submodules.input_layernorm = norm
     # The local spec would name this norm in checkpoints after a layer that is not there.
