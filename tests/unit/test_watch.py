@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.config.settings import LoopConfig
 from megatron_rl.errors import PlatformError
 from megatron_rl.observe.rank_places import read_places
 from megatron_rl.trainer.loop import lifelines, watch
 from megatron_rl.trainer.loop.lifelines import Hub, Spoke, listen
-from megatron_rl.trainer.loop.stop import ExitLimits, StopRequest
+from megatron_rl.trainer.loop.stop import Course, StopRequest
 from megatron_rl.trainer.loop.watch import Stalls
 from tests.ranks import ROOT, free_port
 
@@ -451,20 +452,17 @@ def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once
     )
 
 
-def test_a_run_ends_after_the_given_number_of_iterations_or_a_multiple_of_it() -> None:
-    limits = ExitLimits(3, None, lambda: 1e9)
-    assert [version for version in range(1, 8) if limits.find_reason(version)] == [3, 6]
-    assert limits.find_reason(3) == "--exit-interval 3"
-
-
-def test_a_run_ends_after_the_iteration_in_which_it_gets_too_old() -> None:
-    seconds = iter([119.0, 120.0, 120.5])
-    limits = ExitLimits(None, 2, lambda: next(seconds))
-    assert [limits.find_reason(version) for version in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
-
-
-def test_a_run_without_limits_does_not_ask_how_old_it_is() -> None:
-    def fail() -> float:
-        raise AssertionError
-
-    assert ExitLimits(None, None, fail).find_reason(1) is None
+@pytest.mark.parametrize(
+    ("limits", "seconds", "ends"),
+    [
+        (LoopConfig(exit_interval=3), [1e9] * 7, [3, 6]),
+        (LoopConfig(exit_minutes=2), [119.0, 120.0, 120.5], [3]),
+        # A run without limits does not ask how old it is.
+        (LoopConfig(), [], []),
+    ],
+)
+def test_a_run_ends_at_a_multiple_of_iterations_or_after_the_one_in_which_it_gets_too_old(
+    limits: LoopConfig, seconds: list[float], ends: list[int]
+) -> None:
+    course = Course(0, 9, StopRequest(1.0, lambda reason: None), limits, iter(seconds).__next__)
+    assert [version for version in range(1, 1 + (len(seconds) or 3)) if course.is_over(version)] == ends

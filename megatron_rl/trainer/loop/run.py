@@ -22,7 +22,7 @@ from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe.rank_places import RankPlaces
 from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
-from megatron_rl.observe.summary import RunPaths, print_summary
+from megatron_rl.observe.summary import print_summary
 from megatron_rl.ops import main_gradients
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
@@ -34,7 +34,7 @@ from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
-from megatron_rl.trainer.loop.stop import Course, StopRequest, build_exit_limits
+from megatron_rl.trainer.loop.stop import Course, StopRequest
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
 from megatron_rl.trainer.mcore.session import Session, start_session
@@ -192,14 +192,14 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
     """Print the run's results and where its files are."""
     trainer.log.reporter.close()
     is_sampled = settings.run.stage == "grpo"
-    places = RunPaths(
-        checkpoint=trainer.saver.last_saved,
-        hf_weights=trainer.saver.last_hf,
-        metrics=settings.folder / metrics.FILE_NAME,
-        samples=settings.folder / samples.FILE_NAME if is_sampled else None,
-        audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
-        tensorboard=settings.observe.tensorboard_dir,
-    )
+    places = {
+        "checkpoint": trainer.saver.last_saved,
+        "Hugging Face weights": trainer.saver.last_hf,
+        "metrics": settings.folder / metrics.FILE_NAME,
+        "samples": settings.folder / samples.FILE_NAME if is_sampled else None,
+        "audit log": settings.folder / AUDIT_FILE if is_sampled else None,
+        "TensorBoard": settings.observe.tensorboard_dir,
+    }
     notes = [note for note in settings.notes if note.startswith("--eval-interval")]
     print_summary(metrics.read_metrics(settings.folder), places, sys.stdout, notes)
 
@@ -249,8 +249,8 @@ def build_trainer(
     else:
         stage = build_grpo(rank, inputs.prompts, sidecar, policy, reference, start, schedule)
     assert settings.training.train_iters is not None
-    limits = build_exit_limits(settings, lambda: rank.startup.seconds)
-    return Trainer(session, stage, saver, Course(start.version, settings.training.train_iters, stop, limits))
+    course = Course(start.version, settings.training.train_iters, stop, settings.loop, lambda: rank.startup.seconds)
+    return Trainer(session, stage, saver, course)
 
 
 def _check_guest(rank: Rank, policy: Policy) -> None:
