@@ -95,10 +95,11 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """Estimates of KL(policy || reference) by the names of `--grpo-kl-estimator`, from d, the policy's log-prob less the
 reference's, and the ratio of policy and old policy.
 
-k1 is d: unbiased, of either sign; as a term of the loss its gradient has a mean of zero. k2 is d^2 / 2: biased, never
-negative. k3 is exp(-d) + d - 1: unbiased, never negative, but the mean of its gradient is not the divergence's. `k3+`
-has k3's value and k2's gradient; where tokens are the policy's own, the mean of that gradient is the divergence's.
-`unbiased` is k3 times the ratio, and right in later updates too.
+- `k1` is d: unbiased, of either sign. As a term of the loss its gradient has a mean of zero.
+- `k2` is d^2 / 2: biased, never negative.
+- `k3` is exp(-d) + d - 1: unbiased, never negative, but the mean of its gradient is not the divergence's.
+- `k3+` has k3's value and k2's gradient. Where tokens are the policy's own, its mean is the divergence's gradient.
+- `unbiased` is k3 times the ratio, and right in later updates too.
 """
 
 
