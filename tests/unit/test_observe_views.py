@@ -121,18 +121,9 @@ def test_progress_none_shows_messages_only(capsys):
 
 def test_the_display_shows_the_run_its_groups_and_what_is_waited_for():
     now = progress.Shown(
-        total=80,
-        version=12,
-        num_groups=64,
-        finished=37,
-        trained=32,
-        waiting_for="5 groups",
-        phase="generating",
-        begun=10.0,
-        phase_begun=20.0,
-        seconds=12.0,
-        metrics=metrics_record(3),
-    )
+        total=80, version=12, num_groups=64, finished=37, trained=32, waiting_for="5 groups", phase="generating",
+        begun=10.0, phase_begun=20.0, seconds=12.0, metrics=metrics_record(3),
+    )  # fmt: skip
     for width in (40, 80, 120):
         console = Console(width=width, file=io.StringIO())
         console.print(progress.display(now, 33.0))
@@ -141,14 +132,9 @@ def test_the_display_shows_the_run_its_groups_and_what_is_waited_for():
         assert max(map(len, rows)) <= width
     text = console.file.getvalue()
     for part in (
-        "iteration 13 of 80",
-        "13:13 left",
-        "32 of 64 groups trained",
-        "37 finished",
-        "generating 0:13, waiting for 5 groups",
-        "reward 0.300",
-        "tokens/s 1,000 generated, 2,000 trained",
-    ):
+        "iteration 13 of 80", "13:13 left", "32 of 64 groups trained", "37 finished",
+        "generating 0:13, waiting for 5 groups", "reward 0.300", "tokens/s 1,000 generated, 2,000 trained",
+    ):  # fmt: skip
         assert part in text, part
 
 

@@ -103,12 +103,16 @@ class Ranks:
         return [process.returncode for process in self.processes], errors
 
 
-def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it():
-    with Ranks("error", 3) as ranks:
+def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it_and_it_tells_the_launcher(tmp_path):
+    path = tmp_path / "error.json"
+    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
         codes, errors = ranks.ends()
     assert codes == [4, 4, 4]
     for text in errors:
         assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
+    assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
 @pytest.mark.parametrize("what", ["error", "crash"])
@@ -124,15 +128,6 @@ def test_a_rank_that_is_killed_is_named_once_where_the_others_share_a_terminal(t
         ranks.processes[2].kill()
         assert ranks.ends()[0] == [5, 5, -signal.SIGKILL, 5]
     assert (tmp_path / "errors").read_text().count("the run ended: its process ended without a message") == 1
-
-
-def test_the_launcher_is_told_the_reason_by_the_rank_that_failed(tmp_path):
-    path = tmp_path / "error.json"
-    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
-        ranks.ends()
-    message = json.loads(path.read_text())["message"]
-    assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
-    assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
 def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
