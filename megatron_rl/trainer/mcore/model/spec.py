@@ -1,7 +1,10 @@
 """The modules that a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
 
 import importlib
+from collections.abc import Callable
 
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -12,7 +15,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import find_norm
-from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
 from megatron_rl.trainer.mcore.model.self_attention import (
     FusedSelfAttention,
     InvariantSelfAttention,
@@ -24,6 +26,28 @@ from megatron_rl.types import Architecture
 # Attention that most families lack: imported for the models that have it.
 _LATENTS = "megatron_rl.trainer.mcore.model.latent_attention"
 _LINEAR = "megatron_rl.trainer.mcore.model.gated_delta_net"
+
+
+class NormalizeAndAdd(torch.nn.Module):
+    """A layer's function that adds to the residual, and that first normalizes what it adds, as some families do."""
+
+    def __init__(self, config: TransformerConfig, norm: type):
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Return a function of an output with its bias, the residual, and the probability of dropout."""
+        add_plainly = get_bias_dropout_add(training, fused)
+
+        def add(
+            output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
+        ) -> torch.Tensor:
+            output, bias = output_with_bias
+            normed = self.norm(output if bias is None else output + bias)
+            total: torch.Tensor = add_plainly((normed, None), residual, prob)
+            return total
+
+        return add
 
 
 def block_spec(
