@@ -56,7 +56,6 @@ def test_a_run_that_begins_again_does_not_save_beside_newer_checkpoints(saved: P
 def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
-    monkeypatch.setattr(loop_run, "begin_count", lambda settings: contextlib.nullcontext())
     monkeypatch.setattr(inputs, "read_prompts", lambda config: None)
     monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
     settings = SimpleNamespace(
@@ -64,7 +63,7 @@ def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypa
         data=None,
         checkpoint=CheckpointConfig(save=saved),
         observe=SimpleNamespace(progress="none"),
-        sidecar=object(),
+        sidecar=SimpleNamespace(rollout=SimpleNamespace(is_colocated=False)),
     )
     with contextlib.ExitStack() as stack, pytest.raises(InputError, match="holds checkpoints already"):
         loop_run._prepare(settings, SimpleNamespace(), stack)
