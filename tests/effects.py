@@ -176,8 +176,9 @@ def _iteration(settings: Settings) -> dict[str, object]:
 
 
 def _limits(settings: Settings) -> dict[str, object]:
-    limits = stop.build_exit_limits(settings, lambda: 181.0)
-    return {"reasons": [limits.find_reason(version) for version in range(1, _NUM_VERSIONS)]}
+    request = stop.StopRequest(1.0, lambda reason: None)
+    course = stop.Course(0, _NUM_VERSIONS, request, settings.loop, lambda: 181.0)
+    return {"ends": [course.is_over(version) for version in range(1, _NUM_VERSIONS)]}
 
 
 _PARTS: dict[str, Callable[[Settings], dict[str, object]]] = {

@@ -17,7 +17,7 @@ LAYERS = (
     {"config", "ops"},
     {"platforms"},
     {"shared.protocol", "shared.weights", "shared.chat", "shared.garbage"},
-    {"shared.records"},
+    {"shared.records", "shared.device_memory"},
     {"rewards", "tool_calls"},
     {"environments"},
     {"gateway"},
@@ -50,7 +50,7 @@ OWNERS = {
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
     "errors", "types", "versions", "flag", "code_files", "config", "algorithm.settings", "algorithm.library",
-    "algorithm.declaration", "cli", "commands.doctor", "observe", "shared.weights.families",
+    "algorithm.declaration", "cli", "commands.doctor", "observe", "shared.weights.families", "shared.device_memory",
     "trainer.loop.entry", "trainer.loop.lifelines", "trainer.loop.watch",
 )  # fmt: skip
 # Parts that may name the kinds of accelerators.

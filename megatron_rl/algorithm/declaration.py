@@ -26,7 +26,6 @@ class Paper:
 
     @property
     def link(self) -> str:
-        """Return the link for the documents."""
         return f"[{self.title}]({self.url})"
 
 

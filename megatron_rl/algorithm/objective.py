@@ -12,12 +12,96 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_rl.algorithm.corrections import Correction, correct
 from megatron_rl.algorithm.declaration import Advantage, Loss, Surrogate, Targets
-from megatron_rl.algorithm.divergences import DIVERGENCES
 from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """Weights for tokens, since the engine's log-probs differ from the trainer's in the last bits.
+
+    A weight is the trainer's probability over the engine's, both under the version that sampled: of the token, of the
+    whole response, or the geometric mean over it. Outside its bounds it becomes the bound (truncate) or zero (mask).
+    Besides, a response is rejected if its geometric mean is outside bounds of its own: none of its tokens counts.
+    """
+
+    weight_N: torch.Tensor
+    is_bounded_N: torch.Tensor
+    is_rejected_N: torch.Tensor
+
+
+LEVELS: dict[str, Callable[[Sequences, torch.Tensor], torch.Tensor]] = {
+    "token": lambda sequences, log_N: log_N,
+    "sequence": lambda sequences, log_N: sequences.sum(log_N),
+    "geometric": lambda sequences, log_N: sequences.mean(log_N),
+}
+
+
+def correct(
+    old_N: torch.Tensor, engine_N: torch.Tensor, sequences: Sequences, config: AlgorithmConfig
+) -> Correction | None:
+    """Return the weights that the flags ask for; None if they ask for none. Weights have no gradients."""
+    is_rejecting = config.reject_below is not None or config.reject_above is not None
+    if not config.importance_correction and not is_rejecting:
+        return None
+    log_N = old_N.detach() - engine_N
+    weight_N, is_bounded_N = torch.ones_like(log_N), torch.zeros_like(log_N, dtype=torch.bool)
+    is_rejected_N = is_bounded_N
+    if config.importance_correction:
+        lowest, highest = config.correction_lower, config.importance_truncation
+        weight_N = LEVELS[config.correction_level](sequences, log_N).exp()
+        is_bounded_N = _is_outside(weight_N, lowest, highest)
+        if config.correction_mode == "mask":
+            weight_N = weight_N.masked_fill(is_bounded_N, 0.0)
+        elif lowest is not None or highest is not None:
+            weight_N = weight_N.clamp(lowest, highest)
+    if is_rejecting:
+        is_rejected_N = _is_outside(sequences.mean(log_N).exp(), config.reject_below, config.reject_above)
+        weight_N = weight_N.masked_fill(is_rejected_N, 0.0)
+    return Correction(weight_N, is_bounded_N, is_rejected_N)
+
+
+def _is_outside(value_N: torch.Tensor, lowest: float | None, highest: float | None) -> torch.Tensor:
+    is_outside_N = torch.zeros_like(value_N, dtype=torch.bool)
+    if lowest is not None:
+        is_outside_N = is_outside_N | (value_N < lowest)
+    if highest is not None:
+        is_outside_N = is_outside_N | (value_N > highest)
+    return is_outside_N
+
+
+def _k2(away_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
+    return away_N.square() / 2
+
+
+def _k3(away_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
+    return (-away_N).exp() + away_N - 1
+
+
+def _k3_plus(away_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
+    squared_N = _k2(away_N, ratio_N)
+    return _k3(away_N, ratio_N).detach() + squared_N - squared_N.detach()
+
+
+DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": lambda away_N, ratio_N: away_N,
+    "k2": _k2,
+    "k3": _k3,
+    "k3+": _k3_plus,
+    "unbiased": lambda away_N, ratio_N: ratio_N * _k3(away_N, ratio_N),
+}
+"""Estimates of KL(policy || reference) by the names of `--grpo-kl-estimator`, from d, the policy's log-prob less the
+reference's, and the ratio of policy and old policy.
+
+- `k1` is d: unbiased, of either sign. As a term of the loss its gradient has a mean of zero.
+- `k2` is d^2 / 2: biased, never negative.
+- `k3` is exp(-d) + d - 1: unbiased, never negative, but the mean of its gradient is not the divergence's.
+- `k3+` has k3's value and k2's gradient. Where tokens are the policy's own, its mean is the divergence's gradient.
+- `unbiased` is k3 times the ratio, and right in later updates too.
+"""
+
 
 Weigh = Callable[[Sequences, torch.Tensor], torch.Tensor]
 """Turns the losses of targets into the terms of the micro-batch's sum."""

@@ -50,7 +50,7 @@ def find_plug_in_problems(
 ) -> Iterator[str]:
     """Yield the problems of the plug-ins that the settings name.
 
-    `written` are the fields of the settings whose flags a person has written; `weights` those of the reward functions.
+    `written` are the fields of the settings whose flags the user has written; `weights` those of the reward functions.
     """
     try:
         plug_ins = list_plug_ins(config)

@@ -29,7 +29,7 @@ _PARAMETERS = {LOSS: "targets, settings", ADVANTAGE: "group, settings", METRIC: 
 
 @dataclasses.dataclass(frozen=True)
 class PlugIn:
-    """A function of a person's file, as it was read."""
+    """A function of a user's file, as it was read."""
 
     flag: str
     source: str
@@ -40,7 +40,6 @@ class PlugIn:
 
     @property
     def name(self) -> str:
-        """Return the name of the function."""
         return self.source.rpartition(":")[2]
 
     @property
@@ -51,8 +50,6 @@ class PlugIn:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A user-defined metric."""
-
     name: str
     compute: Callable[[Targets, Any], torch.Tensor]
     """Computes a value for each target; the mean over all tokens of the iteration is written."""

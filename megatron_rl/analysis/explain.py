@@ -216,7 +216,7 @@ def _explain_rewards(trace: Trace) -> Iterator[Finding]:
     if not seconds["reward"] or not seconds["generate"]:
         return
     reward, sampling = statistics.median(seconds["reward"]), _measure_sampling(trace)
-    # Milliseconds do not matter beside an iteration, however fast the engines are.
+    # Milliseconds do not matter next to an iteration, however fast the engines are.
     if reward > REWARD * sampling and reward > 0.1:
         yield Finding(
             "slow reward", reward / sampling, REWARD,

@@ -294,9 +294,6 @@ def _changes(sidecar: Process) -> Iterator[_Change]:
                 span.lane == GROUPS and span.name in ("queue", "environment") and not span.details.get("evaluation")
             ):
                 yield from _around(span.begin, span.end, span.name)
-            elif span.lane == GROUPS and span.name in ("queue", "environment"):
-                if not span.details.get("evaluation"):
-                    yield from _around(span.begin, span.end, span.name)
             elif span.lane == GROUPS and span.name == "generate":
                 engine, size = span.details["engine"], span.details["size"]
                 key = "evaluated groups" if span.details.get("evaluation") else "groups"

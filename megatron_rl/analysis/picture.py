@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
-    """Draw rewards and evaluations of all runs over the iterations, and beside them an iteration's seconds by part.
+    """Draw rewards and evaluations of all runs over the iterations, and next to them an iteration's seconds by part.
 
     `out` appears only when it is complete.
     """

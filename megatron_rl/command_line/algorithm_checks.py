@@ -1,15 +1,18 @@
 """Checks of combinations of flags about the algorithm. See `checks`."""
 
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.algorithm.library import ADVANTAGES, LOSS_FIELDS, LOSSES
-from megatron_rl.algorithm.plug_in_checks import find_plug_in_problems
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.environments.types import COMPONENT
 from megatron_rl.errors import UsageError
+from megatron_rl.flag import names_function
 from megatron_rl.rewards.spec import find_weights
 
+# The module that only runs with user-defined functions import.
+_PLUG_INS = "megatron_rl.algorithm.plug_in_checks"
 _FILTER, _BY = "--grpo-filter-groups-with-same-reward", "--grpo-filter-by"
 _SUM = "sum"
 
@@ -61,8 +64,10 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
             "cancels: write k1, or --grpo-kl-in loss"
         )
     yield from _check_advantage(settings)
-    written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
-    yield from find_plug_in_problems(algorithm, written, _read_weights(settings))
+    if algorithm.metrics or names_function(algorithm.loss) or names_function(algorithm.advantage):
+        written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
+        plug_ins = importlib.import_module(_PLUG_INS)
+        yield from plug_ins.find_plug_in_problems(algorithm, written, _read_weights(settings))
     yield from _check_filter(settings)
 
 

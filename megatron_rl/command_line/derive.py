@@ -18,8 +18,8 @@ from megatron_rl.command_line.projects import (
     list_implied_by,
 )
 from megatron_rl.config.hardware import count_cores
-from megatron_rl.config.rank_bytes import RankSplit, Recomputed
 from megatron_rl.errors import UsageError
+from megatron_rl.shared.device_memory import RankSplit, Recomputed, read_rank_memory
 from megatron_rl.shared.protocol.probe import find_narrower
 from megatron_rl.shared.weights import mapping
 from megatron_rl.types import Architecture
@@ -218,7 +218,7 @@ class Derivation:
             return
         group, replicas = self._look_up("algorithm.group_size"), self._count_replicas(world_size)
         given = self._given.get("training.micro_batch_size")
-        rank = pack_size.read_rank_memory(self._look_up, architecture, replicas)
+        rank = read_rank_memory(self._look_up, architecture, replicas)
         sizes = self._list_sizes(world_size, is_shared, rank.split, whole)
         if given is not None:
             sizes = [size for size in sizes if size.responses == given.value]
@@ -230,7 +230,7 @@ class Derivation:
         recomputed = None
         if cheap and self._given.keys().isdisjoint(_RECOMPUTATION):
             recomputed = dataclasses.replace(rank, recomputed=Recomputed(modules=frozenset(cheap)))
-        room = pack_size.count_room(device, rank, self._look_up, architecture, "service.endpoint" in self._given)
+        room = pack_size.count_room(device, rank, self._look_up, "service.endpoint" in self._given)
         most = pack_size.ENOUGH_TOKENS * self._look_up("transformer.context_parallel_size")
         pack = pack_size.choose_pack(sizes, group, most, rank.split.pipeline, rank, recomputed, room)
         source = f"devices of {device >> 30} GiB"
@@ -299,8 +299,7 @@ class Derivation:
         ]
         if split.num_virtual == 1:
             return sizes
-        turn = self._look_up("transformer.microbatch_group_size_per_vp_stage") or split.pipeline
-        return [size for size in sizes if size.num_micro_batches % turn == 0]
+        return [size for size in sizes if size.num_micro_batches % split.together == 0]
 
     def _settle_longest(self, whole: int) -> tuple[int, int]:
         """Return the most tokens of a prompt and of a response."""

@@ -10,12 +10,11 @@ Invariants:
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from megatron_rl.config.rank_bytes import Micro, ParameterBytes, RankBytes, RankMemory, RankSplit, Recomputed
-from megatron_rl.sidecar.vllm import memory
-from megatron_rl.types import Architecture
+from megatron_rl.shared import device_memory
+from megatron_rl.shared.device_memory import GIB, LookUp, Micro, RankBytes, RankMemory, read_engine_needs
+from megatron_rl.sidecar.vllm.flags import is_divided_by_user, read_share
 
 # Beyond these a device computes no faster: a Qwen3 of 0.6 B made 52,300 tokens/s on an H200 with packs of 35k tokens
 # (44,300 with 9k), and larger models fill a device with fewer.
@@ -30,11 +29,6 @@ RECOMPUTED = ("recompute_granularity", "recompute_modules")
 RECOMPUTE_NORMS = "--recompute-granularity selective --recompute-modules layernorm"
 SWITCH = "--max-tokens-per-gpu"
 """The flag with which micro-batches no longer follow from devices, nor what is computed again."""
-_GIB = 1 << 30
-_MOMENTS = (("adam", 2), ("sgd", 1))
-
-LookUp = Callable[[str], Any]
-"""A function that returns the value of a target, or its default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +94,11 @@ def describe_pack(pack: Chosen, device: int, room: int, group_size: int) -> str:
         what = f"{responses} demonstrations"
     else:
         what = "a group" if responses == group_size else f"{responses // group_size} groups"
-    parts = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in vars(taken).items() if size >= _GIB / 20)
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(taken).items() if size >= GIB / 20)
     end = "" if pack.fits else "; that is more than fits, so the run may end for lack of memory"
     return (
-        f"devices of {device / _GIB:.0f} GiB make --micro-batch-size {responses}: {what}, up to {pack.size.tokens:,} "
-        f"tokens, which are estimated to take {taken.total / _GIB:.1f} of a rank's {max(0, room) / _GIB:.1f} GiB "
+        f"devices of {device / GIB:.0f} GiB make --micro-batch-size {responses}: {what}, up to {pack.size.tokens:,} "
+        f"tokens, which are estimated to take {taken.total / GIB:.1f} of a rank's {max(0, room) / GIB:.1f} GiB "
         f"({parts or 'all parts small'}){end}"
     )
 
@@ -117,102 +111,11 @@ def describe_recomputation() -> str:
     )
 
 
-def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int) -> RankMemory:
-    """Return the values that decide a rank's memory."""
-    tensor, stages = (
-        look_up("transformer.tensor_model_parallel_size"),
-        look_up("transformer.pipeline_model_parallel_size"),
-    )
-    is_sequence_parallel = bool(look_up("transformer.sequence_parallel")) and tensor > 1
-    expert_tensor = look_up("transformer.expert_tensor_parallel_size") or tensor
-    split = RankSplit(
-        tensor=tensor,
-        pipeline=stages,
-        num_virtual=_count_virtual(look_up, architecture, stages),
-        context=look_up("transformer.context_parallel_size"),
-        expert=look_up("transformer.expert_model_parallel_size") or 1,
-        expert_tensor=expert_tensor,
-        replicas=replicas,
-        is_sequence_parallel=is_sequence_parallel,
-    )
-    beta, updates = look_up("algorithm.kl_beta"), _count_updates(look_up)
-    is_sampled = look_up("run.stage") == "grpo"
-    has_old = updates > 1 and look_up("loop.tri_model") != "separate"
-    return RankMemory(
-        architecture=architecture,
-        split=split,
-        parameter=_read_parameter(look_up, architecture),
-        recomputed=_read_recomputed(look_up),
-        # Adapters leave their base to all roles.
-        num_frozen=(bool(beta) + has_old) if is_sampled and not look_up("lora.rank") else 0,
-        is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
-        streams=is_sampled and look_up("rollout.transport") != "shm",
-    )
-
-
-def _count_virtual(look_up: LookUp, architecture: Architecture, stages: int) -> int:
-    count, layers = look_up("layout.num_virtual_stages"), look_up("layout.layers_per_virtual_stage")
-    if layers:
-        return max(1, architecture.num_layers // stages // int(layers))
-    return count or 1
-
-
-def _count_updates(look_up: LookUp) -> int:
-    prompts, of_update = look_up("algorithm.prompts_per_step"), look_up("training.global_batch_size")
-    if prompts is None or of_update is None:
-        return 1
-    return max(1, prompts * look_up("algorithm.group_size") // of_update)
-
-
-def _read_parameter(look_up: LookUp, architecture: Architecture) -> ParameterBytes:
-    is_half = bool(look_up("transformer.bf16") or look_up("transformer.fp16"))
-    in_fp32 = look_up("ddp.grad_reduce_in_fp32")
-    moments = dict(_MOMENTS).get(look_up("optimizer.optimizer") or "adam", 2)
-    state = 4.0 * (moments + is_half)
-    if look_up("optimizer.use_precision_aware_optimizer"):
-        names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")[: 1 + moments]
-        dtypes = [look_up(f"optimizer.{name}") for name in names]
-        state = float(sum(4 if dtype is None else dtype.itemsize for dtype in dtypes))
-    if look_up("optimizer.optimizer_cpu_offload"):
-        fraction = look_up("optimizer.optimizer_offload_fraction")
-        state *= 1 - (1.0 if fraction is None else fraction)
-    gradient = 2 if is_half and in_fp32 is False else 4
-    if rank := look_up("lora.rank"):
-        # Adapters have about this share of the parameters of their layers, and nothing else is trained.
-        share = min(1.0, 3 * rank / architecture.hidden_size)
-        gradient, state = share * gradient, share * state
-    return ParameterBytes(
-        weight=2 if is_half else 4,
-        gradient=gradient,
-        state=state,
-        is_state_divided=bool(look_up("ddp.use_distributed_optimizer")),
-    )
-
-
-def _read_recomputed(look_up: LookUp) -> Recomputed:
-    granularity = look_up("transformer.recompute_granularity")
-    if granularity == "full":
-        method, count = look_up("transformer.recompute_method"), look_up("transformer.recompute_num_layers")
-        return Recomputed(method=method or "", num_layers=count or 1)
-    modules = look_up("transformer.recompute_modules") or () if granularity == "selective" else ()
-    return Recomputed(modules=frozenset(modules))
-
-
-def count_room(
-    device: int, rank: RankMemory, look_up: LookUp, architecture: Architecture, is_served_elsewhere: bool
-) -> int:
+def count_room(device: int, rank: RankMemory, look_up: LookUp, is_served_elsewhere: bool) -> int:
     """Count the bytes that a rank may be counted to need; an engine on the same device gets its part first."""
-    fixed = rank.estimate(Micro(0, 1)).total
+    fixed, vllm_args = rank.estimate(Micro(0, 1)).total, look_up("rollout.vllm_args")
     if look_up("run.stage") != "grpo" or not look_up("rollout.is_colocated") or is_served_elsewhere:
-        return memory.count_room(device, fixed)
-    if memory.is_divided_by_user(look_up("rollout.vllm_args")):
-        return memory.count_room(math.floor(device * (1 - memory.read_share(look_up("rollout.vllm_args")))), fixed)
-    needs = memory.count_needs(
-        architecture,
-        look_up("rollout.dtype") or architecture.dtype,
-        look_up("rollout.tensor_parallel_size"),
-        look_up("rollout.max_num_seqs"),
-        look_up("rollout.max_model_len") or look_up("training.seq_length"),
-        look_up("rollout.lora_rank") or (look_up("lora.rank") if look_up("publish.lora") == "adapter" else 0),
-    )
-    return memory.count_room(device, fixed, needs)
+        return device_memory.count_room(device, fixed)
+    if is_divided_by_user(vllm_args):
+        return device_memory.count_room(math.floor(device * (1 - read_share(vllm_args))), fixed)
+    return device_memory.count_room(device, fixed, read_engine_needs(look_up, rank.architecture))

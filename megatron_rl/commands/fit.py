@@ -12,14 +12,13 @@ from megatron_rl.command_line import pack_size
 from megatron_rl.command_line.parse import find_platform_name
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.sidecar.vllm.memory import is_divided_by_user
+from megatron_rl.shared.device_memory import GIB
+from megatron_rl.sidecar.vllm.flags import is_divided_by_user
 from megatron_rl.trainer.loop import rank_memory
-from megatron_rl.trainer.loop.colocation import divide_device
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.footprint import Footprint, Workload
 
-_GIB = 1 << 30
 _HOST = "GiB of a rank on the host (publish: of one replica's ranks)"
 
 
@@ -28,7 +27,7 @@ def main(words: list[str], device_gib: float) -> int:
     if not words or not words[0].isdigit() or not int(words[0]):
         raise UsageError("--fit needs the number of ranks, then the flags of a run: --fit 64 --hf-model MODEL ...")
     # Flags that are planned for devices follow from these, wherever the command runs.
-    device = None if find_platform_name(words[1:]) == "cpu" else round(device_gib * _GIB)
+    device = None if find_platform_name(words[1:]) == "cpu" else round(device_gib * GIB)
     settings, work, footprints = rank_memory.count(words[1:], int(words[0]), device)
     for note in settings.notes:
         if note.startswith(pack_size.NOTES):
@@ -36,11 +35,11 @@ def main(words: list[str], device_gib: float) -> int:
     for line in describe(settings, work, footprints, device_gib):
         print(line)
     most = max(sum(one.device.values()) for one in footprints)
-    if most > device_gib * _GIB:
+    if most > device_gib * GIB:
         return ExitCode.RUN
     if settings.rollout.is_colocated and not is_divided_by_user(settings.rollout.vllm_args):
         # If both do not fit, the error has the parts.
-        print(divide_device(settings, round(device_gib * _GIB), most).describe())
+        print(rank_memory.divide_device(settings, round(device_gib * GIB), most).describe())
     return ExitCode.OK
 
 
@@ -57,20 +56,20 @@ def describe(settings: Settings, work: "Workload", footprints: "list[Footprint]"
         _row("stage", "parameters", *parts, "all"),
     ]
     for one in footprints:
-        numbers = [f"{size / _GIB:.2f}" for size in (*one.device.values(), sum(one.device.values()))]
+        numbers = [f"{size / GIB:.2f}" for size in (*one.device.values(), sum(one.device.values()))]
         lines.append(_row(str(one.stage), f"{one.num_parameters / 1e6:,.0f} M", *numbers))
     on_host = [one for one in footprints if any(one.host.values())]
     if on_host:
         lines += ["", _HOST, _row("stage", "", *on_host[0].host)]
-        lines += [_row(str(one.stage), "", *(f"{size / _GIB:.2f}" for size in one.host.values())) for one in on_host]
+        lines += [_row(str(one.stage), "", *(f"{size / GIB:.2f}" for size in one.host.values())) for one in on_host]
     lines += [
         "",
         "Megatron's own layers were counted; TransformerEngine's keep less. Not counted: the device's own context, "
         "buffers of collectives, and gaps between blocks of memory.",
     ]
-    large = [one for one in footprints if sum(one.device.values()) > device_gib * _GIB]
+    large = [one for one in footprints if sum(one.device.values()) > device_gib * GIB]
     for one in large:
-        total, most = sum(one.device.values()) / _GIB, max(parts, key=one.device.__getitem__)
+        total, most = sum(one.device.values()) / GIB, max(parts, key=one.device.__getitem__)
         lines.append(f"does not fit: stage {one.stage} takes {total:.1f} GiB of {device_gib:g}, most of it {most}")
     return lines if large else [*lines, "fits"]
 

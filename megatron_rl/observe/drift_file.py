@@ -5,9 +5,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.errors import InputError
+from megatron_rl.observe.run_folder import DRIFT_FILE as FILE_NAME
 from megatron_rl.shared.records.append_file import write_private
-
-FILE_NAME = "drift.json"
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +23,6 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriftFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of one call of the command."""
-
     checkpoint: str
     num_tokens: int
     sides: list[Side]

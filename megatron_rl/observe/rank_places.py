@@ -1,4 +1,4 @@
-"""The places of a run's ranks: rank 0 hears from all what they do, and writes it into the run's folder for people."""
+"""The places of a run's ranks: rank 0 receives them from all, and writes them into the run's folder for people."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ class RankPlace(msgspec.Struct, frozen=True):
     part: str
     """The part of an iteration that the rank was in."""
     seconds: float
-    """Seconds since it was first heard of there."""
+    """Seconds since it was first seen there."""
 
 
 class ReadPlaces(NamedTuple):
     """The content of a run's file."""
 
     ranks: dict[int, RankPlace]
-    """The places of all ranks that were heard of, by rank."""
+    """The places of all ranks that have reported, by rank."""
     seconds: float
     """Seconds since the file was written."""
 
@@ -41,26 +41,26 @@ class RankPlaces:
         """Write into the run's folder."""
         self._path = folder / FILE_NAME
         self._clock = clock
-        self._heard: dict[int, tuple[str, int, str, float]] = {}
+        self._reported: dict[int, tuple[str, int, str, float]] = {}
 
     def note(self, rank: int, host: str, num_steps: int, part: str) -> None:
         """Note that a rank is in this part of an iteration, after `num_steps` steps."""
-        known = self._heard.get(rank)
+        known = self._reported.get(rank)
         if known is None or known[:3] != (host, num_steps, part):
-            self._heard[rank] = (host, num_steps, part, self._clock())
+            self._reported[rank] = (host, num_steps, part, self._clock())
 
     def write(self) -> None:
         """Write the file, unless the disk refuses: the run's own files say so, and nothing depends on this one."""
         now = self._clock()
         places = {
             str(rank): RankPlace(host, part, round(now - since, 1))
-            for rank, (host, _, part, since) in sorted(self._heard.items())
+            for rank, (host, _, part, since) in sorted(self._reported.items())
         }
         with contextlib.suppress(OSError, MegatronRLError):
             write_private(self._path, msgspec.json.encode(places))
 
     def remove(self) -> None:
-        """Remove the file, since nothing is heard any more."""
+        """Remove the file, since no rank reports any more."""
         self._path.unlink(missing_ok=True)
 
 

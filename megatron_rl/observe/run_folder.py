@@ -16,6 +16,7 @@ from megatron_rl.shared.weights.mapping import ModelSize
 
 CONFIG_FILE = "config.json"
 WARNINGS_FILE = "warnings.log"
+DRIFT_FILE = "drift.json"
 
 
 _PLACES = ("", "*/", "rollout/*/")

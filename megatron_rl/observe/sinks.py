@@ -100,7 +100,7 @@ def sinks_of(
     say: Callable[[str], None],
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
-    """Make the sinks of the flags, for a run that starts at `version`; `settings` are shown beside its curves."""
+    """Make the sinks of the flags, for a run that starts at `version`; `settings` are shown next to its curves."""
     sinks: list[Sink] = []
     folder = config.tensorboard_dir
     if folder is not None:

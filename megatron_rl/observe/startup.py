@@ -27,7 +27,6 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self._begun
 
     def end_part(self, name: str) -> None:
@@ -37,7 +36,7 @@ class Startup:
         self._last = now
 
     def describe_parts(self) -> str:
-        """Describe the parts that took time, one after the other, with their seconds."""
+        """Describe the parts that took time, in order, with their seconds."""
         shown = (f"{name} {seconds:.1f} s" for name, seconds in self._parts.items() if seconds >= _LEAST_SHOWN)
         return ", ".join(shown)
 

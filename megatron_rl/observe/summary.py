@@ -1,6 +1,5 @@
 """The summary that is printed when a run ends: its results, its time by part, and the paths of its files."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,9 @@ from megatron_rl.observe.timeline import START
 
 # A point of a curve: the iteration and its value.
 Points = Sequence[tuple[float, float]]
+Places = Mapping[str, Path | None]
+"""The paths of a run's files by their titles; None for a file that the run does not write."""
+
 _MARKS = "*o+x#"
 _SEVERAL = "="
 
@@ -76,32 +78,8 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
     return min(found), max(found)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunPaths:
-    """The paths of a run's files; None for a file that it does not write."""
-
-    checkpoint: Path | None = None
-    hf_weights: Path | None = None
-    metrics: Path | None = None
-    samples: Path | None = None
-    audit_log: Path | None = None
-    tensorboard: Path | None = None
-    picture: Path | None = None
-
-
-_TITLES = {
-    "checkpoint": "checkpoint",
-    "hf_weights": "Hugging Face weights",
-    "metrics": "metrics",
-    "samples": "samples",
-    "audit_log": "audit log",
-    "tensorboard": "TensorBoard",
-    "picture": "picture",
-}
-
-
 def print_summary(
-    records: Sequence[Mapping[str, Any]], places: RunPaths, stream: TextIO, notes: Sequence[str] = ()
+    records: Sequence[Mapping[str, Any]], places: Places, stream: TextIO, notes: Sequence[str] = ()
 ) -> None:
     """Print the summary of the run with these metrics; headings are bold on a terminal."""
     console = Console(file=stream, highlight=False)
@@ -110,12 +88,12 @@ def print_summary(
         console.print(Text(line, style="bold" if is_heading else ""), soft_wrap=True)
 
 
-def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths, notes: Sequence[str] = ()) -> list[str]:
+def summary_lines(records: Sequence[Mapping[str, Any]], places: Places, notes: Sequence[str] = ()) -> list[str]:
     """Return the lines of the summary without styles; those of a section are indented below its heading."""
     sections: dict[str, Sequence[tuple[str, ...]]] = {
         "results": _results(records),
         "time by part": _times(records),
-        "files": _places(places),
+        "files": _list_files(places),
         "notes": [(note,) for note in notes],
     }
     lines: list[str] = []
@@ -126,7 +104,6 @@ def summary_lines(records: Sequence[Mapping[str, Any]], places: RunPaths, notes:
 
 
 def rewards_of(records: Iterable[Mapping[str, Any]]) -> Points:
-    """Return the mean reward of each iteration."""
     return _points(records, ("reward", "mean"))
 
 
@@ -201,11 +178,10 @@ def _times(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return [(name, f"{seconds:.1f} s", f"{100 * seconds / whole:.1f}%") for name, seconds in shares.items()]
 
 
-def _places(places: RunPaths) -> list[tuple[str, ...]]:
-    found = {_TITLES[field.name]: getattr(places, field.name) for field in dataclasses.fields(places)}
+def _list_files(places: Places) -> list[tuple[str, ...]]:
     return [
         (title, str(path) if path.exists() else f"{path} (missing)")
-        for title, path in found.items()
+        for title, path in places.items()
         if path is not None
     ]
 

@@ -35,6 +35,8 @@ _MICROSECONDS = 1e6
 # Lanes of a rank.
 MAIN = "main"
 COMPUTE = "compute"
+POLICY = "policy"
+"""The role of the model that is trained, in the details of a pass."""
 # Lanes of the sidecar; each engine has one more, named after it.
 SERVICE = "service"
 GROUPS = "groups"
@@ -102,7 +104,7 @@ class TraceFile(LineFile):
     """The trace file of one process; `LineFile` describes its behaviour after a kill and a resume."""
 
     def __init__(self, run: Path, process: str, facts: Mapping[str, Any] | None = None, most: int = MOST_BYTES) -> None:
-        """Open the file; `facts` are written in every line beside its spans."""
+        """Open the file; `facts` are written in every line next to its spans."""
         super().__init__(find_path(run, process))
         self._facts = {"format": FORMAT, "process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._facts |= facts or {}
@@ -129,7 +131,6 @@ class TraceFile(LineFile):
 
 
 def find_path(run: Path, process: str) -> Path:
-    """Return the path of a process's trace."""
     return run / FOLDER / f"{process}.jsonl"
 
 

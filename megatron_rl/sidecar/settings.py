@@ -31,6 +31,7 @@ from megatron_rl.environments.types import find_flag_problems as find_environmen
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.shared.device_memory import DIVIDED_BY_USER, FLAG_OF_SHARING, LORA_RANKS, EngineMemory
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
@@ -39,7 +40,6 @@ from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
-from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, LORA_RANKS, MEMORY_FLAGS, EngineMemory
 from megatron_rl.sidecar.vllm.reader import REASONING_FLAG, TOOL_FLAG
 from megatron_rl.sidecar.vllm.server import find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
@@ -321,7 +321,7 @@ def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -
     if settings.rollout.is_colocated:
         yield (
             f"{FLAG_OF_SHARING} is for the engines that a run starts itself, since the run counts what its ranks need: "
-            f"drop it here, and divide the memory with {vllm_flags.FLAG}='{MEMORY_FLAGS[0]} 0.3'"
+            f"drop it here, and divide the memory with {DIVIDED_BY_USER}"
         )
     if settings.rollout.folder is None:
         yield "--rollout-folder is missing: name the run's folder"

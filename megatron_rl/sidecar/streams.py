@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.config.rank_bytes import BUFFER_BYTES, NUM_BUFFERS
 from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.shared.device_memory import BUFFER_BYTES, NUM_BUFFERS
 from megatron_rl.shared.protocol.wire import Weights
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from examples.arithmetic.demo import FLAGS, ON_GPU
 from megatron_rl.errors import ExitCode
-from megatron_rl.trainer.loop import colocation
+from megatron_rl.trainer.loop import rank_memory
 from tests import hf_models
 from tests.processes import ROOT
 from tools import vllm_facts
@@ -79,9 +79,9 @@ def test_the_flags_of_the_demo_are_understood(flags: list[str]) -> None:
 
 
 def test_the_memory_of_a_rank_is_counted_as_a_run_that_shares_its_gpu_counts_it(flags: list[str]) -> None:
-    with colocation.RankCount(SimpleNamespace(world_size=1, words=flags)) as here:
+    with rank_memory.RankCount(SimpleNamespace(world_size=1, words=flags)) as here:
         counted = here.wait()
-    result = run("-m", "megatron_rl.trainer.loop.rank_memory", "1", *flags, *colocation._ON_HOST)
+    result = run("-m", "megatron_rl.trainer.loop.rank_memory", "1", *flags, *rank_memory._ON_HOST)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.splitlines()[-1]) == counted > 0
 

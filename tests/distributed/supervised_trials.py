@@ -12,8 +12,14 @@ from megatron_rl.trainer.data.demonstrations import Demonstration, Demonstration
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.measures import Measures
-from megatron_rl.trainer.loop.supervised.packs import Demonstrations, build_packer, divide_held_out
-from megatron_rl.trainer.loop.supervised.stage import SupervisedEvaluator, SupervisedLearner, compute_supervised_metrics
+from megatron_rl.trainer.loop.supervised import (
+    Demonstrations,
+    SupervisedEvaluator,
+    SupervisedLearner,
+    build_packer,
+    compute_supervised_metrics,
+    divide_held_out,
+)
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.policy import build_policy
 from tests.distributed.layouts import Model, gather_reduced_shards

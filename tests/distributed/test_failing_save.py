@@ -15,7 +15,7 @@ REASON = "the disk of rank 1 is full"
 def fail_on_the_second(others_wait: bool) -> str:
     with pytest.MonkeyPatch.context() as patch, start_session(CASES["TP2"]) as session:
         if others_wait:
-            patch.setattr(serialization, "_PATIENCE_SECONDS", 1.0)
+            patch.setattr(serialization, "_TIMEOUT_SECONDS", 1.0)
 
         def save() -> None:
             if session.rank == 1:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops import main_gradients, products
-from megatron_rl.trainer.mcore.model import gpt, linear
+from megatron_rl.trainer.mcore.model import fusions, gpt
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
 from tests.distributed.parity import Computed, expected, shared_loss, shared_packs
@@ -44,9 +44,9 @@ def run_fused(folders: dict[str, Path]) -> dict[tuple[str, str, str], Computed]:
                     model = build(session, case, folders[name])
                     if whose == "ours":
                         for chunk in model.chunks:
-                            linear.replace_linear_layers(chunk.decoder)
+                            fusions.replace_linear_layers(chunk.decoder)
                     packs = shared_packs(divisor(case.sizes))
-                    with mock.patch.object(linear, "linear", wraps=linear.linear) as operation:
+                    with mock.patch.object(fusions, "linear", wraps=fusions.linear) as operation:
                         model.forward_backward(packs, shared_loss)
                         log_probs = model.forward_backward(packs, shared_loss)
                     assert operation.called is (whose == "ours")

@@ -96,7 +96,6 @@ def crash(*_: Any, **__: Any) -> None:
 
 
 def fail_on_the_second(folder: Path, out: Path) -> str:
-    torch.distributed.init_process_group("gloo")
     with training(folder, f"{ADAM} {DISTRIBUTED}") as trained, contextlib.ExitStack() as patches:
         if trained.session.rank == 1:
             patches.enter_context(mock.patch.object(state_dict, "build_optimizer_state", crash))
@@ -105,15 +104,6 @@ def fail_on_the_second(folder: Path, out: Path) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-def test_a_rank_that_cannot_describe_its_optimizer_is_named_to_the_others_which_do_not_wait_for_it(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    first, second = run_ranks(fail_on_the_second, 2, folders["qwen3"], tmp_path)
-    assert first == "MegatronRLError: rank 1 failed: ValueError: a crash"
-    assert second == "ValueError: a crash"
-    assert list(tmp_path.iterdir()) == []
 
 
 @contextlib.contextmanager
@@ -125,7 +115,6 @@ def megatrons_own_form() -> Iterator[None]:
 
 def exchange(folder: Path, out: Path, layouts: list[str]) -> dict[str, Any]:
     """Save in both forms; load Megatron's own with ours, and ours with Megatron's own, in several layouts."""
-    torch.distributed.init_process_group("gloo")
     results = {}
     with training(folder, f"{ADAM} {layouts[0]}") as trained:
         for _ in range(2):
@@ -143,19 +132,45 @@ def exchange(folder: Path, out: Path, layouts: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen2", "mixtral"])
-def test_megatrons_own_form_is_read_and_megatron_reads_ours(
-    folders: dict[str, Path], tmp_path: Path, model: str
+EXCHANGED = {
+    "qwen3": [DISTRIBUTED, LAYOUTS["TP2+distopt"], f"{DISTRIBUTED} {LAYOUTS['PP2']}"],
+    # Its embeddings are tied: both stages have them.
+    "qwen2": [f"{DISTRIBUTED} {LAYOUTS['PP2']}", DISTRIBUTED],
+    "mixtral": [EXPERTS, f"{EXPERTS} --bf16"],
+}
+
+
+def fail_and_exchange(folders: dict[str, Path], out: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    torch.distributed.init_process_group("gloo")
+    error = fail_on_the_second(folders["qwen3"], out / "failed")
+    return error, {name: exchange(folders[name], out / name, layouts) for name, layouts in EXCHANGED.items()}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: dict[str, Path], out: Path) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    return run_ranks(fail_and_exchange, 2, folders, out)
+
+
+def test_a_rank_that_cannot_describe_its_optimizer_is_named_to_the_others_which_do_not_wait_for_it(
+    ranks: list[tuple[str, Any]], out: Path
 ) -> None:
-    layouts = [DISTRIBUTED, LAYOUTS["TP2+distopt"], f"{DISTRIBUTED} {LAYOUTS['PP2']}"]
-    if model == "qwen2":
-        # Its embeddings are tied: both stages have them.
-        layouts = [f"{DISTRIBUTED} {LAYOUTS['PP2']}", DISTRIBUTED]
-    if model == "mixtral":
-        layouts = [EXPERTS, f"{EXPERTS} --bf16"]
-    results = run_ranks(exchange, 2, folders[model], tmp_path, layouts)[0]
+    assert [error for error, _ in ranks] == [
+        "MegatronRLError: rank 1 failed: ValueError: a crash",
+        "ValueError: a crash",
+    ]
+    assert not (out / "failed").exists() or list((out / "failed").iterdir()) == []
+
+
+@pytest.mark.parametrize("model", EXCHANGED)
+def test_megatrons_own_form_is_read_and_megatron_reads_ours(ranks: list[tuple[str, Any]], model: str) -> None:
+    results = dict(ranks[0][1][model])
     saved = results.pop("saved")
-    assert len(results) == 2 * len(layouts)
+    assert len(results) == 2 * len(EXCHANGED[model])
     for name, found in results.items():
         for what, tensors in saved.items():
             for tensor, values in tensors.items():

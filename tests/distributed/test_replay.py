@@ -17,10 +17,9 @@ from megatron_rl.trainer.data.packing import Pack, pack_groups
 from megatron_rl.trainer.data.routing import lay_out_routing
 from megatron_rl.trainer.mcore.model.replay import RouterReplay, replay_routing, take_counts
 from megatron_rl.trainer.mcore.session import start_session as start_run_session
-from megatron_rl.trainer.mcore.step.forward_step import is_reporter
+from megatron_rl.trainer.mcore.step.forward_step import Unreplayed, is_reporter, measure_unreplayed
 from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
 from megatron_rl.trainer.mcore.step.roles import build_roles
-from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed, measure_unreplayed
 from megatron_rl.types import Architecture
 from tests import hf_models
 from tests.distributed import parity

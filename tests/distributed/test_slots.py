@@ -129,11 +129,6 @@ def assert_fetched_once(ranks: list[dict[str, Any]], layouts: dict[str, str]) ->
                     assert all(torch.equal(one, other) for one, other in zip(ours, firsts, strict=True)), name
 
 
-def test_a_slot_is_fetched_once_a_replica_and_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    folder = hf_models.draw("qwen3", tmp_path / "model")
-    assert_fetched_once(run_ranks(take_slots, 2, folder, LAYOUTS), LAYOUTS)
-
-
 @pytest.mark.each_change
 def test_a_slot_is_fetched_once_for_each_of_several_replicas(tmp_path: Path) -> None:
     layouts = {name: words for name, words in LARGE_LAYOUTS.items() if name != "PP4xVPP2"}
@@ -194,8 +189,14 @@ def meet_faults(folder: Path) -> dict[str, str]:
     return seen
 
 
-def test_a_refusal_of_the_sidecar_is_raised_on_every_rank_of_a_replica(tmp_path: Path) -> None:
-    first, second = run_ranks(meet_faults, 2, hf_models.draw("qwen3", tmp_path / "model"))
+def take_slots_and_meet_faults(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    return take_slots(folder, LAYOUTS), meet_faults(folder)
+
+
+def test_a_slot_is_fetched_once_a_replica_and_it_or_its_refusal_reaches_all_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks(take_slots_and_meet_faults, 2, hf_models.draw("qwen3", tmp_path / "model"))
+    assert_fetched_once([taken for taken, _ in ranks], LAYOUTS)
+    first, second = (faults for _, faults in ranks)
     for seen in (first, second):
         assert seen["failed"] == "IterationLost: iteration 3 failed: an engine is lost"
         assert seen["late"] == "RolloutError: slot 0 of replica 0 did not come within 60 s"

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_rl.trainer.loop.supervised import stage
+from megatron_rl.trainer.loop import supervised
 from tests import hf_models
 from tests.distributed.supervised_trials import DEMONSTRATIONS_PER_UPDATE, Seen, Trial, run_trials
 from tests.distributed.test_supervised import HELD_OUT, LAYOUTS, ROWS, check_update, twins_at
@@ -19,7 +19,7 @@ NAMES = ("TP2", "DP2, overlapped", "CP2")
 def rehearse(trials: dict[str, Trial]) -> tuple[dict[str, list[Seen]], list[Sync], list[str]]:
     """Run the trials; return results, the host's waits inside the schedule, and faults in the order of streams."""
     waits: list[Sync] = []
-    true = stage.run_schedule
+    true = supervised.run_schedule
 
     def counting(*arguments: Any, **keywords: Any) -> Any:
         with log.during() as syncs:
@@ -27,7 +27,7 @@ def rehearse(trials: dict[str, Trial]) -> tuple[dict[str, list[Seen]], list[Sync
         waits.extend(syncs)
         return returned
 
-    with mock.patch.object(stage, "run_schedule", counting):
+    with mock.patch.object(supervised, "run_schedule", counting):
         seen = run_trials(trials)
     return seen, waits, state.faults
 

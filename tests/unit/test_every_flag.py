@@ -391,8 +391,8 @@ ROWS: dict[str, Row] = {
     "--train-samples": Row("--train-samples 640", "schedule.rates", drops="--train-iters"),
     "--lr-decay-samples": Row("--lr-decay-samples 512", "schedule.rates"),
     "--lr-warmup-samples": Row("--lr-warmup-samples 128", "schedule.rates"),
-    "--exit-interval": Row("--exit-interval 3", "limits.reasons"),
-    "--exit-duration-in-mins": Row("--exit-duration-in-mins 3", "limits.reasons"),
+    "--exit-interval": Row("--exit-interval 3", "limits.ends"),
+    "--exit-duration-in-mins": Row("--exit-duration-in-mins 3", "limits.ends"),
     "--moe-token-dispatcher-type": Row("--moe-token-dispatcher-type none", "error", on="expert run"),
     "--moe-layer-recompute": Row("--moe-layer-recompute", "transformer.recompute_modules", on="expert run"),
     "--moe-permute-fusion": Row(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config.trainer import CheckpointConfig
+from megatron_rl.environments import pool
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.trainer.loop import inputs
@@ -55,7 +56,6 @@ def test_a_run_that_begins_again_does_not_save_beside_newer_checkpoints(saved: P
 def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
-    monkeypatch.setattr(loop_run, "begin_count", lambda settings: contextlib.nullcontext())
     monkeypatch.setattr(inputs, "read_prompts", lambda config: None)
     monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
     settings = SimpleNamespace(
@@ -63,7 +63,7 @@ def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypa
         data=None,
         checkpoint=CheckpointConfig(save=saved),
         observe=SimpleNamespace(progress="none"),
-        sidecar=object(),
+        sidecar=SimpleNamespace(rollout=SimpleNamespace(is_colocated=False)),
     )
     with contextlib.ExitStack() as stack, pytest.raises(InputError, match="holds checkpoints already"):
         loop_run._prepare(settings, SimpleNamespace(), stack)
@@ -90,7 +90,7 @@ def test_no_sidecar_is_started_for_an_environment_that_it_would_refuse(
     started: list[object] = []
     monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
     monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
-    monkeypatch.setattr(inputs, "describe_environment", lambda config, processes: offered)
+    monkeypatch.setattr(pool, "describe_environment", lambda config, processes: offered)
     startup = SimpleNamespace(show=lambda stream: None)
     with contextlib.ExitStack() as stack, pytest.raises(UsageError, match=said):
         loop_run._prepare(settings, startup, stack)

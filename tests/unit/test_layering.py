@@ -1,5 +1,8 @@
 """Layers: a part imports lower parts only, and an import does nothing but define."""
 
+import ast
+import re
+
 import pytest
 
 from tests.layering import WITHOUT_TORCH, violations
@@ -149,3 +152,19 @@ def test_packages_that_need_no_torch_do_not_import_it_indirectly():
             assert name not in sys.modules, name
         """
     )
+
+
+def test_modules_that_are_imported_by_name_exist():
+    names = {
+        (path, node.value)
+        for path in (ROOT / "megatron_rl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"megatron_rl(\.[a-z_]+)+", str(node.value))
+    }
+    assert "megatron_rl.trainer.loop.supervised" in {name for _, name in names}
+    missing = [
+        (path, name)
+        for path, name in names
+        if not any((ROOT / place).exists() for place in (name.replace(".", "/"), f"{name.replace('.', '/')}.py"))
+    ]
+    assert missing == []

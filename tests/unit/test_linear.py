@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.ops.linear import linear
-from megatron_rl.trainer.mcore.model.linear import ColumnLinear, RowLinear, replace_linear_layers
+from megatron_rl.trainer.mcore.model.fusions import ColumnLinear, RowLinear, replace_linear_layers
 from tests.truth import distance, error_over_bound
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

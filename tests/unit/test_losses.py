@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm import advantages, corrections, divergences, objective
+from megatron_rl.algorithm import advantages, objective
 from megatron_rl.algorithm.declaration import Surrogate
 from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
@@ -273,14 +273,14 @@ FAULTS: dict[str, tuple[str, Any]] = {
         "clip, divergence in the reward",
         lambda: mock.patch.object(Sequences, "sum_from", lambda self, value: self.sum(value) - _later(self, value)),
     ),
-    "k3 for k3+": ("cispo", lambda: mock.patch.dict(divergences.DIVERGENCES, {"k3+": divergences.k3})),
+    "k3 for k3+": ("cispo", lambda: mock.patch.dict(objective.DIVERGENCES, {"k3+": objective._k3})),
     "k3 without the ratio": (
         "dual clip",
-        lambda: mock.patch.dict(divergences.DIVERGENCES, {"unbiased": divergences.k3}),
+        lambda: mock.patch.dict(objective.DIVERGENCES, {"unbiased": objective._k3}),
     ),
     "a product in place of a mean": (
         "geometric means",
-        lambda: mock.patch.dict(corrections.LEVELS, geometric=lambda one, log: one.sum(log)),
+        lambda: mock.patch.dict(objective.LEVELS, geometric=lambda one, log: one.sum(log)),
     ),
     "truncated, not masked": (
         "masked tokens",
@@ -476,7 +476,7 @@ def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:
 
 
 def _all_parts() -> Iterator[AlgorithmConfig]:
-    for loss, estimator, level in itertools.product(LOSSES, divergences.DIVERGENCES, corrections.LEVELS):
+    for loss, estimator, level in itertools.product(LOSSES, objective.DIVERGENCES, objective.LEVELS):
         yield AlgorithmConfig(
             loss=loss, kl_beta=0.1, kl_estimator=estimator, importance_correction=True, correction_level=level,
             importance_truncation=1.1, **NARROW,

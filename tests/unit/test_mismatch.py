@@ -14,7 +14,7 @@ from megatron_rl.shared.protocol.probe import (
 )
 from megatron_rl.shared.protocol.wire import EngineKind, Mismatch
 from megatron_rl.trainer.loop.mismatch import MismatchBounds, ReplicaMismatch, combine_parts
-from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed
+from megatron_rl.trainer.mcore.step.forward_step import Unreplayed
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,8 @@ def test_tensorboard_gets_every_number_and_a_resumed_run_hides_what_it_does_agai
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss", "reward/mean"]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (0, 1.0),
-        (1, 1.0),
-        (2, 2.0),
-        (3, 2.0),
-        (4, 2.0),
-    ]
+    points = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert points == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -279,16 +274,9 @@ def test_wandb_resumes_the_run_of_this_id_over_its_versions(monkeypatch, tmp_pat
     to.write(4, {"version": 4, "reward": {"mean": 0.5}})
     to.close()
     to.close()
+    place = {"project": "p", "entity": "me", "name": "a/run", "dir": str(tmp_path / "w")}
     assert calls == [
-        {
-            "project": "p",
-            "entity": "me",
-            "name": "a/run",
-            "dir": str(tmp_path / "w"),
-            "id": "a-run",
-            "resume": "allow",
-            "config": {"lr": 1.0},
-        },
+        {**place, "id": "a-run", "resume": "allow", "config": {"lr": 1.0}},
         ("metric", "version", {}),
         ("metric", "*", {"step_metric": "version"}),
         ("log", {"reward/mean": 0.5, "version": 4}),

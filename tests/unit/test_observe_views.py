@@ -121,18 +121,9 @@ def test_progress_none_shows_messages_only(capsys):
 
 def test_the_display_shows_the_run_its_groups_and_what_is_waited_for():
     now = progress.Shown(
-        total=80,
-        version=12,
-        num_groups=64,
-        finished=37,
-        trained=32,
-        waiting_for="5 groups",
-        phase="generating",
-        begun=10.0,
-        phase_begun=20.0,
-        seconds=12.0,
-        metrics=metrics_record(3),
-    )
+        total=80, version=12, num_groups=64, finished=37, trained=32, waiting_for="5 groups", phase="generating",
+        begun=10.0, phase_begun=20.0, seconds=12.0, metrics=metrics_record(3),
+    )  # fmt: skip
     for width in (40, 80, 120):
         console = Console(width=width, file=io.StringIO())
         console.print(progress.display(now, 33.0))
@@ -141,14 +132,9 @@ def test_the_display_shows_the_run_its_groups_and_what_is_waited_for():
         assert max(map(len, rows)) <= width
     text = console.file.getvalue()
     for part in (
-        "iteration 13 of 80",
-        "13:13 left",
-        "32 of 64 groups trained",
-        "37 finished",
-        "generating 0:13, waiting for 5 groups",
-        "reward 0.300",
-        "tokens/s 1,000 generated, 2,000 trained",
-    ):
+        "iteration 13 of 80", "13:13 left", "32 of 64 groups trained", "37 finished",
+        "generating 0:13, waiting for 5 groups", "reward 0.300", "tokens/s 1,000 generated, 2,000 trained",
+    ):  # fmt: skip
         assert part in text, part
 
 
@@ -272,7 +258,7 @@ def test_flags_of_progress_and_samples_have_bounds():
 def test_the_summary_has_results_times_and_places(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, range(5))
-    places = summary.RunPaths(metrics=path, checkpoint=tmp_path / "nothing")
+    places = {"checkpoint": tmp_path / "nothing", "metrics": path}
     stream = io.StringIO()
     summary.print_summary(metrics.read_metrics(path), places, stream)
     assert (
@@ -297,7 +283,7 @@ files
 
 
 def test_the_summary_repeats_its_notes_last():
-    lines = summary.summary_lines([metrics_record(0)], summary.RunPaths(), ["--eval-interval 5 has no effect"])
+    lines = summary.summary_lines([metrics_record(0)], {}, ["--eval-interval 5 has no effect"])
     assert lines[-2:] == ["notes", "  --eval-interval 5 has no effect"]
 
 
@@ -305,7 +291,7 @@ def test_the_summary_counts_the_time_of_the_start_apart_from_iterations():
     record = metrics_record(0)
     record["time"]["start"] = 12.0
     assert "start" not in metrics.seconds_by_span(record)
-    lines = summary.summary_lines([record, metrics_record(1), record], summary.RunPaths())
+    lines = summary.summary_lines([record, metrics_record(1), record], {})
     times = lines[lines.index("time by part") + 1 :]
     assert times[0] == "  start  24.0 s   66.7%"
     assert times[-1] == "  all    36.0 s  100.0%"
@@ -317,7 +303,7 @@ def test_the_summary_has_what_drafts_brought_among_the_results_and_not_among_the
         length = 1.5 + record["version"]
         record["time"] |= {"drafted_tokens": 8, "accepted_tokens": 4, "accepted_length": length}
         assert metrics.seconds_by_span(record) == metrics.seconds_by_span(records[0])
-    lines = summary.summary_lines(records, summary.RunPaths())
+    lines = summary.summary_lines(records, {})
     (line,) = (line for line in lines if "drafts" in line)
     assert line.split() == [
         "drafts,",
@@ -335,8 +321,8 @@ def test_the_summary_has_what_drafts_brought_among_the_results_and_not_among_the
 
 
 def test_a_run_without_numbers_has_an_empty_summary():
-    assert summary.summary_lines([], summary.RunPaths()) == []
-    assert summary.summary_lines([{"version": 3}], summary.RunPaths()) == []
+    assert summary.summary_lines([], {}) == []
+    assert summary.summary_lines([{"version": 3}], {}) == []
 
 
 def test_a_chart_of_linear_values_is_a_straight_line():

@@ -13,16 +13,16 @@ from megatron_rl import platforms
 from megatron_rl.command_line import pack_size, rank_store, resolve
 from megatron_rl.command_line.pack_size import ENOUGH_TOKENS, LEAST_MICRO_BATCHES, Size, choose_pack
 from megatron_rl.command_line.rank_store import find_least
-from megatron_rl.config.rank_bytes import Micro, RankMemory, RankSplit, Recomputed
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.vllm import memory
+from megatron_rl.shared import device_memory as memory
+from megatron_rl.shared.device_memory import GIB, Micro, RankMemory, RankSplit, Recomputed
+from megatron_rl.sidecar.vllm.flags import read_share
 from megatron_rl.trainer.loop.run import check_agreement
 from megatron_rl.trainer.loop.saver import compare_rounding, describe_rounding
 from megatron_rl.types import Experts
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run, without
 from tests.unit.test_examples import QWEN3_4B
 
-GIB = 1 << 30
 GROUP = 8
 NORMS = Recomputed(modules=frozenset({"layernorm"}))
 SPARSE = dataclasses.replace(QWEN3_4B, experts=Experts(16, 4, 768, True))
@@ -160,9 +160,9 @@ def test_an_engine_on_the_same_device_gets_its_part(tmp_path: Path) -> None:
         beside = 0.97 * gib * GIB - GIB - needs.weights - needs.work - 1.15 * fixed * GIB
         assert division.cache == pytest.approx(min(beside / 2, 65 * needs.response), rel=0.01)
         assert division.rank <= gib * GIB * 0.97
-    assert memory.read_share("--gpu-memory-utilization 0.3") == 0.3
-    assert memory.read_share("--gpu-memory-utilization=0.25 --max-logprobs 3") == 0.25
-    assert memory.read_share("--kv-cache-memory-bytes 1000") == 0.5
+    assert read_share("--gpu-memory-utilization 0.3") == 0.3
+    assert read_share("--gpu-memory-utilization=0.25 --max-logprobs 3") == 0.25
+    assert read_share("--kv-cache-memory-bytes 1000") == 0.5
 
 
 def test_demonstrations_are_packed_too(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.rank_bytes import count_parameters
+from megatron_rl.ops.log_probs import triton_fused
+from megatron_rl.shared.device_memory import LOGITS
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Experts
 from tests.processes import ROOT
@@ -90,12 +91,5 @@ def test_the_formula_estimates_what_doctor_counts(tmp_path: Path) -> None:
         assert estimated == pytest.approx(total, rel=0.02), (words, counted)
 
 
-def test_parameters_are_counted_as_models_have_them() -> None:
-    # 4.02 B of Qwen3-4B, whose embedding is its output layer; norms are left out.
-    assert count_parameters(QWEN3_4B).total == pytest.approx(4.02e9, rel=0.002)
-    sparse = dataclasses.replace(
-        QWEN3_4B, num_layers=48, hidden_size=2048, num_query_groups=4, tied_embeddings=False,
-        experts=Experts(num_experts=128, num_active=8, ffn_hidden_size=768),
-    )  # fmt: skip
-    # Qwen3-30B-A3B.
-    assert count_parameters(sparse).total == pytest.approx(30.5e9, rel=0.01)
+def test_the_largest_block_of_logits_is_that_of_the_kernels() -> None:
+    assert LOGITS == triton_fused.MOST_BLOCK_BYTES

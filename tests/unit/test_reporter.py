@@ -114,11 +114,16 @@ def test_responses_to_held_out_prompts_are_samples_of_an_evaluation(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "difference", "is_warned"), [
-    (None, 5e-4, False), (None, 2e-3, True), (0.0, 5e-4, True), (0.0, 0.0, False), (0.1, 2e-3, False),
+@pytest.mark.parametrize(("engine", "given", "difference", "is_warned"), [
+    ("vllm", None, 5e-4, False), ("vllm", None, 2e-3, True), ("vllm", 0.0, 5e-4, True), ("vllm", 0.0, 0.0, False),
+    ("vllm", 0.1, 2e-3, False),
+    # Log-probs of scripted engines differ by chance.
+    ("scripted", None, 5.0, False), ("scripted", 0.1, 5.0, True),
 ])  # fmt: skip
-def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(tmp_path, given, difference, is_warned):
-    to = reporter(tmp_path, mismatch_warning=given, log_samples=0)
+def test_a_mismatch_above_the_given_or_the_precisions_bound_is_warned_of(
+    tmp_path, engine, given, difference, is_warned
+):
+    to = reporter(tmp_path, engine=engine, mismatch_warning=given, log_samples=0)
     to._progress = said = Said()
     metrics = {"version": 0, "mismatch": {"mean": difference}, "groups": 2, "reward": {"all_equal_groups": 0}}
     to.iteration(0, metrics, slots(), {})
@@ -139,16 +144,6 @@ def test_the_correction_is_suggested_once_if_engines_quantize(tmp_path, quantize
         to.iteration(version, {"version": version, "publish": {"quantized": quantized}, **metrics}, slots(), {})
     to.close()
     assert sum("the engines quantize" in line for line in said.lines) == num_said == len(said.lines)
-
-
-@pytest.mark.parametrize(("given", "is_warned"), [(None, False), (0.1, True)])
-def test_log_probs_of_scripted_engines_differ_by_chance_and_are_warned_of_only_if_asked(tmp_path, given, is_warned):
-    to = reporter(tmp_path, engine="scripted", mismatch_warning=given, log_samples=0)
-    to._progress = said = Said()
-    metrics = {"version": 0, "mismatch": {"mean": 5.0}, "groups": 2, "reward": {"all_equal_groups": 0}}
-    to.iteration(0, metrics, slots(), {})
-    to.close()
-    assert any("--rollout-mismatch-warning" in line for line in said.lines) == is_warned
 
 
 def report_equal_groups(to: SamplesReporter, counts: Sequence[int]) -> list[str]:
@@ -194,12 +189,8 @@ def test_equal_rewards_are_said_to_leave_the_gradient_that_the_algorithm_has_bes
     (said,) = report_equal_groups(to, [2])
     assert ("the gradient is zero" in said) == (not sources)
     every = (
-        "--grpo-advantage global",
-        "--grpo-advantage gdpo",
-        "--grpo-kl-beta",
-        "--grpo-entropy-coef",
-        "auxiliary losses",
-    )
+        "--grpo-advantage global", "--grpo-advantage gdpo", "--grpo-kl-beta", "--grpo-entropy-coef", "auxiliary losses",
+    )  # fmt: skip
     assert tuple(source for source in every if source in said) == sources
 
 

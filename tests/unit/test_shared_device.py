@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from megatron_rl import platforms
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.shared.device_memory import GIB, EngineMemory, EngineNeeds, count_needs, divide
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar.settings import RewardConfig, SidecarSettings, check_sharing
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.vllm import memory
-from megatron_rl.sidecar.vllm.memory import EngineMemory, EngineNeeds, count_needs, divide
+from megatron_rl.sidecar.vllm.flags import is_divided_by_user
 from megatron_rl.sidecar.vllm.server import ServerConfig, configure_server, make_process_spec
-from megatron_rl.trainer.loop import colocation, rank_memory
+from megatron_rl.trainer.loop import rank_memory
 from megatron_rl.trainer.loop import run as loop_run
 from megatron_rl.trainer.loop.inputs import Inputs
 from megatron_rl.types import Experts
@@ -30,7 +30,6 @@ from tests import hf_models
 from tests.command_lines import QWEN3, RUN, folder, parse_run
 from tests.processes import ROOT
 
-GIB = 1 << 30
 NEEDS = EngineNeeds(weights=2 * GIB, work=4 * GIB, response=GIB // 4, num_responses=64)
 WORDS = "--rollout-folder /nowhere/run --reward exact --seq-length 64 --platform cuda"
 
@@ -166,7 +165,7 @@ def test_the_part_travels_to_the_sidecar(tmp_path: Path, model: Path) -> None:
     ],
 )
 def test_a_users_own_division_is_recognised_however_it_is_written(words: str, is_divided: bool) -> None:
-    assert memory.is_divided_by_user(words) == is_divided
+    assert is_divided_by_user(words) == is_divided
 
 
 def resolve(words: str, model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int] | None, str]:
@@ -232,8 +231,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_run_divides_its_device_by_what_doctor_counts(run) -> None:
-    with colocation.begin_count(run) as count:
-        sidecar, line = colocation.share_device(run, count)
+    with rank_memory.begin_count(run) as count:
+        sidecar, line = rank_memory.share_device(run, count)
     command = [sys.executable, "-m", "megatron_rl.cli", "doctor", "--fit", "2", *run.words]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     (start,) = (place for place, row in enumerate(table) if row.startswith("stage   parameters"))
@@ -253,7 +252,7 @@ def test_the_sidecar_is_started_with_its_part_of_a_device_that_is_shared(
     started, said = [], []
     counted = contextlib.nullcontext(SimpleNamespace(wait=lambda: 9 * GIB))
     prompts = SimpleNamespace(list_kinds=lambda: ())
-    monkeypatch.setattr(loop_run, "begin_count", lambda settings: counted if is_shared else None)
+    monkeypatch.setattr(rank_memory, "begin_count", lambda settings: counted)
     monkeypatch.setattr(loop_run, "check_inputs", lambda settings: SimpleNamespace(is_finished=False))
     monkeypatch.setattr(loop_run, "load_inputs", lambda settings, checked, startup: Inputs(prompts=prompts))
     sidecar = SimpleNamespace(log="", close=lambda: None, try_rewards=lambda trials: None)
@@ -271,17 +270,17 @@ def test_the_sidecar_is_started_with_its_part_of_a_device_that_is_shared(
 def test_a_count_that_fails_is_said_and_nothing_is_assumed(run) -> None:
     broken = dataclasses.replace(run, words=("--no-such-flag",))
     with (
-        colocation.begin_count(broken) as count,
+        rank_memory.begin_count(broken) as count,
         pytest.raises(UsageError, match="memory of a rank could not be counted: unknown flag --no-such-flag"),
     ):
-        colocation.share_device(broken, count)
+        rank_memory.share_device(broken, count)
 
 
 def test_a_user_who_divides_the_device_is_asked_nothing(run) -> None:
     words = "--gpu-memory-utilization 0.3"
     divided = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, vllm_args=words))
-    assert colocation.begin_count(divided) is None
-    sidecar, line = colocation.share_device(divided, None)
+    assert rank_memory.begin_count(divided) is None
+    sidecar, line = rank_memory.share_device(divided, None)
     assert sidecar == run.sidecar
     assert line == "device memory: --rollout-vllm-args divides it between ranks and engines"
 

@@ -16,9 +16,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.trainer.data.batch import BatchFacts
-from megatron_rl.trainer.data.order import Curriculum, RowOrder
+from megatron_rl.trainer.data.order import Curriculum, MixedOrder, RowOrder
 from megatron_rl.trainer.data.prompts import PromptSource, read_prompts
-from megatron_rl.trainer.data.sources import MixedOrder
 from megatron_rl.trainer.loop.evaluator import summarize
 from megatron_rl.trainer.loop.measures import measure_batches
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.models import SIZES
-from megatron_rl.config.rank_bytes import count_streamed
 from megatron_rl.errors import InputError
+from megatron_rl.shared.device_memory import count_streamed
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec

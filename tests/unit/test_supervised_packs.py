@@ -16,8 +16,7 @@ from megatron_rl.shared.protocol.wire import Plan
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.learner import TrainingFailed
-from megatron_rl.trainer.loop.supervised.packs import Demonstrations, Packer, Packs, divide_held_out
-from megatron_rl.trainer.loop.supervised.stage import _check
+from megatron_rl.trainer.loop.supervised import Demonstrations, Packer, Packs, _check, divide_held_out
 
 
 def draw(number: int) -> Demonstration:

@@ -8,7 +8,7 @@ from rich.console import Console
 from megatron_rl.analysis.picture import picture
 from megatron_rl.analysis.report.data import RunFiles
 from megatron_rl.observe.progress import Shown, display, line_of
-from megatron_rl.observe.summary import RunPaths, summary_lines, text_curves
+from megatron_rl.observe.summary import summary_lines, text_curves
 
 LINE = {
     "version": 4, "loss": 1.25, "demonstrations": 8, "evaluation": {"loss": 1.5, "num_tokens": 40},
@@ -35,7 +35,7 @@ def test_the_display_counts_no_groups_where_there_are_none():
 
 def test_the_summary_says_what_became_of_the_losses():
     lines = summary_lines(
-        [{**LINE, "version": 0}, {**LINE, "loss": 0.5}, {"version": 5, "evaluation": {"loss": 0.75}}], RunPaths()
+        [{**LINE, "version": 0}, {**LINE, "loss": 0.5}, {"version": 5, "evaluation": {"loss": 0.75}}], {}
     )
     rows = [line.split() for line in lines]
     assert ["loss", "1.250", "at", "version", "0,", "0.500", "at", "version", "4"] in rows

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.settings import LoopConfig
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.measures import Learned, Measures
-from megatron_rl.trainer.loop.reporter import Reporter, RunLog
+from megatron_rl.trainer.loop.reporter import Reporter, RunLog, Untraced
 from megatron_rl.trainer.loop.saver import RunState
-from megatron_rl.trainer.loop.stop import Course, ExitLimits, StopRequest
-from megatron_rl.trainer.loop.tracing import Untraced
+from megatron_rl.trainer.loop.stop import Course, StopRequest
 from megatron_rl.trainer.loop.trainer import Trainer
 
 
@@ -98,7 +98,7 @@ def trained(
     stop = StopRequest(1.0, lambda reason: None)
     hook = stop._asked.set if is_asked else lambda: None
     stage: Any = NotedStage(RunLog(told, Timeline(), Untraced()), events, hook, fingerprint)
-    course = Course(version, num_iterations, stop, ExitLimits(interval, None, lambda: 0.0))
+    course = Course(version, num_iterations, stop, LoopConfig(exit_interval=interval), lambda: 0.0)
     reached = Trainer(alone(), stage, stage, course).train()
     return reached, events, told.written
 
@@ -144,7 +144,7 @@ def test_a_trainer_closes_its_stage_even_if_the_terminal_is_lost():
             raise OSError("the terminal is lost")
 
     stage: Any = NotedStage(RunLog(Lost(), Timeline(), Untraced()), events)
-    course = Course(0, 1, StopRequest(1.0, lambda reason: None), ExitLimits(None, None, lambda: 0.0))
+    course = Course(0, 1, StopRequest(1.0, lambda reason: None), LoopConfig(), lambda: 0.0)
     trainer = Trainer(alone(), stage, stage, course)
     with pytest.raises(OSError, match="the terminal is lost"):
         trainer.tidy()

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.observe.progress import line_of
-from megatron_rl.observe.summary import RunPaths, summary_lines
+from megatron_rl.observe.summary import summary_lines
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import (
     ENVIRONMENT,
@@ -158,7 +158,7 @@ def test_a_failure_is_not_truncated_and_is_shown_with_the_first_reason() -> None
         )
         assert failures.follow(metrics) is None
         assert (equal.follow(metrics) is None) == (metrics is every)
-    rows = summary_lines([{**metrics, "version": version} for version, metrics in enumerate((some, every))], RunPaths())
+    rows = summary_lines([{**metrics, "version": version} for version, metrics in enumerate((some, every))], {})
     assert any(re.search(r"failed responses +0.500 +at version 0, +1.000 +at version 1", row) for row in rows)
 
 

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from megatron_rl import versions
+from megatron_rl.shared.device_memory import EngineMemory
 from megatron_rl.shared.protocol.wire import Sampling, Weights
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.vllm import flags, invariant, patches, scheduler, scoring
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
 from megatron_rl.sidecar.vllm.connection import METRICS_PREFIX
-from megatron_rl.sidecar.vllm.memory import EngineMemory
 from megatron_rl.sidecar.vllm.server import ServerConfig, _command, _environment
 from tests.sidecar.test_vllm_invariant import make_impl
 from tools import vllm_facts

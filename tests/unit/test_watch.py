@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.config.settings import LoopConfig
 from megatron_rl.errors import PlatformError
 from megatron_rl.observe.rank_places import read_places
 from megatron_rl.trainer.loop import lifelines, watch
 from megatron_rl.trainer.loop.lifelines import Hub, Spoke, listen
-from megatron_rl.trainer.loop.stop import ExitLimits, StopRequest
+from megatron_rl.trainer.loop.stop import Course, StopRequest
 from megatron_rl.trainer.loop.watch import Stalls
 from tests.ranks import ROOT, free_port
 
@@ -102,12 +103,16 @@ class Ranks:
         return [process.returncode for process in self.processes], errors
 
 
-def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it():
-    with Ranks("error", 3) as ranks:
+def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it_and_it_tells_the_launcher(tmp_path):
+    path = tmp_path / "error.json"
+    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
         codes, errors = ranks.ends()
     assert codes == [4, 4, 4]
     for text in errors:
         assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
+    assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
 @pytest.mark.parametrize("what", ["error", "crash"])
@@ -123,15 +128,6 @@ def test_a_rank_that_is_killed_is_named_once_where_the_others_share_a_terminal(t
         ranks.processes[2].kill()
         assert ranks.ends()[0] == [5, 5, -signal.SIGKILL, 5]
     assert (tmp_path / "errors").read_text().count("the run ended: its process ended without a message") == 1
-
-
-def test_the_launcher_is_told_the_reason_by_the_rank_that_failed(tmp_path):
-    path = tmp_path / "error.json"
-    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
-        ranks.ends()
-    message = json.loads(path.read_text())["message"]
-    assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
-    assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
 def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
@@ -174,12 +170,12 @@ def test_ranks_are_stalled_when_none_makes_progress_and_none_waits_for_others(sa
     clock = Clock()
     stalls = Stalls(600, clock)
     for rank in (0, 1):
-        stalls.heard(rank, 1, "train")
+        stalls.receive(rank, 1, "train")
     found = []
     for time_ in range(0, 1300, 30):
         clock.seconds = time_
         for said in says(time_):
-            stalls.heard(*said)
+            stalls.receive(*said)
         found.append(stalls.find() is not None)
     assert found == [is_stalled and time_ > 600 for time_ in range(0, 1300, 30)]
 
@@ -188,7 +184,7 @@ def test_what_a_rank_says_of_its_place_counts_as_progress():
     clock, first = Clock(), watch.Watch(0, 2)
     first._stalls = stalls = Stalls(600, clock)
     for clock.seconds in range(0, 1800, 300):
-        first.heard(["at", 1, clock.seconds, "train", "host"])
+        first.receive(["at", 1, clock.seconds, "train", "host"])
         assert stalls.find() is None
     clock.seconds += 601
     assert "(ranks 1 in train)" in (stalls.find() or "")
@@ -198,7 +194,7 @@ def test_a_stall_says_where_every_rank_is():
     clock = Clock()
     stalls = Stalls(600, clock)
     for rank, part in enumerate(("train", "update", "train")):
-        stalls.heard(rank, 5, part)
+        stalls.receive(rank, 5, part)
     clock.seconds = 601
     assert "(ranks 0, 2 in train; 1 in update)" in (stalls.find() or "")
 
@@ -282,7 +278,7 @@ class Peer:
         self.losses: list[int] = []
         self.event = threading.Event()
 
-    def heard(self, message) -> None:
+    def receive(self, message) -> None:
         self.messages.append(message)
         self.event.set()
 
@@ -451,20 +447,17 @@ def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once
     )
 
 
-def test_a_run_ends_after_the_given_number_of_iterations_or_a_multiple_of_it() -> None:
-    limits = ExitLimits(3, None, lambda: 1e9)
-    assert [version for version in range(1, 8) if limits.find_reason(version)] == [3, 6]
-    assert limits.find_reason(3) == "--exit-interval 3"
-
-
-def test_a_run_ends_after_the_iteration_in_which_it_gets_too_old() -> None:
-    seconds = iter([119.0, 120.0, 120.5])
-    limits = ExitLimits(None, 2, lambda: next(seconds))
-    assert [limits.find_reason(version) for version in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
-
-
-def test_a_run_without_limits_does_not_ask_how_old_it_is() -> None:
-    def fail() -> float:
-        raise AssertionError
-
-    assert ExitLimits(None, None, fail).find_reason(1) is None
+@pytest.mark.parametrize(
+    ("limits", "seconds", "ends"),
+    [
+        (LoopConfig(exit_interval=3), [1e9] * 7, [3, 6]),
+        (LoopConfig(exit_minutes=2), [119.0, 120.0, 120.5], [3]),
+        # A run without limits does not ask how old it is.
+        (LoopConfig(), [], []),
+    ],
+)
+def test_a_run_ends_at_a_multiple_of_iterations_or_after_the_one_in_which_it_gets_too_old(
+    limits: LoopConfig, seconds: list[float], ends: list[int]
+) -> None:
+    course = Course(0, 9, StopRequest(1.0, lambda reason: None), limits, iter(seconds).__next__)
+    assert [version for version in range(1, 1 + (len(seconds) or 3)) if course.is_over(version)] == ends

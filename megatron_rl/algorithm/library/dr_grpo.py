@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def compute_advantages(group: ScoredGroup, settings: Any) -> "np.ndarray":
-    """Compute r - mean."""
     return subtract_mean(group.rewards_K)
 
 

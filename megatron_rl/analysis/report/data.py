@@ -107,7 +107,6 @@ class ReportData:
         }
 
     def __len__(self) -> int:
-        """Return the number of runs."""
         return len(self._runs)
 
     def read_rollouts(self, run: int) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class ReportServer:
 
     @property
     def address(self) -> str:
-        """Return the address that a person opens."""
         return f"{self.origin}/#token={self.token}"
 
     def serve(self) -> None:

@@ -7,6 +7,8 @@ import msgspec
 
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Plan, Proof, Sampling
 
+FILE_NAME = "audit.jsonl"
+
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """An event of a run; each kind of event has its own fields and tag."""

@@ -22,6 +22,7 @@ from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Proof, Response, Submission
 from megatron_rl.shared.records.append_file import AppendFile
 from megatron_rl.shared.records.audit_events import (
+    FILE_NAME,
     AnyEvent,
     Complete,
     Continued,
@@ -42,7 +43,6 @@ from megatron_rl.shared.records.audit_events import (
     TrainedWith,
 )
 
-FILE_NAME = "audit.jsonl"
 MAX_BYTES = 64 << 20
 
 

@@ -8,6 +8,7 @@ the flags set a value that the user may not set, a line is printed for each, and
 import argparse
 import asyncio
 import importlib
+import itertools
 import os
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.shared.device_memory import EngineMemory
 
 FLAG = "--rollout-vllm-args"
 # Flags of vLLM that are set for engines already, each with our flag that decides its value; None if no flag does.
@@ -37,6 +39,8 @@ _SET = {
 }  # fmt: skip
 FLAGS_OF_DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 """All names of the flags with which vLLM drafts tokens. Each takes one value."""
+MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
+"""Flags with which a user divides a device's memory, in place of --rollout-colocate."""
 FLAGS_OF_STAGES = ("--pipeline-parallel-size", "-pp")
 """All names of the flag that divides layers into stages."""
 # Flags with which tokens lack experts, with the reason.
@@ -104,6 +108,27 @@ def find_flag(text: str, *flags: str) -> str | None:
     except UsageError:
         return None
     return next((meant[0] for word in words if (meant := _find_meant(word, flags))), None)
+
+
+def is_divided_by_user(vllm_args: str) -> bool:
+    """Check whether a user's flags of vLLM divide the memory."""
+    return names_flag(split_flags(vllm_args), *MEMORY_FLAGS)
+
+
+def read_share(vllm_args: str) -> float:
+    """Return the share of a device that a user's flags of vLLM give an engine; half if they say it in another way."""
+    words = " ".join(split_flags(vllm_args)).replace("=", " ").split()
+    given = [value for name, value in itertools.pairwise(words) if name == MEMORY_FLAGS[0]]
+    try:
+        return float(given[-1])
+    except (IndexError, ValueError):
+        return 0.5
+
+
+def list_memory_flags(memory: EngineMemory) -> Iterator[str]:
+    """Yield the flags of vLLM that give an engine this memory."""
+    yield from ("--gpu-memory-utilization", str(memory.share))
+    yield from ("--kv-cache-memory-bytes", str(memory.cache_bytes))
 
 
 def drop_flags(words: Sequence[str], *flags: str) -> tuple[str, ...]:

@@ -23,15 +23,14 @@ import megatron_rl
 from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import UsageError
+from megatron_rl.shared.device_memory import EngineMemory, find_slot_rank
 from megatron_rl.shared.protocol.wire import Transport
 from megatron_rl.shared.weights.families import find_family, read_architecture
 from megatron_rl.sidecar.engines.hosts import SERVER_KEEPS_SECONDS
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.temporary import SOCKET_FOLDER_BYTES
-from megatron_rl.sidecar.vllm import memory as vllm_memory
 from megatron_rl.sidecar.vllm import parts as vllm_parts
-from megatron_rl.sidecar.vllm.flags import FLAG, names_flag, split_flags
-from megatron_rl.sidecar.vllm.memory import EngineMemory
+from megatron_rl.sidecar.vllm.flags import FLAG, list_memory_flags, names_flag, split_flags
 from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
@@ -197,7 +196,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.is_batch_invariant and config.device == "cpu":
         command += ["--worker-cls", INVARIANT_WORKER]
     if config.lora_rank:
-        rank = str(vllm_memory.find_slot_rank(config.lora_rank))
+        rank = str(find_slot_rank(config.lora_rank))
         command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", rank]
     if eager:
         command.append("--enforce-eager")
@@ -212,7 +211,7 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.part is not None:
         command += vllm_parts.list_flags(config.part)
     if config.memory is not None:
-        command += vllm_memory.list_flags(config.memory)
+        command += list_memory_flags(config.memory)
     if config.transport != "shm":
         # vllm-ascend registers its HCCL engine under the name of vLLM's for NCCL.
         backend = "nccl" if config.transport == "hccl" else config.transport

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.shared.device_memory import FLAG_OF_SHARING
 from megatron_rl.sidecar.vllm import flags as vllm_flags
-from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING
 
 FLAG, VLLM_FLAG = "--rollout-speculative", vllm_flags.FLAGS_OF_DRAFTS[0]
 PACKAGE = "arctic-inference==0.1.1"

@@ -62,7 +62,6 @@ class Batch:
         return len(self.engine_log_probs_N)
 
     def spread_advantages(self) -> torch.Tensor:
-        """Return the advantage of each target."""
         if self.turn_advantages_N is not None:
             return self.turn_advantages_N
         # index_select: its result does not depend on the number of threads.

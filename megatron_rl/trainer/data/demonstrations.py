@@ -47,7 +47,6 @@ class Demonstration:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all turns."""
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
 
@@ -153,7 +152,6 @@ def _fitting(
 
 
 def tokenize(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[Demonstration]:
-    """Yield the rows as demonstrations, in their order."""
     for start in range(0, len(rows), _ROWS_AT_A_TIME):
         batch = rows[start : start + _ROWS_AT_A_TIME]
         written = [_write(row, tokenizer) for row in batch]

@@ -21,8 +21,6 @@ Tokens = Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A segment of the buffer."""
-
     tokens: Tokens
     parent: int
     response: int | None = None

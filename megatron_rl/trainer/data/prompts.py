@@ -16,9 +16,8 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.shared.protocol.wire import JSON, Prompt, decode_tokens
-from megatron_rl.trainer.data.order import Curriculum, RowOrder, draw_held_out, leave_out
+from megatron_rl.trainer.data.order import Curriculum, MixedOrder, RowOrder, draw_held_out, leave_out
 from megatron_rl.trainer.data.prompt_files import Row, name_files, read_rows
-from megatron_rl.trainer.data.sources import MixedOrder
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 
 

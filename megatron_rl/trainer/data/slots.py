@@ -106,12 +106,10 @@ class IterationSlots:
             self._made.pop(index, None)
 
     def select_update(self, update: int) -> "UpdateSlots":
-        """Return the slots of one update."""
         first = update * self.division.slots_per_update
         return UpdateSlots(self, range(first, first + self.division.slots_per_update))
 
     def select_after(self, update: int) -> "UpdateSlots":
-        """Return the slots of all later updates."""
         return UpdateSlots(self, range((update + 1) * self.division.slots_per_update, len(self)))
 
     def list_facts(self, indices: range | None = None) -> list[BatchFacts]:

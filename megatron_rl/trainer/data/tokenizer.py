@@ -143,7 +143,6 @@ class PromptTokenizer:
         return [{"role": "system", "content": system}, *messages]
 
     def _tokens(self, rows: Sequence[Row], texts: Sequence[str | list[JSON]]) -> list[np.ndarray]:
-        """Return the tokens of each prompt, checked."""
         tokens: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(rows)
         plain = [number for number, text in enumerate(texts) if isinstance(text, str)]
         chats = [number for number, text in enumerate(texts) if not isinstance(text, str)]
@@ -158,7 +157,6 @@ class PromptTokenizer:
         return tokens
 
     def encode(self, texts: Sequence[Any], adds_special_tokens: bool) -> list[np.ndarray]:
-        """Return the tokens of each text."""
         if not texts:
             return []
         ids = self.tokenizer(

@@ -16,10 +16,10 @@ from megatron_rl.versions import leave_backends_to_platforms
 
 if TYPE_CHECKING:
     from megatron_rl.command_line.run import RunSettings
-    from megatron_rl.trainer.mcore.recipe_parts import Recipe
+    from megatron_rl.trainer.loop.rank import Recipe
 
 # Less than lifelines.NOTICED_SECONDS, within which the loss of a rank is noticed.
-_PATIENCE_SECONDS = 15.0
+_TIMEOUT_SECONDS = 15.0
 _SILENCE_SECONDS = 5.0
 
 
@@ -44,7 +44,7 @@ class Entry:
                 self.say(problem)
             tell_launcher("\n".join(error.problems))
             # Rank 0 finds the same mistakes in the command line, and others on its host: it may report first.
-            self._watch.tell(error, patience=_PATIENCE_SECONDS if isinstance(error, UsageError) else 0.0)
+            self._watch.tell(error, timeout=_TIMEOUT_SECONDS if isinstance(error, UsageError) else 0.0)
             return error.exit_code
         except KeyboardInterrupt as interrupt:
             self.say("interrupted")
@@ -94,9 +94,8 @@ class Entry:
         # These import Megatron, and parsing has installed the platform before.
         from megatron_rl.observe.startup import Startup
         from megatron_rl.trainer.loop.run import train
-        from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
 
-        return train(settings, watch=self._watch, startup=Startup(self._begun), recipe=recipe or STAND_ALONE)
+        return train(settings, watch=self._watch, startup=Startup(self._begun), recipe=recipe)
 
     def say(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)

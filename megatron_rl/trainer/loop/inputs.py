@@ -1,15 +1,15 @@
 """The data of a run, and checks of weights and checkpoints. Only the tokenizing comes after a sidecar's start."""
 
 import dataclasses
+import importlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
 from megatron_rl.command_line.own_files import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
-from megatron_rl.environments.pool import describe_environment
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics
@@ -20,13 +20,17 @@ from megatron_rl.shared.records.audit_events import list_changes
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar.hosts.kinds import find_secrets
-from megatron_rl.sidecar.reading import check_offered
-from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
 from megatron_rl.trainer.loop.saver import check_kept, find_missing_hf
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
-from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
-from megatron_rl.trainer.mcore.checkpoint.schedule import check_loaded_schedule
+from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA, check_loaded_schedule
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.data.demonstrations import DemonstrationSource
+
+# Modules that only runs with an environment, or with demonstrations, import.
+_ENVIRONMENTS, _READING = "megatron_rl.environments.pool", "megatron_rl.sidecar.reading"
+_DEMONSTRATIONS = "megatron_rl.trainer.data.demonstrations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +38,14 @@ class Inputs:
     """The data of a run: prompts or demonstrations on rank 0, as --stage says; nothing on the other ranks."""
 
     prompts: PromptSource | None = None
-    demonstrations: DemonstrationSource | None = None
+    demonstrations: "DemonstrationSource | None" = None
     notes: tuple[str, ...] = ()
     """Lines for people about the settings and the data."""
     is_finished: bool = False
     """Whether the checkpoint leaves nothing to do; a note says so."""
 
     @property
-    def data(self) -> PromptSource | DemonstrationSource | None:
+    def data(self) -> "PromptSource | DemonstrationSource | None":
         """The source that the run reads from; on rank 0."""
         return self.demonstrations if self.prompts is None else self.prompts
 
@@ -95,9 +99,10 @@ def _describe_environment(settings: RunSettings) -> Description | None:
         return None
     processes = build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
     # The log is the sidecar's.
-    offered = describe_environment(settings.environment, dataclasses.replace(processes, log=None))
+    pool, reading = importlib.import_module(_ENVIRONMENTS), importlib.import_module(_READING)
+    offered: Description = pool.describe_environment(settings.environment, dataclasses.replace(processes, log=None))
     if settings.sidecar is not None:
-        check_offered(offered, settings.sidecar)
+        reading.check_offered(offered, settings.sidecar)
     return offered
 
 
@@ -115,15 +120,16 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Descript
     )
 
 
-def _load_demonstrations(settings: RunSettings) -> DemonstrationSource:
+def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
     assert settings.model.hf_model is not None
-    return load_demonstrations(
+    loaded: DemonstrationSource = importlib.import_module(_DEMONSTRATIONS).load_demonstrations(
         settings.data,
         settings.model.hf_model,
         seed=settings.training.seed,
         longest=settings.sizes.longest_response,
         vocab_size=settings.architecture.vocab_size,
     )
+    return loaded
 
 
 def _check_weights(settings: Settings) -> None:

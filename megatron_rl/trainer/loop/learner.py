@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,11 +20,19 @@ from megatron_rl.trainer.loop.mismatch import MismatchBeyond, ReplicaMismatch, c
 from megatron_rl.trainer.mcore.model.replay import take_counts
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.auxiliary import take_losses
-from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, is_reporter, loss_scale, run_schedule
+from megatron_rl.trainer.mcore.step.forward_step import (
+    PolicyStep,
+    Unreplayed,
+    is_reporter,
+    loss_scale,
+    measure_unreplayed,
+    run_schedule,
+)
 from megatron_rl.trainer.mcore.step.policy import Policy
 from megatron_rl.trainer.mcore.step.roles import Roles
-from megatron_rl.trainer.mcore.step.trace import StepTrace
-from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed, measure_unreplayed
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 
 class TrainingFailed(MegatronRLError):
@@ -42,7 +51,7 @@ class Learner:
         objective: Objective,
         session: Session,
         timeline: Timeline | None = None,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         num_kept: int = 0,
     ):
         """`trace` records when each pass runs. The log-probs of the first `num_kept` slots are kept."""
@@ -58,7 +67,7 @@ class Learner:
         self._is_divided = GroupAdvantages(objective.config).is_divided
 
     def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
-        """Make the updates in turn, each over its own slots; raise before one whose mismatch is beyond the bound."""
+        """Make the updates, each over its own slots; raise before one whose mismatch is beyond the bound."""
         self._kept = {}
         statistics: list[Statistics] = []
         parts: list[ReplicaMismatch] = []

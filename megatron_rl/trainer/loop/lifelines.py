@@ -31,8 +31,8 @@ Message = list[Any]
 class Peer(Protocol):
     """Hears the other ranks; called from the connections' thread."""
 
-    def heard(self, message: Message) -> None:
-        """Take a message from a rank."""
+    def receive(self, message: Message) -> None:
+        """Receive a message from a rank."""
         ...
 
     def lost(self, rank: int) -> None:
@@ -41,8 +41,6 @@ class Peer(Protocol):
 
 
 class Lines(Protocol):
-    """The connections of a rank."""
-
     def tell(self, *message: Any) -> None:
         """Send the message to all connected ranks, and to those that connect later."""
         ...
@@ -60,9 +58,7 @@ class Lines(Protocol):
         """The expected ranks that have never connected."""
         ...
 
-    def close(self) -> None:
-        """Close the connections."""
-        ...
+    def close(self) -> None: ...
 
 
 class _End(abc.ABC):
@@ -142,7 +138,7 @@ class Hub(_End):
         messages = line.receive()
         for message in messages or ():
             if self._lines[line] is not None:
-                self._peer.heard(message)
+                self._peer.receive(message)
             elif (rank := _read_greeting(message)) is not None:
                 self._welcome(line, rank)
             else:
@@ -210,7 +206,7 @@ class Spoke(_End):
         while not self._closed.is_set() and (messages := line.receive()) is not None:
             for message in messages:
                 if self._connected.is_set():
-                    self._peer.heard(message)
+                    self._peer.receive(message)
                 elif _read_greeting(message) == 0:
                     self._connected.set()
                 else:

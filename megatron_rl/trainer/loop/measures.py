@@ -46,7 +46,6 @@ class Measures(msgspec.Struct):
 
 
 def measure_batches(batches: Iterable[BatchFacts]) -> Measures:
-    """Measure the batches of a replica."""
     measures = Measures()
     for batch in batches:
         measures.add("tokens.computed", batch.num_tokens)
@@ -95,8 +94,6 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOutcome:
-    """The outcome of an optimizer step."""
-
     gradient_norm: float
     learning_rate: float
     was_taken: bool

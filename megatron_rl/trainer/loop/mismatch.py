@@ -10,7 +10,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.protocol.probe import find_allowance, find_coarsest_dtype
 from megatron_rl.shared.protocol.wire import EngineKind, Mismatch
-from megatron_rl.trainer.mcore.step.unreplayed import Unreplayed
+from megatron_rl.trainer.mcore.step.forward_step import Unreplayed
 
 HEALTHY = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Mean difference of a healthy run in each precision, with some room."""

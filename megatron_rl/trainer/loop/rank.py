@@ -3,11 +3,29 @@
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.observe.startup import Startup
-from megatron_rl.trainer.mcore.recipe_parts import Recipe
+from megatron_rl.trainer.mcore.model.gpt import BuildModel, build_model
 from megatron_rl.trainer.mcore.session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The parts in which a run of a Megatron recipe differs from a run that stands alone."""
+
+    build_model: BuildModel = build_model
+    saved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The recipe's arguments, which Megatron expects in a checkpoint next to model and optimizer."""
+    open_sinks: Callable[[], Sequence[Any]] | None = None
+    """The opener of the recipe's own writers, which get rank 0's metrics in place of our flags' writers."""
+    finish_iteration: Callable[[int], None] = lambda version: None
+    """A function that every rank calls at the end of a version's iteration."""
+
+
+STAND_ALONE = Recipe()
 
 
 @dataclasses.dataclass(frozen=True)

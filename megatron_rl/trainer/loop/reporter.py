@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.command_line.describe import describe_run
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.observe import drift_file, run_folder
 from megatron_rl.observe import metrics as metrics_file
+from megatron_rl.observe import run_folder
 from megatron_rl.observe import samples as samples_file
 from megatron_rl.observe.metrics import MetricsFile
 from megatron_rl.observe.progress import Progress, progress_of
@@ -36,10 +37,13 @@ from megatron_rl.shared.protocol.wire import Group, GroupPart, Response, decode_
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.loop.equal_rewards import EqualRewards, Failures
 from megatron_rl.trainer.loop.mismatch import LEAST_CORRECTED, find_warning_bound
-from megatron_rl.trainer.loop.rank import Rank
-from megatron_rl.trainer.loop.tracing import RankTrace, Untraced, open_trace
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE
+from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank
 
+if TYPE_CHECKING:
+    from megatron_rl.trainer.loop.tracing import RankTrace
+
+# The module that only runs with --trace on import.
+_TRACING = "megatron_rl.trainer.loop.tracing"
 _FOLLOW_SECONDS = 0.5
 # Decimals of a log-prob in the samples.
 _DECIMALS = 5
@@ -232,7 +236,7 @@ class SamplesReporter(MetricsReporter):
             for slot, batch in enumerate(batches)
             for part, of_part in _divide_log_probs(batch.parts, log_probs.get(slot))
         )
-        # A group may be split over several slots, one after the other.
+        # A group may be split over several consecutive slots.
         for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
             left = self._samples.left(version)
             if left <= 0:
@@ -318,13 +322,29 @@ def _round(log_probs: np.ndarray) -> list[float]:
     return [round(value, _DECIMALS) for value in log_probs.tolist()]
 
 
+class Untraced:
+    """Records nothing: for runs without a trace."""
+
+    recorder = None
+    steps = None
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @dataclasses.dataclass(frozen=True)
 class RunLog:
     """The records of a rank while the run lives: reports for people, times, and the trace."""
 
     reporter: Reporter
     timeline: Timeline
-    trace: RankTrace | Untraced
+    trace: Union["RankTrace", Untraced]
     finish_iteration: Callable[[int], None] = lambda version: None
     """Called by every rank when the iteration of a version is over."""
 
@@ -346,7 +366,7 @@ def open_log(
     settings, startup = rank.settings, rank.startup
     trace: RankTrace | Untraced = Untraced()
     if settings.observe.trace == "on":
-        trace = open_trace(settings.folder, rank.session, version, client, rank.say)
+        trace = importlib.import_module(_TRACING).open_trace(settings.folder, rank.session, version, client, rank.say)
         rank.stack.callback(trace.close)
     timeline, reporter = Timeline(recorder=trace.recorder), Reporter()
     if rank.session.rank == 0:
@@ -386,7 +406,7 @@ def build_reporter(
         file.restart(version)
     if not version:
         # Its findings are about the weights of an earlier run.
-        (folder / drift_file.FILE_NAME).unlink(missing_ok=True)
+        (folder / run_folder.DRIFT_FILE).unlink(missing_ok=True)
     sinks = sinks_of(observe, settings.name, version, progress.say) if others is None else Sinks(others, progress.say)
     if advantages is None or samples is None:
         return MetricsReporter(0, metrics, sinks, progress)

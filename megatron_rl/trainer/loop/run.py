@@ -1,8 +1,9 @@
-"""One rank of a run, from the settings to the exit code. `build.py` makes its parts."""
+"""One rank of a run, from the settings to the exit code; and the parts of a run, each made after what it needs."""
 
 import contextlib
 import datetime
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm import plug_ins
+from megatron_rl.command_line.own_files import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import AttentionConfig, Settings
@@ -19,23 +22,28 @@ from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe.rank_places import RankPlaces
 from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
-from megatron_rl.observe.summary import RunPaths, print_summary
+from megatron_rl.observe.summary import print_summary
 from megatron_rl.ops import main_gradients
 from megatron_rl.shared.garbage import leaving_out_what_exists
-from megatron_rl.shared.records.audit_log import FILE_NAME as AUDIT_FILE
+from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
-from megatron_rl.trainer.loop.build import build_trainer
-from megatron_rl.trainer.loop.colocation import begin_count, share_device
+from megatron_rl.trainer.loop.grpo import build_grpo
 from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
-from megatron_rl.trainer.loop.rank import Rank, print_note
+from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
+from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
-from megatron_rl.trainer.loop.stop import StopRequest
-from megatron_rl.trainer.loop.trainer import Trainer
+from megatron_rl.trainer.loop.stop import Course, StopRequest
+from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference
+
+# Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
+_SUPERVISED = "megatron_rl.trainer.loop.supervised"
+_RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
+_BRIDGE = "megatron_rl.trainer.mcore.bridge"
 
 
 def train(
@@ -43,7 +51,7 @@ def train(
     watch: Watch | None = None,
     schedule: Schedule | None = None,
     startup: Startup | None = None,
-    recipe: Recipe = STAND_ALONE,
+    recipe: Recipe | None = None,
 ) -> int:
     """Run one rank from start to end and return the exit code. `schedule` replaces the one that --schedule names.
 
@@ -69,7 +77,7 @@ def train(
                 check_same_attention(session.gather(settings.attention))
                 if not session.broadcast(inputs.is_finished):
                     settings = _prepare_device(settings, session, startup)
-                    rank = Rank(settings, session, recipe, startup, parts)
+                    rank = Rank(settings, session, recipe or STAND_ALONE, startup, parts)
                     trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
             if trainer is not None:
                 _train(settings, trainer, watch, stop, sidecar)
@@ -84,14 +92,15 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
     """
     if settings.observe.progress != "none":
         startup.show(sys.stdout)
-    sidecar = None
-    with begin_count(settings) or contextlib.nullcontext() as count:
+    sidecar, of_sidecar = None, settings.sidecar
+    is_shared = of_sidecar is not None and of_sidecar.rollout.is_colocated
+    memory = importlib.import_module(_RANK_MEMORY) if is_shared else None
+    with (memory and memory.begin_count(settings)) or contextlib.nullcontext() as count:
         checked = check_inputs(settings)
         startup.end_part("checks")
-        if settings.sidecar is not None and not checked.is_finished:
-            of_sidecar = settings.sidecar
-            if of_sidecar.rollout.is_colocated:
-                of_sidecar, line = share_device(settings, count)
+        if of_sidecar is not None and not checked.is_finished:
+            if memory is not None:
+                of_sidecar, line = memory.share_device(settings, count)
                 startup.say(line)
             sidecar = OwnSidecar(of_sidecar)
             startup.say(f"sidecar: started, its log is {sidecar.log}")
@@ -165,7 +174,6 @@ def _find_waiting(settings: Settings) -> datetime.timedelta:
 def _train(
     settings: RunSettings, trainer: Trainer, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
 ) -> None:
-    """Run the loop, tidied if this process is ended, and on rank 0 print the summary."""
     places = RankPlaces(settings.folder) if watch.rank == 0 else None
     watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
     with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer), leaving_out_what_exists():
@@ -184,14 +192,14 @@ def _print_summary(settings: RunSettings, trainer: Trainer) -> None:
     """Print the run's results and where its files are."""
     trainer.log.reporter.close()
     is_sampled = settings.run.stage == "grpo"
-    places = RunPaths(
-        checkpoint=trainer.saver.last_saved,
-        hf_weights=trainer.saver.last_hf,
-        metrics=settings.folder / metrics.FILE_NAME,
-        samples=settings.folder / samples.FILE_NAME if is_sampled else None,
-        audit_log=settings.folder / AUDIT_FILE if is_sampled else None,
-        tensorboard=settings.observe.tensorboard_dir,
-    )
+    places = {
+        "checkpoint": trainer.saver.last_saved,
+        "Hugging Face weights": trainer.saver.last_hf,
+        "metrics": settings.folder / metrics.FILE_NAME,
+        "samples": settings.folder / samples.FILE_NAME if is_sampled else None,
+        "audit log": settings.folder / AUDIT_FILE if is_sampled else None,
+        "TensorBoard": settings.observe.tensorboard_dir,
+    }
     notes = [note for note in settings.notes if note.startswith("--eval-interval")]
     print_summary(metrics.read_metrics(settings.folder), places, sys.stdout, notes)
 
@@ -220,3 +228,51 @@ def _store_of_rank_0(watch: Watch, timeout: datetime.timedelta) -> dist.Store:
     if port is None:
         raise TimeoutError("rank 0 did not say where its store is")
     return dist.TCPStore(host, port, watch.world_size, is_master=False, timeout=timeout)
+
+
+def build_trainer(
+    rank: Rank, inputs: Inputs, sidecar: OwnSidecar | None, stop: StopRequest, schedule: Schedule
+) -> Trainer:
+    """Build the loop. Only rank 0 has inputs and, if it started one, a sidecar, which starts up meanwhile."""
+    settings, session = rank.settings, rank.session
+    plug_ins.check_agreement(session.gather(describe_own_files(settings)))
+    policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
+    _check_guest(rank, policy)
+    reference = _build_reference(rank, policy)
+    saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe.saved)
+    start = saver.load(rank.say)
+    rank.startup.say("model: built, its weights are loaded")
+    rank.startup.end_part("model and weights")
+    stage: Stage
+    if settings.run.stage == "sft":
+        stage = importlib.import_module(_SUPERVISED).build_supervised(rank, inputs.demonstrations, policy, start)
+    else:
+        stage = build_grpo(rank, inputs.prompts, sidecar, policy, reference, start, schedule)
+    assert settings.training.train_iters is not None
+    course = Course(start.version, settings.training.train_iters, stop, settings.loop, lambda: rank.startup.seconds)
+    return Trainer(session, stage, saver, course)
+
+
+def _check_guest(rank: Rank, policy: Policy) -> None:
+    """Compare the policy, which has the weights of --hf-model, with transformers' if its family is user-defined."""
+    settings = rank.settings
+    if settings.model.weights_bridge is None:
+        return
+    rank.startup.say(f"model: built; {settings.model.weights_bridge} is compared with transformers")
+    assert settings.model.hf_model is not None
+    chunks, multiple_of = policy.chunks, settings.sizes.multiple_of
+    bridge = importlib.import_module(_BRIDGE)
+    rank.startup.say(bridge.check_bridge(chunks, policy.weights, rank.session, settings.model.hf_model, multiple_of))
+    rank.startup.end_part("comparison with transformers")
+
+
+def _build_reference(rank: Rank, policy: Policy) -> Reference | None:
+    """Build the reference; None if no divergence from it is part of the loss."""
+    settings = rank.settings
+    if settings.run.stage == "sft" or settings.algorithm.kl_beta == 0:
+        return None
+    if policy.base is not None:
+        return BaseAsReference(policy, rank.session, settings.publish.dtype)
+    folder = settings.algorithm.ref_model or settings.model.hf_model
+    assert folder is not None
+    return build_reference(settings, rank.session, folder, rank.recipe.build_model)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are due, the values beside model and optimizer, the checks of a resumed run."""
+"""Checkpoints of a run: when they are due, the values next to model and optimizer, the checks of a resumed run."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,6 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ForeignVersion, InputError
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 
@@ -35,7 +34,7 @@ class Data(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The values that an iteration leaves to the next one, beside weights and the place in the data."""
+    """The values that an iteration leaves to the next one, next to weights and the place in the data."""
 
     audit_head: str = ""
     """Head of the sidecar's audit log when the iteration was completed; on rank 0."""
@@ -63,9 +62,9 @@ class Saver:
         run: str,
         prompts: Data | None,
         reference: Reference | None,
-        recipe: Recipe = STAND_ALONE,
+        saved: Mapping[str, Any] | None = None,
     ):
-        """`prompts` are the data of the run; only rank 0 has them."""
+        """`prompts` are the data of the run; only rank 0 has them. `saved` is added to every checkpoint."""
         self._settings = settings
         self._session = session
         self._policy = policy
@@ -73,7 +72,7 @@ class Saver:
         self._prompts = prompts
         self._stops = [] if prompts is None else list(prompts.stops)
         self._start = None if reference is None else reference.start
-        self._checkpointer = Checkpointer(settings, session, policy, reference, recipe)
+        self._checkpointer = Checkpointer(settings, session, policy, reference, saved)
         self._loaded: tuple[int, Path] | None = None
         self._num_done = 0
         self.last_saved: Path | None = None
@@ -158,7 +157,7 @@ class Saver:
 
     @staticmethod
     def _adapters_folder(folder: Path) -> Path:
-        """Return the folder of PEFT's beside that of the merged weights."""
+        """Return PEFT's folder, next to the folder of the merged weights."""
         return folder.with_name(f"{folder.name}_adapter")
 
     def _extra(self, state: RunState) -> dict[str, Any]:

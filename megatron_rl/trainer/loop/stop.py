@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import LoopConfig
 from megatron_rl.errors import ExitCode, MegatronRLError
 
 
@@ -86,46 +86,28 @@ class StopRequest:
         os._exit(reason.exit_code)
 
 
-class ExitLimits:
-    """Limits at which a run ends early, as Megatron's scripts do: saved, and with exit code 0.
-
-    An iteration is never left half done.
-    """
-
-    def __init__(self, interval: int | None, minutes: int | None, count_seconds: Callable[[], float]):
-        """`count_seconds` returns the run's seconds so far."""
-        self._interval = interval
-        self._minutes = minutes
-        self._count_seconds = count_seconds
-
-    def find_reason(self, version: int) -> str | None:
-        """Return the limit that `version` finished iterations reach; None if they reach none."""
-        if self._interval is not None and version % self._interval == 0:
-            return f"--exit-interval {self._interval}"
-        if self._minutes is not None and self._count_seconds() > self._minutes * 60:
-            return f"--exit-duration-in-mins {self._minutes}"
-        return None
-
-
-def build_exit_limits(settings: Settings, count_seconds: Callable[[], float]) -> ExitLimits:
-    """Build the limits that flags set; `count_seconds` returns the run's seconds so far."""
-    return ExitLimits(settings.loop.exit_interval, settings.loop.exit_minutes, count_seconds)
-
-
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """The first and the last iteration of a loop, and the reasons to end earlier."""
+    """The first and the last iteration of a loop, and the reasons to end earlier.
+
+    At the limits that flags set, a run ends as Megatron's scripts do: saved, and with exit code 0. An iteration is
+    never left half done.
+    """
 
     version: int
     """The number of finished iterations when the loop starts."""
     num_iterations: int
     """The number of finished iterations when the run is complete."""
     stop: StopRequest
-    limits: ExitLimits
+    limits: LoopConfig
+    count_seconds: Callable[[], float]
+    """Returns the run's seconds so far."""
 
     def is_over(self, version: int) -> bool:
         """Return whether this rank was asked to stop, or has reached a limit, after `version` iterations."""
-        return self.stop.is_asked or self.limits.find_reason(version) is not None
+        interval, minutes = self.limits.exit_interval, self.limits.exit_minutes
+        is_at_interval = interval is not None and version % interval == 0
+        return self.stop.is_asked or is_at_interval or (minutes is not None and self.count_seconds() > minutes * 60)
 
 
 def _say(text: str) -> None:

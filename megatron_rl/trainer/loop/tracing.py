@@ -38,22 +38,6 @@ class TellsTime(Protocol):
     def clock(self) -> float: ...
 
 
-class Untraced:
-    """Records nothing: for runs without a trace."""
-
-    recorder = None
-    steps = None
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, version: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class RankTrace:
     """The trace of a rank. It cannot fail a run: if its file cannot be written, it says so and ends."""
 
@@ -77,7 +61,6 @@ class RankTrace:
         self._writing = recorder.kind(MAIN, "trace")
 
     def begin(self) -> None:
-        """Begin the first iteration."""
         self._ask(_NUM_QUESTIONS)
         self.recorder.restart()
 

@@ -1,4 +1,4 @@
-"""The loop of a run. The stage decides how an iteration learns: `grpo.py`, `supervised/stage.py`."""
+"""The loop of a run. The stage decides how an iteration learns: `grpo.py`, `supervised.py`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -35,20 +35,18 @@ _ANSWER_SECONDS = 3.0
 _MISSING_SECONDS = 20.0
 # Ranks started together connect in a moment; the imports that follow leave the connecting thread little time.
 _GREETING_SECONDS = 2.0
-# Ranks of one run are started together: one that connects late can still hear of a failure for this long.
+# Ranks of one run are started together: one that connects late can still learn of a failure for this long.
 _LATE_SECONDS = 10.0
 # In these parts of an iteration a rank waits for something that has a deadline of its own.
 _WITH_A_DEADLINE = ("wait", "publish", "evaluate", "save")
 # The number of times that a rank says where it is within the time that it may stay there.
 _NUM_REPORTS = 20
-# Ranks say it more often for people who look at the run's hosts; rank 0 hears this many a second at most.
+# Ranks say it more often for people who look at the run's hosts; rank 0 receives this many a second at most.
 _SECONDS_BETWEEN_REPORTS = 2.0
 _MOST_REPORTS_A_SECOND = 500
 
 
 class Store(Protocol):
-    """A store of torch.distributed."""
-
     def get(self, key: str) -> bytes: ...
 
     def set(self, key: str, value: str) -> None: ...
@@ -123,7 +121,7 @@ class Stalls:
         self._places: dict[int, tuple[int, str]] = {}
         self._since = clock()
 
-    def heard(self, rank: int, num_steps: int, part: str) -> None:
+    def receive(self, rank: int, num_steps: int, part: str) -> None:
         """Note that a rank is in this part of an iteration, after `num_steps` steps."""
         place = num_steps, part
         if self._places.get(rank) != place or part in _WITH_A_DEADLINE:
@@ -146,7 +144,7 @@ class Stalls:
 
 
 class Watch:
-    """A context around the ranks' joint work: within it, once connected, a rank hears of the others' failures."""
+    """A context around the ranks' joint work: within it, once connected, a rank learns of the others' failures."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
@@ -217,7 +215,7 @@ class Watch:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the other ranks hear of this one's end."""
+        """Whether the other ranks learn of this one's end."""
         return self._lines is not None
 
     def say_store(self, port: int) -> None:
@@ -262,7 +260,7 @@ class Watch:
         if self._places is not None:
             self._places.note(rank, host, num_steps, part)
         if self._stalls is not None:
-            self._stalls.heard(rank, num_steps, part)
+            self._stalls.receive(rank, num_steps, part)
 
     def __enter__(self) -> "Watch":
         return self
@@ -290,10 +288,10 @@ class Watch:
             print("".join(traceback.format_exception(error)), file=sys.stderr)
         self._end(self.tell(error))
 
-    def tell(self, error: BaseException, patience: float = 0.0) -> Failure:
+    def tell(self, error: BaseException, timeout: float = 0.0) -> Failure:
         """Tell the other ranks why this one ends; return the reason for which all of them end.
 
-        For `patience` seconds rank 0 may be first to say what it finds itself.
+        For `timeout` seconds rank 0 may be first to say what it finds itself.
         """
         if isinstance(error, KeyboardInterrupt):
             own = self._failure(f"interrupted: {self._followed.describe_interrupt()}", self.rank, ExitCode.INTERRUPTED)
@@ -305,7 +303,7 @@ class Watch:
             return own
         if self.rank == 0:
             return self._decide(own)
-        self._decided.wait(patience)
+        self._decided.wait(timeout)
         self._lines.tell("failed", *own)
         self._decided.wait(_ANSWER_SECONDS)
         return self._first or own
@@ -319,7 +317,7 @@ class Watch:
 
     # Called by the connections, in their own thread.
 
-    def heard(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         match message:
             case ["failed", str(reason), int(rank), int(exit_code), int(speaker), str(place)]:
                 self._failed(Failure(reason, rank, exit_code, speaker, place))

@@ -29,7 +29,7 @@ from megatron_rl.shared.weights.mapping import measure_model
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.sequence import SequencePass
+from megatron_rl.trainer.mcore.step.forward_step import SequencePass
 from megatron_rl.types import Architecture
 
 # The precision of the truth, by that of the run.

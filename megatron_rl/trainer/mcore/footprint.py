@@ -22,9 +22,19 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.config.rank_bytes import count_streamed
 from megatron_rl.config.settings import Settings
-from megatron_rl.ops.log_probs import triton_fused
+from megatron_rl.shared.device_memory import (
+    CHUNK_ROWS,
+    LOGITS,
+    SHARED_VERSIONS,
+    RankSplit,
+    count_chunks_in_flight,
+    count_frozen,
+    count_streamed,
+    keeps_old_policy,
+    make_look_up,
+    read_parameter_bytes,
+)
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.trainer.data.packing import Pack, pack_groups
 from megatron_rl.trainer.mcore.model import context
@@ -34,13 +44,6 @@ from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_chunks
 from megatron_rl.trainer.mcore.model.lora import attach_adapters
 from megatron_rl.trainer.mcore.session import find_coordinates, make_groups
 from megatron_rl.types import ParallelSizes
-
-# The versions in shared memory: the one that engines sample with, and the one before or after it.
-_VERSIONS_SHARED = 2
-# The rows of a chunk of linear layers.
-_CHUNK = 64
-# A block of logits, which its gradient replaces: the largest of any backend.
-_LOGITS_BYTES = triton_fused.MOST_BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +91,11 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         is_last = chunks[-1].post_process
         together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
         of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
-    num_frozen, is_offloaded = _count_frozen(settings, work.num_updates), settings.loop.frozen_offload
+    look_up, is_offloaded = make_look_up(settings), settings.loop.frozen_offload
+    num_frozen = count_frozen(look_up, work.num_updates)
     # The reference of adapters is their base, and the old policy has a copy of them alone.
-    frozen = num_frozen * own.weights if not settings.lora.rank else _has_old(settings, work.num_updates) * own.trained
+    has_old = keeps_old_policy(look_up, work.num_updates)
+    frozen = has_old * own.trained if settings.lora.rank else num_frozen * own.weights
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
     is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
@@ -109,7 +114,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "publish": count_streamed(settings.architecture, dtype.itemsize) if is_published and not is_shared else 0,
     }
     host = {
-        "publish": _VERSIONS_SHARED * num_published * dtype.itemsize if is_published and is_shared else 0,
+        "publish": SHARED_VERSIONS * num_published * dtype.itemsize if is_published and is_shared else 0,
         "optimizer": own.offloaded,
         "frozen": frozen if is_offloaded else 0,
         # A save in the background writes from a copy of everything that the rank writes.
@@ -164,34 +169,21 @@ class _Bytes:
         if settings.ddp.use_distributed_optimizer:
             owned = others / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             owned += experts / parallel_state.get_expert_data_parallel_world_size()
-        state = round(owned * _count_state(settings))
-        config = settings.optimizer
-        share = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+        of_one = read_parameter_bytes(make_look_up(settings))
+        state = round(owned * of_one.state)
         return cls(
             weights=total * size,
             trained=(others + experts) * size,
-            gradients=(others + experts) * (4 if settings.ddp.grad_reduce_in_fp32 else size),
-            optimizer=round(state * (1 - share)),
-            offloaded=round(state * share),
+            gradients=round((others + experts) * of_one.gradient),
+            optimizer=round(state * (1 - of_one.offloaded)),
+            offloaded=round(state * of_one.offloaded),
         )
 
 
 def _count_logits(settings: Settings, pack: Pack) -> int:
     """Count the bytes of the largest block of logits."""
     columns = -(-settings.architecture.vocab_size // settings.parallel_sizes.tensor)
-    return min(_LOGITS_BYTES, pack.num_targets * columns * settings.transformer.params_dtype.itemsize)
-
-
-def _count_state(settings: Settings) -> int:
-    """Count the bytes that the optimizer keeps for a parameter: moments, and a copy if the model has half precision."""
-    config = settings.optimizer
-    num_moments = 2 if config.optimizer == "adam" else 1
-    if config.use_precision_aware_optimizer:
-        # If the copy has two bytes, the weight itself is its upper half.
-        moments = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[:num_moments]
-        return config.main_params_dtype.itemsize + sum(dtype.itemsize for dtype in moments)
-    has_copy = settings.transformer.params_dtype != torch.float32
-    return 4 * (num_moments + has_copy)
+    return min(LOGITS, pack.num_targets * columns * settings.transformer.params_dtype.itemsize)
 
 
 def _count_of_update(settings: Settings, parameters: Sequence[torch.nn.Parameter], state: int) -> int:
@@ -203,29 +195,16 @@ def _count_of_update(settings: Settings, parameters: Sequence[torch.nn.Parameter
     if settings.platform != "cpu" or settings.optimizer.optimizer != "adam":
         return 0
     # A rank with a part of the optimizer's state has no larger tensors than this part.
-    owned = state // _count_state(settings)
+    owned = state // round(read_parameter_bytes(make_look_up(settings)).state)
     sizes = [min(owned, one.numel()) for one in parameters if one.requires_grad and one.ndim > 1]
     return 4 * max((before + 2 * size for before, size in itertools.pairwise([0, *sizes])), default=0)
 
 
-def _count_frozen(settings: Settings, num_updates: int) -> int:
-    """Count the models that are kept beside the policy."""
-    return (settings.algorithm.kl_beta > 0) + _has_old(settings, num_updates)
-
-
-def _has_old(settings: Settings, num_updates: int) -> bool:
-    return num_updates > 1 and settings.loop.tri_model != "separate"
-
-
 def _count_in_flight(settings: Settings, work: Workload, stage: int) -> int:
-    """Count the micro-batches, of one chunk each, that a stage keeps at once, since it runs ahead of later stages."""
     sizes = settings.parallel_sizes
-    ahead = sizes.pipeline - stage - 1
-    virtual = sizes.virtual_pipeline
-    if virtual is None:
-        return min(ahead + 1, work.num_micro_batches)
     together = settings.transformer.microbatch_group_size_per_vp_stage or sizes.pipeline
-    return min(2 * ahead + (virtual - 1) * together + 1, work.num_micro_batches * virtual)
+    split = RankSplit(pipeline=sizes.pipeline, num_virtual=sizes.virtual_pipeline or 1, together=together)
+    return count_chunks_in_flight(split, stage, work.num_micro_batches)
 
 
 def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
@@ -313,7 +292,7 @@ class _Rule(torch.nn.Module):
         *decays_betas, _ = others
         copies = v_THV.shape[1] // q_TGD.shape[1]
         q_THD, k_THD = (one.repeat_interleave(copies, dim=1) for one in (q_TGD, k_TGD))
-        systems = v_THV.new_empty(*v_THV.shape[:2], _CHUNK)
+        systems = v_THV.new_empty(*v_THV.shape[:2], CHUNK_ROWS)
         out_THV: torch.Tensor = _Keeps.apply(v_THV.shape, v_THV, q_THD, k_THD, *decays_betas, systems)
         return out_THV
 

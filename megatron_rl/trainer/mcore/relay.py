@@ -52,8 +52,6 @@ class _Kind(IntEnum):
 
 
 class LoneRank:
-    """The only rank of a replica."""
-
     def fetch(self, ask: Callable[[], bytes]) -> bytes:
         return ask()
 

@@ -102,7 +102,6 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
         return self.platform.device()
 
     @property

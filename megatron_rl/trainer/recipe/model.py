@@ -16,9 +16,9 @@ from megatron_rl.command_line.resolve import list_architecture_fields
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import format_value
+from megatron_rl.trainer.loop.rank import Recipe
 from megatron_rl.trainer.mcore.model.adopt import adopt
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
-from megatron_rl.trainer.mcore.recipe_parts import Recipe
 from megatron_rl.trainer.recipe.writers import MegatronTimers, open_writers
 
 

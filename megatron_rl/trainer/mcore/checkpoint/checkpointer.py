@@ -12,14 +12,13 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-from megatron_rl.config.settings import Settings
+from megatron_rl.config.settings import ScheduleConfig, Settings
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization, state_dict
-from megatron_rl.trainer.mcore.checkpoint.schedule import SAVED, check_schedule
 from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
 from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
+from megatron_rl.trainer.mcore.step.optimizer import resolve_schedule
 from megatron_rl.trainer.mcore.step.policy import BASE, Policy, Reference
 
 EXTRA = "megatron_rl"
@@ -49,7 +48,7 @@ class Checkpointer:
         session: Session,
         policy: Policy,
         reference: Reference | None = None,
-        recipe: Recipe = STAND_ALONE,
+        saved: Mapping[str, Any] | None = None,
     ):
         """Save a `reference` only after it has moved."""
         self._config = settings.checkpoint
@@ -57,7 +56,7 @@ class Checkpointer:
         self._session = session
         self._policy = policy
         self._reference = reference
-        self._recipe = recipe
+        self._saved = saved or {}
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         # The iteration in the --save folder that this run resumed from, if it did.
@@ -165,7 +164,7 @@ class Checkpointer:
     def _collect_without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the state under Megatron's names, and our own state under our keys."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
-        state |= self._recipe.saved
+        state |= self._saved
         if self._policy.base is not None:
             state[BASE] = self._policy.base.fingerprint
         reference = self._reference
@@ -260,3 +259,62 @@ class Checkpointer:
                 f"--no-load-rng to hide this note)"
             )
         return tuple(notes)
+
+
+SAVED = "opt_param_scheduler"
+
+
+def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
+    """Raise an InputError if the checkpoint that --load names has another schedule than the flags."""
+    config = settings.checkpoint
+    if config.load is None or config.finetune or config.no_load_optim:
+        return
+    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
+        return
+    _, source = folders.find(config.load, config.ckpt_step)
+    saved = serialization.read_common(source).get(SAVED)
+    if saved is not None:
+        check_schedule(resolve_schedule(settings, num_updates), saved, settings.schedule, source)
+
+
+def check_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], config: ScheduleConfig, source: Path) -> None:
+    """Raise an InputError that names the flags by which the schedules differ, unless a flag decides for one of them.
+
+    Both use the scheduler's names. Values that the checkpoint lacks are not compared.
+    """
+    if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
+        return
+    # One flag may decide several values.
+    differences = {
+        f"{_flag(name, config)} {value} (the checkpoint's is {saved[name]})": None
+        for name, value in own.items()
+        if name in saved and saved[name] != value
+    }
+    if differences:
+        raise InputError(
+            f"{source} was saved with another schedule than the flags give: {', '.join(differences)}, counted in "
+            f"updates. Write --override-opt-param-scheduler to continue with the flags' schedule from the "
+            f"checkpoint's update. Or write --use-checkpoint-opt-param-scheduler to continue with the checkpoint's, "
+            f"which keeps its last value after its end"
+        )
+
+
+def _flag(name: str, config: ScheduleConfig) -> str:
+    if name == "lr_decay_steps":
+        return "--train-iters" if config.lr_decay_iters is None else "--lr-decay-iters"
+    if name == "lr_warmup_steps":
+        return "--lr-warmup-iters" if config.lr_warmup_fraction is None else "--lr-warmup-fraction"
+    if name == "start_wd":
+        return "--weight-decay" if config.start_weight_decay is None else "--start-weight-decay"
+    if name == "end_wd":
+        return "--weight-decay" if config.end_weight_decay is None else "--end-weight-decay"
+    return _FLAGS[name]
+
+
+_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_decay_style": "--lr-decay-style",
+    "wd_incr_steps": "--train-iters",
+    "wd_incr_style": "--weight-decay-incr-style",
+}

@@ -141,7 +141,7 @@ def prune(folder: Path, latest: int, keep_last: int | None, retain_interval: int
 
 
 def withdraw(target: Path) -> None:
-    """Remove the folder of an iteration that will be written again, and the remains of killed runs beside it."""
+    """Remove the folder of an iteration that will be written again, and the remains of killed runs next to it."""
     if target.exists():
         _remove(target)
     if target.parent.exists():

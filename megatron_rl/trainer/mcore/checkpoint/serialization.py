@@ -55,7 +55,7 @@ _WRITERS = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc"
 # Everything but tensors has a file of its own up to 0.18, and a key among the shards from 0.19 on.
 _COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/"
 # Seconds that a failed rank waits for the others, which may still write.
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 # Torch's CheckpointException is not an Exception.
 _ANY = (Exception, CheckpointException)
 
@@ -153,7 +153,7 @@ def run_together(session: Session, action: Callable[[], T], explain: Callable[[B
         failure = explain(caught) if isinstance(caught, _OF_FILES) else caught
         # Torch gives the reason only to its first rank. The others learn only that something failed.
         is_told = not (isinstance(caught, CheckpointException) and not caught.failures)
-    all_arrived = session.all_arrive(0.0 if failure is None else _PATIENCE_SECONDS)
+    all_arrived = session.all_arrive(0.0 if failure is None else _TIMEOUT_SECONDS)
     if failure is not None and not all_arrived:
         raise failure
     reports = [

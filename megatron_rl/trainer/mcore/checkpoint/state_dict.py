@@ -79,7 +79,7 @@ def _describe_factor(shard: Shard, parameter: torch.nn.Parameter) -> ShardedTens
 
 
 def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the reference's weights, under names beside the model's."""
+    """Describe the reference's weights, under names next to the model's."""
     state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
     add_prefix_for_sharding(state, _REFERENCE)
     for part in nested_values(state):
@@ -124,7 +124,6 @@ def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
 
 
 def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool) -> None:
-    """Apply the loaded optimizer and schedule."""
     optimizer, scheduler = policy.optimizer, policy.scheduler
     bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
     if is_overriding:
@@ -148,7 +147,6 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
 
 
 def apply_model(policy: Policy, loaded: dict[str, Any], strict: bool) -> None:
-    """Apply the loaded weights."""
     for name, chunk in name_chunks(policy.chunks):
         fill_chunk(chunk, loaded[name], strict)
 
@@ -160,13 +158,11 @@ def fill_chunk(chunk: PackedGPTModel, loaded: dict[str, Any], strict: bool = Tru
 
 
 def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
-    """Apply the loaded weights to the reference."""
     for name, chunk in name_chunks(chunks):
         chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
 
 
 def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:
-    """Apply the loaded random state."""
     (states,) = loaded[RNG]
     random.setstate(states["random_rng_state"])
     np.random.set_state(states["np_rng_state"])

@@ -37,7 +37,7 @@ def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> li
 
 @torch.no_grad()
 def copy_weights(source: Sequence[torch.nn.Module], target: Sequence[torch.nn.Module]) -> None:
-    """Copy a model's parameters into another model of the same layout, one after the other."""
+    """Copy a model's parameters into another model of the same layout, one at a time."""
     for from_chunk, to_chunk in zip(source, target, strict=True):
         pairs = zip(unwrap(from_chunk).named_parameters(), unwrap(to_chunk).named_parameters(), strict=True)
         for (name, value), (same_name, place) in pairs:

@@ -1,4 +1,4 @@
-"""The element-wise work of layers in kernels of ours, in place of megatron's functions.
+"""The element-wise work of layers in kernels of ours, and their linear layers, in place of megatron's functions.
 
 A layer adds what attention or the MLP has computed to the residual, and the next norm normalizes the sum. One kernel
 does both. It runs where megatron adds, and the sum carries its norm to the norm's own call. Invariants:
@@ -6,16 +6,20 @@ does both. It runs where megatron adds, and the sum carries its norm to the norm
 - a norm takes only what was computed with its own weight from the very tensor that it is called with;
 - it takes nothing that was computed without gradients where it must have them, as in a part that is recomputed.
 
+Linear layers have our operation (`ops.linear`) where it computes the same as Megatron's. These are left to Megatron:
+frozen weights, weights that FSDP or another sharding divides, and weights whose gradient is computed later.
+
 Letters: R rows, E hidden size.
 """
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -24,7 +28,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.ops.elementwise import triton_fused
-from megatron_rl.trainer.mcore.model.linear import replace_linear_layers
+from megatron_rl.ops.linear import linear
 
 _log = logging.getLogger(__name__)
 
@@ -218,3 +222,57 @@ def _fuse_addition(layer: Any, name: str, norm: Any) -> None:
 @functools.cache
 def _say_once(reason: str) -> None:
     _log.warning("--elementwise-backend triton leaves additions to Megatron's own function: %s", reason)
+
+
+# The other arguments of Megatron's functions, with the values for which they change nothing.
+_WITHOUT_EFFECT = {"grad_output_buffer": None, "wgrad_deferral_limit": None, "gtp_remat_size": 1}
+
+
+class _OurOperation:
+    """The method of Megatron's layers that multiplies by the weight."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = _multiply(input, weight, *args, **kwargs)
+        if found is None:
+            found = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        return found
+
+
+class ColumnLinear(_OurOperation, ColumnParallelLinear):
+    """Megatron's layer whose ranks have rows of the weight."""
+
+
+class RowLinear(_OurOperation, RowParallelLinear):
+    """Megatron's layer whose ranks have columns of the weight."""
+
+
+_OURS = {ColumnParallelLinear: ColumnLinear, RowParallelLinear: RowLinear}
+
+
+def replace_linear_layers(module: torch.nn.Module) -> None:
+    """Have all of the module's linear layers that are exactly Megatron's use our operation."""
+    for layer in module.modules():
+        ours: Any = _OURS.get(type(layer))
+        if ours is not None:
+            layer.__class__ = ours
+
+
+def _multiply(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """Return the product, from the arguments that Megatron's layers give; None if it is left to Megatron."""
+    if not weight.requires_grad or hasattr(weight, "__fsdp_param__") or _has_effect(others):
+        return None
+    return linear(input, weight, bias, gradient_accumulation_fusion, tp_group, sequence_parallel, allreduce_dgrad)
+
+
+def _has_effect(others: Mapping[str, Any]) -> bool:
+    """Check whether any argument has another value than those known to change nothing."""
+    return any(name not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[name] for name, value in others.items())

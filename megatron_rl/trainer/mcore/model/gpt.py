@@ -7,7 +7,7 @@ E hidden size.
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,18 @@ from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
-from megatron_rl.trainer.mcore.model.experts import settle_expert_biases
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.invariant import make_invariant
 from megatron_rl.trainer.mcore.model.replay import select_routing
-from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices
+from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices, settle_expert_biases
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
 
 ADAPTER = "adapter"
 """The name under which a linear layer has its adapter (`lora.py`)."""
+
+BuildModel = Callable[[Settings], list["PackedGPTModel"]]
+"""The builder of this rank's chunks of a model, with unfilled weights; called once for each model of a run."""
 
 
 class PackedGPTModel(GPTModel):

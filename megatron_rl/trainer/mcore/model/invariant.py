@@ -29,8 +29,6 @@ _READY = (SharedPromptAttention, InvariantSelfAttention, VocabParallelEmbedding)
 
 
 class InvariantNorm(RMSNorm):
-    """The norm of a layer, or of heads."""
-
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize the last dimension."""
         assert residual is None
@@ -77,7 +75,6 @@ _OURS: dict[type, type] = {
 
 
 def make_invariant(chunk: torch.nn.Module) -> None:
-    """Change all modules of a chunk."""
     for name, module in chunk.named_modules():
         if type(module) in _OURS:
             module.__class__ = _OURS[type(module)]

@@ -11,6 +11,10 @@ the narrow rows are the same on all of them, and their gradients are summed in t
 inputs, the narrow rows are sums over ranks. With sequence parallelism, the undivided factor sees a rank's rows only, so
 its gradient has Megatron's mark to be summed.
 
+Megatron's own layers get the rows that they multiply. TransformerEngine's may normalize their rows first, or multiply
+the rows of several experts, each with a weight of its own. They are recognized by the names of megatron-core's classes
+for them, because the package may not be installed.
+
 Letters: R rows, I inputs of this rank, O its outputs, K the adapter's rank times the layer's modules.
 """
 
@@ -24,18 +28,14 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.adapters import AdapterMapping, AdapterPart
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.shared.weights.shards import Shard
 from megatron_rl.trainer.mcore.model.gpt import ADAPTER, PackedGPTModel, named_places
-from megatron_rl.trainer.mcore.model.lora_layers import (
-    LayerFacts,
-    describe_layer,
-    find_multiplied_rows,
-    has_weight_for_each_expert,
-)
 
 
 class Role(enum.Enum):
@@ -59,6 +59,21 @@ class RoleSwitch:
             yield
         finally:
             self.role = before
+
+
+_NORMALIZES = "TELayerNormColumnParallelLinear"
+_PLAIN = ("TEColumnParallelLinear", "TERowParallelLinear", _NORMALIZES)
+_GROUPED = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFacts:
+    """The facts of a layer that decide how an adapter exchanges rows, and how its gradients are summed."""
+
+    group: Any
+    """The tensor-parallel ranks that divide the layer."""
+    is_sequence_parallel: bool
+    is_expert: bool
 
 
 class Adapter(torch.nn.Module):
@@ -155,7 +170,7 @@ class Adapter(torch.nn.Module):
         return tensor_parallel.copy_to_tensor_model_parallel_region(narrow_RK, group=self._group)
 
     def _own(self) -> list[torch.Tensor]:
-        """Return A and B of each module in turn."""
+        """Return A and B of each module, in order."""
         return list(self.parameters(recurse=False))
 
     def _join(self, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +199,6 @@ class MergedShard(Shard):
     adapter: Adapter
 
     def values(self) -> torch.Tensor:
-        """Return the merged weight."""
         return self.adapter.merge(self.parameter.detach())
 
 
@@ -275,7 +289,7 @@ def attach_adapters(settings: Settings, chunks: Sequence[PackedGPTModel], coordi
 
 
 def _attach(layer: Any, adapter: Adapter) -> None:
-    """Have a layer add the adapter's products; a layer with several weights gets theirs in turn."""
+    """Have a layer add the adapter's products; a layer with several weights gets the products of each in order."""
     if not has_weight_for_each_expert(layer):
         layer.register_module(ADAPTER, adapter)
         layer.register_forward_hook(_add_adapter)
@@ -314,3 +328,46 @@ def list_scaled(adapters: Adapters) -> list[Shard]:
         else shard
         for shard in adapters.shards
     ]
+
+
+def describe_layer(layer: Any, is_expert: bool, name: str) -> LayerFacts:
+    """Describe a layer; raise an InputError unless it is one of those that the sums over ranks are written for."""
+    kind = type(layer).__name__
+    is_engines = kind in (*_PLAIN, *_GROUPED)
+    if not is_engines and not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        raise InputError(
+            f"--lora-targets: {name} belongs to a {kind}, which cannot have an adapter yet: write "
+            f"--transformer-impl local, or name other modules"
+        )
+    if is_expert and (size := layer.config.expert_tensor_parallel_size) > 1:
+        raise InputError(
+            f"--lora-targets: {name} is divided over {size} ranks, and experts with adapters cannot be: write "
+            f"--expert-tensor-parallel-size 1"
+        )
+    # Megatron takes the exchange of rows out of the layers of a shared expert.
+    overlaps = layer.parallel_mode is None if is_engines else layer.explicit_expert_comm
+    if not is_expert and overlaps:
+        raise InputError(
+            f"--lora-targets: {name} overlaps the exchange of tokens, and cannot with an adapter: drop "
+            f"--moe-shared-expert-overlap"
+        )
+    if getattr(layer, "gather_output", False) or not getattr(layer, "input_is_parallel", True):
+        raise InputError(f"--lora-targets: {name} exchanges its rows in a way that adapters do not: name other modules")
+    return LayerFacts(layer._tp_group if is_engines else layer.tp_group, layer.sequence_parallel, is_expert)
+
+
+def has_weight_for_each_expert(layer: Any) -> bool:
+    """Check whether the layer multiplies the rows of several experts, each with a weight of its own."""
+    return type(layer).__name__ in _GROUPED
+
+
+def find_multiplied_rows(layer: Any, rows_RI: torch.Tensor) -> torch.Tensor:
+    """Return the rows that the layer's weight multiplies, given those that the layer takes."""
+    if type(layer).__name__ != _NORMALIZES:
+        return rows_RI
+    config, weight_I = layer.config, layer.layer_norm_weight
+    shape, epsilon = rows_RI.shape[-1:], config.layernorm_epsilon
+    weight_I = weight_I + 1 if config.layernorm_zero_centered_gamma else weight_I
+    if config.normalization == "RMSNorm":
+        return torch.nn.functional.rms_norm(rows_RI, shape, weight_I, epsilon)
+    return torch.nn.functional.layer_norm(rows_RI, shape, weight_I, layer.layer_norm_bias, epsilon)

@@ -52,7 +52,6 @@ class RouterReplay:
         self._counted: list[torch.Tensor] = []
 
     def begin(self, call: _Call) -> None:
-        """Begin a call of the layer."""
         self._call = call
 
     def end(self) -> None:

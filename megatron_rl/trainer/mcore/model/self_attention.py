@@ -12,14 +12,15 @@ import logging
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.qkv import HeadNorms, split_heads
 from megatron_rl.trainer.mcore.model.attention import PackParams
-from megatron_rl.trainer.mcore.model.norms import JoinedHeadsNorm
 from megatron_rl.types import Architecture
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,51 @@ _log = logging.getLogger(__name__)
 _NORM_PACKAGES = ("megatron_rl", "torch", "transformer_engine")
 # Fields of Megatron's configuration that change what happens between the product and attention.
 _CHANGES = ("multi_latent_attention", "attention_output_gate", "rotary_interleaved", "no_rope_freq", "test_mode")
+
+
+class JoinedHeadsNorm(torch.nn.Module):
+    """The norm of queries or of keys over the columns of all heads, which tensor-parallel ranks divide.
+
+    Each rank has the weight of its own heads. A name with `q_layernorm` or `k_layernorm` in it would have Megatron sum
+    the weight's gradient over these ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, num_heads: int):
+        """Make the norm of this number of heads, which are those of all ranks."""
+        super().__init__()
+        assert config.kv_channels is not None
+        self.num_columns, self.eps = num_heads * config.kv_channels, config.layernorm_epsilon
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        num_rows = self.num_columns // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(num_rows, dtype=config.params_dtype))
+        # The marks by which the gradient norm counts each shard.
+        for mark, value in (("tensor_model_parallel", True), ("partition_dim", 0), ("partition_stride", 1)):
+            setattr(self.weight, mark, value)
+
+    def forward(self, x_R1HD: torch.Tensor) -> torch.Tensor:
+        """Normalize queries or keys, in fp32 at least."""
+        wide_R1HD = x_R1HD.to(torch.promote_types(x_R1HD.dtype, torch.float32))
+        squares_R111 = wide_R1HD.pow(2).sum(dim=(-2, -1), keepdim=True)
+        # The heads of every rank take part in the gradient of the sum.
+        total_R111 = tensor_parallel.copy_to_tensor_model_parallel_region(
+            tensor_parallel.reduce_from_tensor_model_parallel_region(squares_R111, group=self.group), group=self.group
+        )
+        normed_R1HD = wide_R1HD * torch.rsqrt(total_R111 / self.num_columns + self.eps)
+        return self.weight.view(x_R1HD.shape[-2:]) * normed_R1HD.to(x_R1HD.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the weight to checkpoints: ranks divide its rows."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        return sharded
 
 
 class TwoRopesSelfAttention(SelfAttention):

@@ -1,5 +1,10 @@
 """The modules that a transformer layer is built of: TransformerEngine's if it is installed, else torch's."""
 
+import importlib
+from collections.abc import Callable
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -10,9 +15,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import find_norm
-from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaNet
-from megatron_rl.trainer.mcore.model.latent_attention import PackedLatentAttention
-from megatron_rl.trainer.mcore.model.norms import NormalizeAndAdd
 from megatron_rl.trainer.mcore.model.self_attention import (
     FusedSelfAttention,
     InvariantSelfAttention,
@@ -20,6 +22,32 @@ from megatron_rl.trainer.mcore.model.self_attention import (
     TwoRopesSelfAttention,
 )
 from megatron_rl.types import Architecture
+
+# Attention that most families lack: imported for the models that have it.
+_LATENTS = "megatron_rl.trainer.mcore.model.latent_attention"
+_LINEAR = "megatron_rl.trainer.mcore.model.gated_delta_net"
+
+
+class NormalizeAndAdd(torch.nn.Module):
+    """A layer's function that adds to the residual, and that first normalizes what it adds, as some families do."""
+
+    def __init__(self, config: TransformerConfig, norm: type):
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Return a function of an output with its bias, the residual, and the probability of dropout."""
+        add_plainly = get_bias_dropout_add(training, fused)
+
+        def add(
+            output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
+        ) -> torch.Tensor:
+            output, bias = output_with_bias
+            normed = self.norm(output if bias is None else output + bias)
+            total: torch.Tensor = add_plainly((normed, None), residual, prob)
+            return total
+
+        return add
 
 
 def block_spec(
@@ -51,7 +79,7 @@ def block_spec(
 
 def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend: str, qkv_backend: str) -> None:
     if architecture.latents is not None:
-        layer.submodules.self_attention.module = PackedLatentAttention
+        layer.submodules.self_attention.module = importlib.import_module(_LATENTS).PackedLatentAttention
     elif architecture.local_rope is not None:
         layer.submodules.self_attention.module = TwoRopesSelfAttention
         layer.submodules.self_attention.params["architecture"] = architecture
@@ -69,7 +97,7 @@ def _take_packs(layer: ModuleSpec, architecture: Architecture, attention_backend
 def _make_linear(layer: ModuleSpec, norm: type, architecture: Architecture, backend: str) -> None:
     """Put a linear layer in the place of self-attention, with a norm of its own before it."""
     layer.submodules.self_attention = ModuleSpec(
-        module=GatedDeltaNet, params={"architecture": architecture, "backend": backend}
+        module=importlib.import_module(_LINEAR).GatedDeltaNet, params={"architecture": architecture, "backend": backend}
     )
     layer.submodules.input_layernorm = norm
     # The local spec would name this norm in checkpoints after a layer that is not there.

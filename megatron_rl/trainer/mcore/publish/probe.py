@@ -8,7 +8,7 @@ from megatron_rl.shared.protocol import probe
 from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, encode_log_probs, encode_tokens
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.sequence import SequencePass
+from megatron_rl.trainer.mcore.step.forward_step import SequencePass
 
 
 class ReplicasDiffer(MegatronRLError):

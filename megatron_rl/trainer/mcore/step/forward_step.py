@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from megatron.core import ModelParallelConfig, parallel_state
@@ -18,13 +18,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.observe.trace import POLICY
 from megatron_rl.trainer.data.batch import Batch
-from megatron_rl.trainer.data.packing import Pack
-from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.data.device_copier import DeviceCopier
+from megatron_rl.trainer.data.packing import Pack, pack_sequences
+from megatron_rl.trainer.data.slots import IterationSlots
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap
 from megatron_rl.trainer.mcore.model.replay import RoutingRecord
+from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step import auxiliary
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
-from megatron_rl.trainer.mcore.step.trace import POLICY, StepTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 M_co = TypeVar("M_co", covariant=True)
 
@@ -55,7 +61,7 @@ class ForwardStep:
     def __init__(
         self,
         temperature: float = 1.0,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         role: str = POLICY,
         communicator: Piggyback | None = None,
         record: RoutingRecord | None = None,
@@ -100,7 +106,7 @@ class RoleAssignment:
     old: int = 0
     reference: int | None = None
     frozen: Sequence[Model] = ()
-    """Models without gradients that run beside the policy."""
+    """Models without gradients that run next to the policy."""
     known: Sequence[Mapping[int, torch.Tensor]] = ()
     """The log-probs of models that ran earlier, by slot."""
     record: RoutingRecord | None = None
@@ -123,7 +129,7 @@ class PolicyStep(ForwardStep):
         objective: Objective,
         temperature: float,
         scale: float,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         num_kept: int = 0,
     ):
         """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`.
@@ -206,7 +212,7 @@ class PolicyStep(ForwardStep):
 class SupervisedStep(ForwardStep):
     """Runs a pack of demonstrations through the model; the loss of a target is minus its log-prob."""
 
-    def __init__(self, scale: float, trace: StepTrace | None = None):
+    def __init__(self, scale: float, trace: "StepTrace | None" = None):
         """Multiply the loss by `scale`, since the schedule divides it: see `loss_scale`."""
         super().__init__(trace=trace)
         self._scale = scale
@@ -225,7 +231,7 @@ class SupervisedStep(ForwardStep):
         return output_tensor, self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
-        """Return the sum of a micro-batch's losses. `trainer/loop/supervised/stage.py` divides once per update."""
+        """Return the sum of a micro-batch's losses. `trainer/loop/supervised.py` divides once per update."""
         loss = -output_tensor.sum()
         return loss * self._scale, {"loss": loss.detach()}
 
@@ -298,7 +304,7 @@ def compute_log_probs(
     model: Model,
     micro_batches: MicroBatches,
     temperature: float = 1.0,
-    trace: StepTrace | None = None,
+    trace: "StepTrace | None" = None,
     role: str = POLICY,
     record: RoutingRecord | None = None,
 ) -> list[torch.Tensor]:
@@ -316,7 +322,7 @@ def is_reporter() -> bool:
 
 
 @contextlib.contextmanager
-def _timed(config: ModelParallelConfig, trace: StepTrace | None, num_chunks: int) -> Iterator[None]:
+def _timed(config: ModelParallelConfig, trace: "StepTrace | None", num_chunks: int) -> Iterator[None]:
     """Have Megatron tell the trace when its passes begin and end, through its hook for timers."""
     if trace is None:
         yield
@@ -350,3 +356,67 @@ def _no_sync(model: Model) -> Any:
     if not functions:
         return None
     return functions if len(model) > 1 else functions[0]
+
+
+class SequencePass:
+    """Computes the log-probs of one sequence on all ranks, by every replica of a model in one pass of the schedule."""
+
+    def __init__(self, chunks: Sequence[PackedGPTModel], session: Session, multiple_of: int = 1):
+        """Compute with `chunks` that are not wrapped: parameters that are gathered late must have been gathered."""
+        self._chunks = list(chunks)
+        self._session = session
+        self._multiple_of = multiple_of
+        self._copier = DeviceCopier(session.platform)
+
+    def compute(self, tokens: list[int]) -> list[list[float]]:
+        """Compute the log-probs of every token but the first, by each replica; every rank takes part."""
+        config = get_model_config(self._chunks[0])
+        pack = pack_sequences([tokens], self._multiple_of)
+        pack, pending = self._copier.copy(pack, pack.layout)
+        pending.wait()
+        # An interleaved schedule requires a micro-batch for each stage.
+        is_interleaved = len(self._chunks) > 1
+        count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
+        # The parameters are already gathered: the pass must not gather them again.
+        sync, config.param_sync_func = config.param_sync_func, None
+        try:
+            results = compute_log_probs(self._chunks, [pack] * count)
+        finally:
+            config.param_sync_func = sync
+        own = results[0].to(torch.float32).tolist() if is_reporter() else None
+        return [log_probs for log_probs in self._session.gather(own) if log_probs is not None]
+
+
+INTERVAL = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreplayed:
+    """The mismatch that an iteration would have if routers chose experts themselves, where their choice is replayed.
+
+    Every `INTERVAL` versions a replica's first micro-batches go through the policy once more, forward only and without
+    the experts that engines chose. Nothing else depends on this pass.
+    """
+
+    total: float
+    num_tokens: int
+
+
+def measure_unreplayed(policy: Model, slots: IterationSlots, temperature: float) -> Unreplayed | None:
+    """Measure on the replica's reporting rank; None on others, in other iterations, and if nothing is replayed."""
+    if slots.identity.version % INTERVAL:
+        return None
+    # Virtual stages take as many micro-batches as there are stages, or more.
+    count = parallel_state.get_pipeline_model_parallel_world_size() if len(policy) > 1 else 1
+    batches = [slots.batch(index) for index in range(count)]
+    if any(batch.pack.routing is None for batch in batches):
+        return None
+    packs = [dataclasses.replace(batch.pack, routing=None) for batch in batches]
+    found = compute_log_probs(policy, packs, temperature)
+    if not is_reporter():
+        return None
+    apart = [
+        (log_probs_N - batch.engine_log_probs_N).abs().double().sum()
+        for log_probs_N, batch in zip(found, batches, strict=True)
+    ]
+    return Unreplayed(float(sum(apart)), sum(batch.num_targets for batch in batches))

@@ -21,8 +21,6 @@ from megatron_rl.trainer.mcore.model.gpt import unwrap
 
 @dataclasses.dataclass(frozen=True)
 class UpdateResult:
-    """The outcome of one update."""
-
     was_taken: bool
     """Whether the optimizer stepped. It skips float16 gradients that overflow an adaptive scale, which then shrinks."""
     gradient_norm: float
@@ -34,7 +32,6 @@ class UpdateResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the norm of the gradients is finite."""
         return math.isfinite(self.gradient_norm)
 
 

@@ -12,11 +12,10 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.mcore.model.adapter_files import load_adapters, save_adapters
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
-from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, wrap
+from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
 from megatron_rl.trainer.mcore.model.replay import replay_routing
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
-from megatron_rl.trainer.mcore.recipe_parts import STAND_ALONE, Recipe
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.optimizer import (
     UpdateResult,
@@ -52,9 +51,9 @@ class Policy:
         force_param_sync(self.wrapped)
 
 
-def build_policy(settings: Settings, session: Session, num_updates: int, recipe: Recipe = STAND_ALONE) -> Policy:
+def build_policy(settings: Settings, session: Session, num_updates: int, build: BuildModel = build_model) -> Policy:
     """Build the policy with the weights of --hf-model and a fresh optimizer."""
-    chunks = recipe.build_model(settings)
+    chunks = build(settings)
     weights = ModelWeights(chunks, session)
     assert settings.model.hf_model is not None
     weights.load_hf(settings.model.hf_model)
@@ -163,9 +162,9 @@ class BaseAsReference(Reference):
         return all(self._session.gather(self._adapters.are_zero()))
 
 
-def build_reference(settings: Settings, session: Session, folder: Path, recipe: Recipe = STAND_ALONE) -> Reference:
+def build_reference(settings: Settings, session: Session, folder: Path, build: BuildModel = build_model) -> Reference:
     """Build the reference from a Hugging Face folder's weights, with the policy's architecture."""
-    chunks = recipe.build_model(settings)
+    chunks = build(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None

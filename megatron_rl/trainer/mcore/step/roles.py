@@ -1,7 +1,7 @@
 """Models in the roles of policy, old policy and reference: all in one pass, or each role in passes of its own."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,7 +15,9 @@ from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
-from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 
 class Roles(Protocol):
@@ -98,7 +100,7 @@ class SeparateRoles:
         policy: Model,
         reference: Model | None,
         temperature: float,
-        trace: StepTrace | None = None,
+        trace: "StepTrace | None" = None,
         replays_routing: bool = False,
     ):
         self._policy = policy
@@ -144,7 +146,7 @@ def build_roles(
     policy: Policy,
     reference: Reference | None,
     num_updates: int,
-    trace: StepTrace | None = None,
+    trace: "StepTrace | None" = None,
 ) -> Roles:
     """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
     chunks = None if reference is None else reference.chunks

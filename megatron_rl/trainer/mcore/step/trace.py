@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.observe.trace import COMPUTE, MAIN, Kind, Recorder
+from megatron_rl.observe.trace import COMPUTE, MAIN, POLICY, Kind, Recorder
 from megatron_rl.platforms import Platform
 
-POLICY = "policy"
 _FORWARD, _BACKWARD = "forward-compute", "backward-compute"
 # Megatron's timer of a whole schedule. The loop times schedules itself.
 _SCHEDULE = "forward-backward"

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning (--stage sft): iterations without a sidecar."""
