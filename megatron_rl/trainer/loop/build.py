@@ -1,7 +1,7 @@
 """The parts of a run, each made after the parts that it needs."""
 
 from megatron_rl.algorithm.plug_ins import check_agreement
-from megatron_rl.command_line.own_files import describe_own_files
+from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.trainer.loop.grpo import build_grpo
 from megatron_rl.trainer.loop.inputs import Inputs
