@@ -18,7 +18,8 @@ setup(
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={
         "megatron_rl": ["needs.toml"],
-        "megatron_rl.command_line": ["megatron_flags.toml", "other_flags.toml"],
+        "megatron_rl.command_line": ["megatron_flags.toml", "other_projects.toml"],
+        "megatron_rl.launch": ["templates/*"],
         "megatron_rl.ops.shared_prompt": ["measured.json"],
         "megatron_rl.migrate": ["translations.toml"],
         "megatron_rl.analysis.report": ["parts/*"],

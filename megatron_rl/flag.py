@@ -1,17 +1,14 @@
 """Flags, and their derivation from fields of dataclasses. Nothing here needs torch."""
 
-import argparse
 import dataclasses
 import difflib
 import enum
-import functools
 import math
-import shutil
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from megatron_rl.errors import UsageError
 
@@ -58,8 +55,6 @@ class Flag:
     choices: tuple[object, ...] = ()
     # Whether FILE.py:FUNCTION is accepted, beside the choices if there are any.
     takes_function: bool = False
-    # The names that choices have here, by the names that they have there, if these differ.
-    renamed: Mapping[object, object] = dataclasses.field(default_factory=dict, hash=False)
     # The value without the flag; if None, the code that receives the value chooses it.
     default: object = None
     # Whether that default is this package's own, unlike Megatron's.
@@ -73,10 +68,6 @@ class Flag:
     remedy: str = ""
     # Whether Megatron's scripts know this flag too.
     megatron: bool = True
-    # The other project whose scripts have this flag, if Megatron's do not; "" for none.
-    project: str = ""
-    # The flag of ours that one of another project means.
-    means: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +106,7 @@ class Flag:
             near = suggest_nearest(word, self.choices)
             remedy = self.remedy or f"write {name} {self.value_text()}"
             raise UsageError(f"{name} {word}: not one of the choices{near}; {remedy}")
-        return self.renamed.get(item, item)
+        return item
 
     def check_bound(self, value: object, name: str | None = None) -> Iterator[str]:
         """Yield a problem for the value, or for each value of a list, that is outside the flag's bound."""
@@ -263,12 +254,6 @@ def derive_flags(config: type, subject: str) -> list[Flag]:
     return flags
 
 
-def check_bounds(config: Any) -> Iterator[str]:
-    """Yield a problem for each single value of one of our own configurations that is wrong."""
-    for flag, field in zip(derive_flags(type(config), ""), dataclasses.fields(config), strict=True):
-        yield from flag.check_bound(getattr(config, field.name))
-
-
 def derive_flag(field: dataclasses.Field, annotation: object, target: str, names: Sequence[str] = ()) -> Flag | None:
     """Derive a field's flag as Megatron does; return None if no command line can write a value of its type.
 
@@ -315,23 +300,3 @@ def index_by_name(flags: Iterable[Flag]) -> Mapping[str, Flag]:
         for name in flag.names:
             by_name.setdefault(name, flag)
     return by_name
-
-
-class FlagParser(argparse.ArgumentParser):
-    """A parser that raises a UsageError in place of ending the process.
-
-    Flags cannot be abbreviated, and a flag that was not given leaves no attribute.
-    """
-
-    def __init__(
-        self, prog: str, description: str, formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter
-    ) -> None:
-        # argparse makes a formatter for each flag, and each would ask for the terminal's width.
-        width = shutil.get_terminal_size().columns - 2
-        super().__init__(
-            prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-            formatter_class=functools.partial(formatter_class, width=width),
-        )  # fmt: skip
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))

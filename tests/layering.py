@@ -12,7 +12,7 @@ PACKAGE = "megatron_rl"
 LAYERS = (
     {"errors", "types"},
     {"versions", "flag"},
-    {"code_files"},
+    {"code_files", "flag_parser"},
     {"algorithm"},
     {"config", "ops"},
     {"platforms"},
@@ -49,8 +49,9 @@ OWNERS = {
 }
 # Parts, or files in a part, that must do without torch.
 WITHOUT_TORCH = (
-    "errors", "types", "versions", "flag", "code_files", "config", "algorithm.settings", "algorithm.library",
-    "algorithm.declaration", "cli", "commands.doctor", "observe", "shared.weights.families", "shared.device_memory",
+    "errors", "types", "versions", "flag", "flag_parser", "code_files", "config", "algorithm.settings",
+    "algorithm.library", "algorithm.declaration", "cli", "commands.doctor", "observe", "shared.weights.families",
+    "shared.device_memory",
     "trainer.loop.entry", "trainer.loop.lifelines", "trainer.loop.watch",
 )  # fmt: skip
 # Parts that may name the kinds of accelerators.

@@ -4,7 +4,8 @@ The bound of a single number belongs to its flag, and is checked when the flag i
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import get_type_hints
 
 import torch
 
@@ -14,12 +15,31 @@ from megatron_rl.command_line.algorithm_checks import check_algorithm
 from megatron_rl.command_line.invariant_checks import check_batch_invariant, check_megatron_mode
 from megatron_rl.command_line.lora_checks import check_lora
 from megatron_rl.command_line.model_checks import CP, EP, ETP, PP, TP
-from megatron_rl.command_line.stage import check_stage
 from megatron_rl.config.rollout import PublishConfig
-from megatron_rl.config.settings import DraftSettings, Settings
+from megatron_rl.config.settings import DraftSettings, Settings, Subjects
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
+
+# Subjects about sampling, each with the fields that --stage sft reads too.
+_READ_BY_BOTH: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("folder",),
+    "publish": ("dtype",),
+    "environment": (),
+    "reward": (),
+    "sampling": (),
+    "service": (),
+    "algorithm": (),
+}
+# The fields of the other subjects that are about sampling, and those that are about demonstrations.
+_OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
+    "attention": ("is_shared", "times"),
+    "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
+    "loop": ("schedule", "consume_order", "frozen_offload", "tri_model"),
+    "evaluation": ("num_samples", "temperature", "pass_reward"),
+    "observe": ("log_samples", "log_sample_tokens", "mismatch_warning", "mismatch_error"),
+}
+_OF_DEMONSTRATIONS: Mapping[str, tuple[str, ...]] = {"data": ("completion_key", "messages_key")}
 
 
 def check_settings(settings: DraftSettings) -> Iterator[str]:
@@ -32,7 +52,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         yield from model_checks.check_model(settings, model)
         yield from _check_length(settings, model)
         yield from _check_world(settings, model)
-    yield from check_stage(settings)
+    yield from _check_stage(settings)
     yield from check_lora(settings)
     yield from check_batch_invariant(settings)
     yield from check_megatron_mode(settings)
@@ -368,3 +388,30 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     yield settings.has_held_out, needed, "evaluation", "interval"
     loading = "finetune no_load_optim no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness"
     yield checkpoint.load is not None, "without --load", "checkpoint", loading
+
+
+def list_others() -> dict[str, tuple[str, ...]]:
+    """List, by stage, the fields that only the other stage reads, as "subject.field"."""
+    configs = get_type_hints(Subjects)
+    of_sampling = [
+        f"{subject}.{field.name}"
+        for subject, kept in _READ_BY_BOTH.items()
+        for field in dataclasses.fields(configs[subject])
+        if field.name not in kept
+    ]
+    return {"sft": (*of_sampling, *_join(_OF_SAMPLING)), "grpo": _join(_OF_DEMONSTRATIONS)}
+
+
+def _check_stage(settings: DraftSettings) -> Iterator[str]:
+    """Yield each written flag that only the other stage has."""
+    stage = settings.run.stage
+    needed = "--stage grpo, which samples responses" if stage == "sft" else "--stage sft, which reads responses"
+    # A flag such as --algorithm sets several fields.
+    sources = {settings.sources.get(target, ""): None for target in list_others()[stage]}
+    for source in sources:
+        if source.startswith("--"):
+            yield f"{source} needs {needed}: write that, or drop {source.partition(' ')[0]}"
+
+
+def _join(fields: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(f"{subject}.{field}" for subject, names in fields.items() for field in names)

@@ -9,16 +9,8 @@ from typing import Any
 
 from megatron_rl.algorithm.library import PRESETS
 from megatron_rl.command_line import pack_size
-from megatron_rl.command_line.flags import IMPLIED, Given, list_projects
-from megatron_rl.command_line.projects import (
-    Words,
-    choose_estimator,
-    is_of_project,
-    list_implied,
-    list_implied_by,
-)
 from megatron_rl.config.hardware import count_cores
-from megatron_rl.errors import UsageError
+from megatron_rl.flag_parser import Given
 from megatron_rl.shared.device_memory import RankSplit, Recomputed, read_rank_memory
 from megatron_rl.shared.protocol.probe import find_narrower
 from megatron_rl.shared.weights import mapping
@@ -53,49 +45,6 @@ class Derivation:
         self._note = note
         self.problems: list[str] = []
 
-    def imply_projects(self, written: Words, by_name: Mapping[str, Any]) -> None:
-        """Add the flags that another project's scripts imply, if a flag shows that this is one of its scripts."""
-        for project in list_projects().values():
-            is_theirs, title = is_of_project(project, written), project["title"]
-            words = list_implied(project, written) if is_theirs else list_implied_by(project, written)
-            implied = []
-            for name, values in words.items():
-                flag, text = by_name[name], " ".join((name, *values))
-                if set(flag.targets) <= self._given.keys():
-                    continue
-                value = flag.read(values)
-                self.problems += (f"{problem} ({title} implies {text})" for problem in flag.check_bound(value))
-                implied.append(text)
-                for target in flag.targets:
-                    self._given.setdefault(target, Given(value, f"{title} implies {text}", name, IMPLIED))
-            if implied:
-                said = f"taken as {title}'s, whose runs have" if is_theirs else f"{title}'s flags imply"
-                self._note(f"{said} {', '.join(implied)}")
-        self._settle_divergence()
-
-    def _settle_divergence(self) -> None:
-        """Settle the meaning of slime's flags of a divergence in the loss, which count only together."""
-        weight, has_term = self._given.get("algorithm.kl_beta"), "slime.has_divergence" in self._given
-        of_slime = weight is not None and weight.name == "--kl-loss-coef"
-        if weight is not None and of_slime and not has_term:
-            del self._given["algorithm.kl_beta"]
-            self._note(f"{weight.source} has no effect without --use-kl-loss, as in slime")
-        kinds = [self._given[name] for name in ("slime.estimator", "slime.is_unbiased") if name in self._given]
-        if "algorithm.kl_beta" not in self._given or not self._given["algorithm.kl_beta"].value:
-            if kinds:
-                self._note(f"{', '.join(kind.source for kind in kinds)} has no effect without a weight above 0")
-            return
-        if "algorithm.kl_estimator" in self._given or not (kinds or of_slime):
-            return
-        estimator = self._given.get("slime.estimator")
-        try:
-            name = choose_estimator(None if estimator is None else estimator.value, "slime.is_unbiased" in self._given)
-        except UsageError as error:
-            self.problems += error.problems
-            return
-        source = kinds[-1] if kinds else Given(name, "--kl-loss-type k1, which is slime's default", "--kl-loss-type")
-        self._given["algorithm.kl_estimator"] = Given(name, source.source, source.name)
-
     def settle_algorithm(self) -> None:
         """Add the values of the preset that --algorithm names, unless their flags are written."""
         name = self._given.get("algorithm.name")
@@ -103,7 +52,7 @@ class Derivation:
             return
         for field, value in PRESETS[name.value].settings.items():
             target = f"algorithm.{field}"
-            if target not in self._given or self._given[target].rank == IMPLIED:
+            if target not in self._given or self._given[target].is_implied:
                 self._given[target] = Given(value, name.source, name.name)
 
     def settle_vocabulary(self, architecture: Architecture | None) -> None:

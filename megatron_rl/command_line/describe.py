@@ -1,22 +1,37 @@
-"""Settings and flags as text: the output of --print-config, and docs/flags.md."""
+"""Settings and flags as text: --print-config, a run's records, and docs/flags.md."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_type_hints
 
+from megatron_rl.algorithm.plug_ins import describe_plug_ins
 from megatron_rl.command_line import resolve
-from megatron_rl.command_line.flags import find_other_defaults, list_flags, list_projects
-from megatron_rl.command_line.own_files import describe_own_files
+from megatron_rl.command_line.flags import find_other_defaults, list_flags
+from megatron_rl.command_line.other_projects import Project, read_projects
 from megatron_rl.command_line.run import RunSettings
-from megatron_rl.config.settings import Subjects
-from megatron_rl.flag import Flag, Kind, format_value
+from megatron_rl.config.settings import DraftSettings, Subjects
+from megatron_rl.flag import Flag, Kind, derive_flags, format_value, index_by_name, names_function
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.platforms.megatron_configs import find_megatron_version
+from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.shared.weights.families import describe_guest
 from megatron_rl.shared.weights.mapping import measure_model
 from megatron_rl.sidecar.settings import SidecarSettings
 
 # The name of a value, the value, and its origin.
 Row = tuple[str, str, str]
+# Subjects whose flags decide what is rewarded and how the policy learns from it; None stands for all but _NO_OBJECTIVE.
+_OF_OBJECTIVE: dict[str, frozenset[str] | None] = {
+    "algorithm": None,
+    "sampling": None,
+    "environment": frozenset({"source", "max_turns", "on_error", "agent", "verifiers"}),
+    "reward": frozenset({"functions", "on_error"}),
+}
+# Metrics change nothing, and the reference's weights are compared by their fingerprint.
+_NO_OBJECTIVE = frozenset({"metrics", "ref_model"})
 
 
 def print_config(settings: RunSettings) -> str:
@@ -156,26 +171,26 @@ def write_flags_page() -> str:
         _INTRODUCTION.format(version=find_megatron_version()),
         "## Of this package",
         "",
-        *_write_table(flag for flag in used if not flag.megatron and not flag.project),
+        *_write_table(flag for flag in used if not flag.megatron),
         "",
         "## Of Megatron, used",
         "",
-        *_write_sections(flag for flag in used if flag.megatron and not flag.project),
+        *_write_sections(flag for flag in used if flag.megatron),
         "## Of Megatron, without effect here",
         "",
         "They are accepted, and a note at the start names them.",
         "",
-        *_write_lists(flag for flag in flags if flag.kind is Kind.IGNORED and not flag.project),
+        *_write_lists(flag for flag in flags if flag.kind is Kind.IGNORED),
         "## Of Megatron, refused",
         "",
         "A value in brackets changes nothing, and is accepted.",
         "",
-        *_write_lists(flag for flag in flags if flag.kind is Kind.REFUSED and not flag.project),
+        *_write_lists(flag for flag in flags if flag.kind is Kind.REFUSED),
         "## Defaults that differ from Megatron's",
         "",
         *_write_defaults(),
         "",
-        *_write_projects(flags),
+        *_write_projects(index_by_name(flags)),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -190,41 +205,38 @@ def _write_defaults() -> Iterator[str]:
         yield f"| `{name}` | {own} | {theirs} |"
 
 
-def _write_projects(flags: Sequence[Flag]) -> Iterator[str]:
+def _write_projects(known: Mapping[str, Flag]) -> Iterator[str]:
     yield "## Of other projects"
     yield ""
-    yield "Launch scripts of these projects start unchanged. Notes at the start say how their flags were taken. A flag"
-    yield "of this package overrules them."
+    yield "Launch scripts of these projects start unchanged: their flags are rewritten before the command line is read."
+    yield "Notes at the start say how. A flag of this package overrules them."
     yield ""
-    for section in list_projects().values():
-        title = section["title"]
-        of_project = [flag for flag in flags if flag.project == title]
-        yield from (f"### {title}", "")
-        if "implies" in section:
-            implied = ", ".join(f"`{words}`" for words in section["implies"])
-            signs = ", ".join(f"`{sign}`" for sign in section["signs"].split())
-            yield from (f"Any of {signs} implies {implied}.", "")
-            yield from (f"`{name}` implies `{words}`." for name, words in section.get("implied_by", {}).items())
-            yield from (
-                f"`{name}` has the value of `{other}`, if that is written."
-                for name, other in section.get("follows", {}).items()
-            )
+    for project in read_projects():
+        yield from (f"### {project.title}", "")
+        yield from _write_implied(project)
+        rewritten = [name for name in (*project.same, *project.together) if name not in known]
+        if rewritten:
+            yield from ("| flag | taken as |", "| --- | --- |")
+            yield from (f"| `{name}` | {project.describe(name)} |" for name in rewritten)
             yield ""
-        if any(flag.kind is Kind.USED for flag in of_project):
-            yield "| flag | taken as |"
-            yield "| --- | --- |"
-            for flag in of_project:
-                if flag.kind is Kind.USED:
-                    yield f"| `{flag.name}` | {f'`{flag.means}`' if flag.means else flag.help} |"
-            yield ""
-        if "prefixes" in section:
-            names = ", ".join(f"`{prefix}...`" for prefix in section["prefixes"])
-            yield from (f"Without effect, because {section['prefix_reason']}: {names}", "")
-        yield from ("Without effect:", "")
-        yield from _write_lists(flag for flag in of_project if flag.kind is Kind.IGNORED)
-        if any(flag.kind is Kind.REFUSED for flag in of_project):
-            yield from ("Refused:", "")
-            yield from _write_lists(flag for flag in of_project if flag.kind is Kind.REFUSED)
+        if project.prefixes:
+            names = ", ".join(f"`{prefix}...`" for prefix in project.prefixes)
+            yield from (f"Without effect, because {project.prefix_reason}: {names}", "")
+        for title, kind in (("Without effect:", Kind.IGNORED), ("Refused:", Kind.REFUSED)):
+            unused = [flag for flag in project.unused.values() if flag.kind is kind and flag.name not in known]
+            if unused:
+                yield from (title, "", *_write_lists(unused))
+
+
+def _write_implied(project: Project) -> Iterator[str]:
+    if not project.implies:
+        return
+    implied = ", ".join(f"`{words}`" for words in project.implies)
+    signs = ", ".join(f"`{sign}`" for sign in project.signs)
+    yield from (f"Any of {signs} implies {implied}.", "")
+    yield from (f"`{name}` implies `{words}`." for name, words in project.implied_by.items())
+    yield from (f"`{name}` has the value of `{other}`, if that is written." for name, other in project.follows.items())
+    yield ""
 
 
 _TITLES = {
@@ -275,3 +287,38 @@ def _write_lists(flags: Iterable[Flag]) -> Iterator[str]:
         by_reason.setdefault(flag.remedy, []).append(f"`{flag.name}`{accepted}")
     for reason, names in by_reason.items():
         yield from (f"**{reason[0].upper()}{reason[1:]}.**", ", ".join(sorted(names)), "")
+
+
+def describe_own_files(settings: DraftSettings) -> dict[str, str]:
+    """Map each flag with its FILE.py:NAME to the hash of the file."""
+    return describe_plug_ins(settings.algorithm) | describe_guest(settings.model.weights_bridge)
+
+
+def describe_objective(settings: DraftSettings) -> dict[str, str]:
+    """Map each flag of the objective to its value, and each file that they name to its hash."""
+    if settings.run.stage != "grpo":
+        return {}
+    return dict(_list_objective(settings)) | {str(path): text for path, text in _list_hashes(settings)}
+
+
+def _list_objective(settings: DraftSettings) -> Iterator[tuple[str, str]]:
+    for subject, names in _OF_OBJECTIVE.items():
+        config = getattr(settings, subject)
+        for flag, field in zip(derive_flags(type(config), subject), dataclasses.fields(config), strict=True):
+            value = getattr(config, field.name)
+            if field.name in _NO_OBJECTIVE or (names is not None and field.name not in names):
+                continue
+            if flag.is_switch:
+                yield flag.name, "on" if value == flag.const else "off"
+            else:
+                yield flag.name, "not given" if value is None else format_value(value)
+
+
+def _list_hashes(settings: DraftSettings) -> Iterator[tuple[Path, str]]:
+    """Yield the files of rewards, environments and agents, each with its hash; one on another host has none."""
+    specs = parse_specs(settings.reward.functions or (), settings.reward.timeout)
+    named = (settings.environment.source, settings.environment.agent)
+    others = [source.rpartition(":")[0] for source in named if source is not None and names_function(source)]
+    for path in [*(spec.source for spec in specs if spec.is_file), *others]:
+        with contextlib.suppress(OSError):
+            yield Path(path), f"sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"

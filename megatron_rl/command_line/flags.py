@@ -1,8 +1,8 @@
-"""All flags: our own, Megatron's, and those of other projects.
+"""The flags that the parser knows: our own and Megatron's.
 
 megatron_flags.toml says how each of Megatron's flags is treated. A field of megatron-core that is not in that file is
 refused. A newer version may add a field that changes the model, and neither the engines nor the export of weights would
-know. other_flags.toml has the flags of other projects.
+know. `other_projects` rewrites the flags of other projects before.
 """
 
 import ast
@@ -18,66 +18,25 @@ from typing import Any
 import torch
 
 from megatron_rl.config.settings import Subjects
-from megatron_rl.flag import Flag, Kind, derive_flag, derive_flags, index_by_name
+from megatron_rl.flag import Flag, Kind, derive_flag, derive_flags
 from megatron_rl.platforms.megatron_configs import find_megatron_version, import_configs
 
 _FILE = Path(__file__).with_name("megatron_flags.toml")
-_OTHERS = Path(__file__).with_name("other_flags.toml")
 _KINDS = {"without_effect": Kind.IGNORED, "refused": Kind.REFUSED}
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """A value and the flag it came from, as it was written."""
-
-    value: Any
-    source: str
-    name: str = ""
-    rank: int = 0
-    """The rank of the flag: if two flags set the same value, the higher rank wins (see below)."""
-
-
-# Ranks: implied by another project; a secondary meaning of another project's flag; its main meaning; our own flags.
-IMPLIED, SECONDARY, MEANT, OWN = range(4)
 
 
 def list_flags() -> list[Flag]:
     """List every flag once.
 
-    Our own configuration's flags come first, then the scripts' spellings, then the fields. Flags that Megatron's
-    scripts know precede those of other projects.
+    Our own configuration's flags come first, then the scripts' spellings, then the fields.
     """
-    everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags(), *list_unused_flags())
-    known = list(_drop_repeats(everything))
-    return list(_drop_repeats((*known, *list_other_flags(known))))
-
-
-def list_other_flags(known: Iterable[Flag]) -> Iterator[Flag]:
-    """List the flags of other projects' scripts; some of them mean a known flag."""
-    by_name = index_by_name(known)
-    for section in list_projects().values():
-        title = section["title"]
-        for name, meant in section.get("same", {}).items():
-            names = [meant] if isinstance(meant, str) else meant
-            first = by_name[names[0]]
-            targets = tuple(dict.fromkeys(target for one in names for target in by_name[one].targets))
-            yield dataclasses.replace(
-                first, name=name, aliases=(), targets=targets, project=title, means=names[0], megatron=True
-            )
-        for name, entry in section.get("sets", {}).items():
-            yield Flag(name=name, project=title, **_read_entry(entry))
-        for flag in _list_unused(section):
-            yield dataclasses.replace(flag, project=title)
+    everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags())
+    return list(_drop_repeats((*everything, *list_unused(_read_file()))))
 
 
 def find_other_defaults() -> Mapping[str, tuple[str, str]]:
     """Return flags that Megatron's scripts know too, each with our default and theirs."""
     return {name: (str(own), str(theirs)) for name, (own, theirs) in _read_file()["other_defaults"].items()}
-
-
-def list_projects() -> Mapping[str, Any]:
-    """Return the file of other projects' flags, by project."""
-    return _read_others()
 
 
 def list_own_flags() -> Iterator[Flag]:
@@ -108,12 +67,8 @@ def list_field_flags() -> Iterator[Flag]:
             yield dataclasses.replace(flag, **_read_entry(table["optimizer"][field.name]))
 
 
-def list_unused_flags() -> Iterator[Flag]:
-    """List flags of Megatron's scripts that have no effect here, and those that are refused."""
-    yield from _list_unused(_read_file())
-
-
-def _list_unused(table: Mapping[str, Any]) -> Iterator[Flag]:
+def list_unused(table: Mapping[str, Any]) -> Iterator[Flag]:
+    """List the flags of a table that have no effect here, and those that are refused."""
     for kind, reason, words in _list_groups(table):
         for word in words:
             if word.startswith("--"):
@@ -140,11 +95,6 @@ def _read_number(word: str) -> float | str:
 @functools.cache
 def _read_file() -> dict[str, Any]:
     return tomllib.loads(_FILE.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _read_others() -> dict[str, Any]:
-    return tomllib.loads(_OTHERS.read_text(encoding="utf-8"))
 
 
 def _read_entry(entry: str | Mapping[str, Any]) -> dict[str, Any]:

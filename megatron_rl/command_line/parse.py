@@ -1,35 +1,32 @@
 """The parser of a command line into checked settings. The argparse namespace does not leave this file."""
 
-import argparse
 import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from megatron_rl import platforms
-from megatron_rl.command_line import attention_times, checks, describe, flags, model, resolve
+from megatron_rl.command_line import checks, describe, flags, model, resolve
 from megatron_rl.command_line.algorithm_checks import note_filter
+from megatron_rl.command_line.backends import choose_backends
 from megatron_rl.command_line.derive import Derivation, drop_longest_sequence
-from megatron_rl.command_line.flags import MEANT, OWN, SECONDARY, Given
+from megatron_rl.command_line.other_projects import rewrite
 from megatron_rl.command_line.rank_store import find_smallest_device
 from megatron_rl.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
-from megatron_rl.command_line.stage import list_others
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
-from megatron_rl.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
-from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
-from megatron_rl.ops.choice import Choice
+from megatron_rl.flag import Flag, derive_flags, index_by_name
+from megatron_rl.flag_parser import FlagParser, ParsedFlags, make_parser, parse_words
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 from megatron_rl.versions import find_docs
 
 __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
-_NAME = re.compile(r"--[a-z][\w-]*")
-_MISSING = re.compile(rf"{_NAME.pattern} is missing:")
+_MISSING = re.compile(r"--[a-z][\w-]* is missing:")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
@@ -40,7 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     """
     reading = _read(argv)
     draft = _resolve_settings(reading, _find_world_size(), needs_folder=False)
-    _raise_problems(reading)
+    reading.raise_problems()
     return Settings.accept(draft)
 
 
@@ -55,9 +52,9 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
     if world_size is None and "run.print_config" not in reading.given:
         world_size = 1
     draft = _resolve_settings(reading, world_size, needs_folder=True)
-    values, problems = resolve_run(draft, is_first=os.environ.get("RANK", "0") == "0")
-    reading.consider(problems)
-    _raise_problems(reading)
+    values, problems, of_host = resolve_run(draft)
+    reading.consider((*problems, *(of_host if os.environ.get("RANK", "0") == "0" else ())))
+    reading.raise_problems()
     assert values is not None
     return RunSettings.accept(draft, words=(*words, *_list_derived(draft, reading)), **vars(values))
 
@@ -72,7 +69,7 @@ def parse_sizes(argv: Sequence[str], world_size: int, device: int | None = None)
     draft = _resolve_settings(reading, world_size, needs_folder=True)
     sizes, problems = resolve_sizes(draft, max(1, world_size // draft.parallel_sizes.model))
     reading.consider(problems)
-    _raise_problems(reading)
+    reading.raise_problems()
     assert sizes is not None
     return Settings.accept(draft), sizes
 
@@ -85,68 +82,23 @@ def list_problems(argv: Sequence[str], world_size: int, has_files: bool = True) 
     """
     reading = _read([*argv, "--print-config"])
     draft = _resolve_settings(reading, world_size, needs_folder=True)
-    _, problems = resolve_run(draft, is_first=True)
+    _, problems, of_host = resolve_run(draft)
     if not has_files:
-        _, elsewhere = resolve_run(draft, is_first=False)
-        problems = [problem for problem in problems if problem in elsewhere or _MISSING.match(problem)]
+        of_host = filter(_MISSING.match, of_host)
         reading.problems = [problem for problem in reading.problems if problem != str(reading.input_error)]
-    reading.consider(problems)
+    reading.consider((*problems, *of_host))
     return reading.problems
 
 
 @dataclasses.dataclass
-class _Reading:
-    """The values of a command line, and its mistakes."""
+class _Reading(ParsedFlags):
+    """The values of a trainer's command line, and what is known of its devices."""
 
-    flags: Sequence[Flag]
-    platform: Platform
-    given: dict[str, Given] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    problems: list[str] = dataclasses.field(default_factory=list)
-    # Flags that are already known to be wrong: problems that follow from their values are not reported too.
-    faulty: set[str] = dataclasses.field(default_factory=set)
-    # The error of reading a file; it is raised itself if it is the only problem.
-    input_error: InputError | None = None
-    # The bytes of the smallest device of a rank; None if ranks have none of their own, or if it is not known here.
+    platform: Platform = dataclasses.field(kw_only=True)
     device: int | None = None
-    # The name of this host's devices; None if they are another host's.
+    """The bytes of the smallest device of a rank; None if ranks have none of their own, or if it is not known here."""
     chip: str | None = None
-    # The flags that were written, each with its values.
-    written: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    # Flags of other projects that mean one of ours, by project.
-    meant: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
-    # Flags without effect, by reason.
-    ignored: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
-
-    def fault(self, problem: str, name: str) -> None:
-        self.problems.append(problem)
-        self.faulty.add(name)
-
-    def keep(self, target: str, new: Given) -> None:
-        """Keep a value, unless another flag's value has precedence; the last value of a flag counts."""
-        old = self.given.get(target)
-        if old is None or old.value == new.value:
-            if old is None or new.rank > old.rank:
-                self.given[target] = new
-            return
-        if old.rank == new.rank == OWN and old.name != new.name:
-            self.fault(f"{old.source} and {new.source} contradict each other: drop one of them", new.name)
-            return
-        holds, falls = (new, old) if new.rank >= old.rank else (old, new)
-        self.given[target] = holds
-        if falls.rank > SECONDARY:
-            where = "which comes later" if holds.rank == falls.rank else "which is written itself"
-            self.notes.append(f"{falls.source} is overruled by {holds.source}, {where}")
-
-    def consider(self, problems: Iterable[str]) -> None:
-        """Add the problems that name no faulty flag; the others follow from a problem that is already reported."""
-        for problem in problems:
-            named = _NAME.findall(problem)
-            if problem in self.problems or not self.faulty.isdisjoint(named):
-                continue
-            self.problems.append(problem)
-            if named and problem.startswith(f"{named[0]} is missing"):
-                self.faulty.add(named[0])
+    """The name of this host's devices; None if they are another host's."""
 
 
 def _list_derived(settings: DraftSettings, reading: _Reading) -> Iterator[str]:
@@ -161,13 +113,6 @@ def _list_derived(settings: DraftSettings, reading: _Reading) -> Iterator[str]:
         yield from ("--recompute-modules", *config.recompute_modules)
 
 
-def _raise_problems(reading: _Reading) -> None:
-    if reading.input_error is not None and reading.problems == [str(reading.input_error)]:
-        raise reading.input_error
-    if reading.problems:
-        raise UsageError(*reading.problems)
-
-
 def _read(argv: Sequence[str] | None, device: int | None = None) -> _Reading:
     """Read the command line, as far as it can be understood; `device` has the bytes of another host's devices."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -180,18 +125,31 @@ def _read(argv: Sequence[str] | None, device: int | None = None) -> _Reading:
     if device is None and absence is None:
         device = find_smallest_device(platform.smallest_device(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         chip = platform.device_name()
-    reading = _Reading(flags.list_flags(), platform, device=device, chip=chip)
+    known = flags.list_flags()
+    rewritten = rewrite(words, index_by_name(known))
+    reading = _Reading(
+        known, notes=rewritten.notes, origins=rewritten.origins, ignored=rewritten.ignored, platform=platform,
+        device=device, chip=chip,
+    )  # fmt: skip
+    for refusal in rewritten.refusals:
+        reading.fault(refusal.error, refusal.name)
     if absence is not None:
         reading.notes.append(
             f"the platform {platform.name} is not on this machine ({absence}): values that depend on its packages come "
             "from this machine"
         )
-    namespace = argparse.Namespace(reading=reading)
-    _, rest = _make_parser(reading.flags).parse_known_args(words, namespace)
-    _report_unknown(rest, reading)
-    reading.notes += (f"{', '.join(taken)}: {project}'s" for project, taken in reading.meant.items())
+    parse_words(_make_parser(known), rewritten.words, reading)
     reading.notes += (f"without effect here: {', '.join(names)} ({why})" for why, names in reading.ignored.items())
     return reading
+
+
+def _make_parser(known: Sequence[Flag]) -> FlagParser:
+    return make_parser(
+        "pretrain_grpo.py",
+        "Trains on rewards or demonstrations under Megatron's flags. "
+        f"{find_docs() or 'docs'}/flags.md lists them by subject.",
+        known,
+    )
 
 
 def find_platform_name(words: list[str]) -> str:
@@ -201,95 +159,6 @@ def find_platform_name(words: list[str]) -> str:
     names += [word.partition("=")[2] for word in words if word.startswith(f"{flag.name}=")]
     # An unknown platform is reported together with all other mistakes.
     return names[-1] if names and names[-1] in flag.choices else str(flag.default)
-
-
-class _Formatter(argparse.HelpFormatter):
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """Return the values that --help shows after a flag; argparse itself reads any number of words there."""
-        return action.flag.value_text() if isinstance(action, _Store) else super()._format_args(action, default_metavar)
-
-
-class _Store(argparse.Action):
-    """An action that keeps the value of a flag, and its words, under the flag's targets."""
-
-    def __init__(self, *, flag: Flag, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.flag = flag
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        name, words, reading = option or self.flag.name, list(values), namespace.reading
-        source = " ".join((name, *words))
-        reading.written[name] = words
-        try:
-            self.flag.check_count(words, name)
-            value = self.flag.read(words, name)
-            if problems := list(self.flag.check_bound(value, name)):
-                raise UsageError(*problems)
-        except UsageError as error:
-            reading.fault(str(error), self.flag.name)
-            return
-        if self.flag.kind is Kind.REFUSED:
-            if self.flag.is_switch or not self.flag.accepts(value):
-                reading.fault(f"{source} is refused: {self.flag.remedy}", self.flag.name)
-            return
-        if self.flag.kind is Kind.IGNORED:
-            # A value that asks for the behaviour of this package needs no note.
-            if self.flag.allowed is None or not self.flag.accepts(value):
-                reading.ignored.setdefault(self.flag.remedy, {})[name] = None
-        elif not self.flag.accepts(value):
-            reading.fault(f"{source} is not supported: {self.flag.remedy}", self.flag.name)
-            return
-        rank = MEANT if self.flag.means else OWN
-        if self.flag.means:
-            taken = f"{source} is taken as {' '.join((self.flag.means, *words))}"
-            reading.meant.setdefault(self.flag.project, {})[taken] = None
-        for target in self.flag.targets:
-            reading.keep(target, Given(value, source, self.flag.name, rank))
-            rank = min(rank, SECONDARY) if self.flag.means else rank
-
-
-def _make_parser(flags: Iterable[Flag]) -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="pretrain_grpo.py",
-        description="Trains on rewards or demonstrations under Megatron's flags. "
-        f"{find_docs() or 'docs'}/flags.md lists them by subject.",
-        formatter_class=_Formatter,
-    )
-    for flag in flags:
-        text = flag.help if flag.kind is Kind.USED else f"{flag.kind}: {flag.remedy}"
-        # Any number of words is allowed here, because argparse would stop at the first wrong number.
-        parser.add_argument(
-            *flag.names, action=_Store, flag=flag, dest=flag.name, help=text.replace("%", "%%"), nargs="*"
-        )
-    return parser
-
-
-def _report_unknown(rest: Sequence[str], reading: _Reading) -> None:
-    # A refused flag is never suggested.
-    known = index_by_name(flag for flag in reading.flags if flag.kind is not Kind.REFUSED and not flag.project)
-    names = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"]
-    for name in names:
-        reason = _find_prefix(name)
-        if reason is not None:
-            reading.ignored.setdefault(reason, {})[name] = None
-            continue
-        reading.problems.append(f"unknown flag {name}{suggest_nearest(name, known)}")
-        near = find_nearest(name, known)
-        if near is not None:
-            # The flag that was probably meant is not reported as missing.
-            reading.faulty.add(known[near].name)
-    if rest and not names:
-        reading.problems.append(f"unexpected {rest[0]!r}: every value follows its flag")
-
-
-def _find_prefix(name: str) -> str | None:
-    """Return why a flag has no effect, if it has a prefix of another project's flags."""
-    for project in flags.list_projects().values():
-        if name.startswith(tuple(project.get("prefixes", ()))):
-            return str(project["prefix_reason"])
-    return None
 
 
 def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: bool) -> DraftSettings:
@@ -302,7 +171,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     folder = given["model.hf_model"].value if "model.hf_model" in given else None
     architecture = None if folder is None and needs_folder else _read_architecture(folder, reading)
     _derive(reading, architecture, world_size, configs_of)
-    subjects = {name: config(**_select_values(name, given)) for name, config in configs_of.items()}
+    subjects = {name: config(**reading.select_values(name)) for name, config in configs_of.items()}
     fields = resolve.resolve_fields(reading.flags, given, architecture, platform)
     configs, refusals = resolve.build_configs(fields)
     sources = {target: item.source for target, item in given.items()} | fields.sources
@@ -319,7 +188,7 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     )
     reading.consider((*fields.problems, *checks.check_settings(settings)))
     if architecture is not None:
-        settings = _choose_backends(settings, architecture, reading)
+        settings = choose_backends(settings, architecture, reading.chip, reading.consider)
     if not reading.problems:
         reading.problems += refusals
     if architecture is not None and not reading.problems:
@@ -336,11 +205,11 @@ def _note_other_defaults(reading: _Reading, stage: str, is_verbose: bool) -> Ite
     """Yield a note of the flags left to defaults that differ from those of Megatron's scripts: a count, or all."""
     others, by_name = flags.find_other_defaults(), index_by_name(reading.flags)
     # Flags of the other stage are not counted.
-    settled = reading.given.keys() | list_others()[stage]
+    settled = reading.given.keys() | checks.list_others()[stage]
     relied = {
         name: own
         for name, (own, _) in others.items()
-        if name not in reading.written and settled.isdisjoint(by_name[name].targets)
+        if by_name[name].name not in reading.written and settled.isdisjoint(by_name[name].targets)
     }
     if relied and is_verbose:
         listed = ", ".join(f"{name} ({own})" for name, own in relied.items())
@@ -363,7 +232,6 @@ def _derive(
         # A demonstration is a group of one response.
         defaults["algorithm.group_size"] = 1
     derivation = Derivation(reading.given, defaults, reading.notes.append)
-    derivation.imply_projects(reading.written, index_by_name(reading.flags))
     derivation.settle_algorithm()
     derivation.settle_vocabulary(architecture)
     if is_sampled:
@@ -393,8 +261,7 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
         reading.consider(error.problems)
         return None
     except InputError as error:
-        reading.problems.append(str(error))
-        reading.input_error = error
+        reading.consider_input(error)
         return None
     architecture, problems = found
     reading.consider(problems)
@@ -406,105 +273,9 @@ def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture |
     return architecture
 
 
-def _choose_backends(settings: DraftSettings, architecture: Architecture, reading: _Reading) -> DraftSettings:
-    """Return the settings with the backends that will run, of each operation that has several."""
-    device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
-    if settings.rollout.is_batch_invariant and device == "cpu":
-        return _choose_invariant(settings)
-    conditions = shared_prompt.Conditions(
-        device,
-        dtype,
-        architecture.sliding_window,
-        architecture.kv_channels,
-        architecture.value_channels,
-        architecture.has_sinks,
-    )
-    settings = _choose_attention(settings, architecture, reading, conditions)
-    settings = _choose_backend(
-        settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
-    )
-    width = architecture.hidden_size
-    settings = _choose_backend(
-        settings,
-        "model.elementwise_backend",
-        reading,
-        lambda name: elementwise.choose_backend(name, device, dtype, width),
-    )
-    settings = _choose_backend(
-        settings,
-        "model.qkv_backend",
-        reading,
-        lambda name: qkv.choose_backend(
-            name, device, dtype, architecture.kv_channels, architecture.latents is not None
-        ),
-    )
-    if architecture.linear is None:
-        return settings
-    return _choose_backend(
-        settings,
-        "model.linear_attention_backend",
-        reading,
-        lambda name: gated_delta.choose_backend(name, device, dtype),
-    )
-
-
-def _choose_invariant(settings: DraftSettings) -> DraftSettings:
-    """Return the settings with the backends of --batch-invariant, which `check_batch_invariant` allows alone."""
-    name: Any = "invariant"
-    model = dataclasses.replace(settings.model, output_layer_backend=name, elementwise_backend=name, qkv_backend=name)
-    return dataclasses.replace(settings, model=model, attention=dataclasses.replace(settings.attention, backend=name))
-
-
-def _choose_attention(
-    settings: DraftSettings, architecture: Architecture, reading: _Reading, conditions: shared_prompt.Conditions
-) -> DraftSettings:
-    """Return the settings with the backend of attention, from measured times if there are any, and its blocks."""
-    try:
-        near = attention_times.find_measured(settings, architecture, reading.chip)
-        settings = _choose_backend(
-            settings,
-            "attention.backend",
-            reading,
-            lambda name: shared_prompt.choose_backend(name, conditions, near),
-            is_said=near is not None,
-        )
-        return attention_times.choose_blocks(settings, near)
-    except UsageError as error:
-        reading.consider(error.problems)
-        return settings
-
-
-def _choose_backend(
-    settings: DraftSettings,
-    target: str,
-    reading: _Reading,
-    choose: Callable[[str], Choice],
-    is_said: bool = False,
-) -> DraftSettings:
-    """Return the settings with a field's backend chosen; if the named one cannot run, add that to the problems."""
-    subject, field = target.split(".")
-    config: Any = getattr(settings, subject)
-    try:
-        choice = choose(getattr(config, field))
-    except UsageError as error:
-        reading.consider(error.problems)
-        return settings
-    changed = {subject: dataclasses.replace(config, **{field: choice.name})}
-    sources = dict(settings.sources)
-    if choice.notes:
-        sources[target] = "; ".join(choice.notes)
-    notes = (*settings.notes, *(choice.notes if is_said or settings.observe.verbose else ()))
-    return dataclasses.replace(settings, **changed, sources=sources, notes=notes)
-
-
 def _find_world_size() -> int | None:
     text = os.environ.get("WORLD_SIZE")
     return int(text) if text else None
-
-
-def _select_values(subject: str, given: Mapping[str, Given]) -> dict[str, Any]:
-    prefix = f"{subject}."
-    return {target.removeprefix(prefix): item.value for target, item in given.items() if target.startswith(prefix)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

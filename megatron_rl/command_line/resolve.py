@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.command_line.flags import Given
 from megatron_rl.flag import Flag, Kind
+from megatron_rl.flag_parser import Given
 from megatron_rl.platforms.megatron_configs import find_flash_attention, find_megatron_version, import_configs
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal

@@ -85,10 +85,10 @@ class RunValues:
     cores: CoreShares
 
 
-def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | None, list[str]]:
+def resolve_run(settings: DraftSettings) -> tuple[RunValues | None, list[str], Iterator[str]]:
     """Resolve the values that a run adds to its settings, and find mistakes beyond the checks of every command.
 
-    Only the first rank checks files, folders and the needs of the sidecar: the others' hosts need not have them.
+    Those of the iterator concern the first rank's host alone.
     """
     replicas = None
     if settings.world_size is not None:
@@ -102,18 +102,23 @@ def resolve_run(settings: DraftSettings, is_first: bool) -> tuple[RunValues | No
     except UsageError as error:
         problems += error.problems
     cores = _share_cores(settings)
-    is_sampled = settings.run.stage == "grpo"
-    has_sidecar = is_sampled and settings.service.endpoint is None
+    has_sidecar = settings.run.stage == "grpo" and settings.service.endpoint is None
     sidecar = resolve_for_run(settings, folder, cores, _count_local_ranks(settings)) if has_sidecar else None
-    if is_first:
-        problems += file_checks.find_problems(settings)
-    if is_first and is_sampled:
-        longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
-        problems += check_sidecar(settings, sidecar, longest)
-        problems += [] if sidecar is None else check_sharing(sidecar, _count_local_ranks(settings))
+    of_host = _check_host(settings, sizes, sidecar)
     if sizes is None or folder is None:
-        return None, problems
-    return RunValues(sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems
+        return None, problems, of_host
+    return RunValues(sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems, of_host
+
+
+def _check_host(settings: DraftSettings, sizes: Sizes | None, sidecar: SidecarSettings | None) -> Iterator[str]:
+    """Yield each mistake in files, in folders and in the needs of the sidecar, which other hosts need not have."""
+    yield from file_checks.find_problems(settings)
+    if settings.run.stage != "grpo":
+        return
+    longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
+    yield from check_sidecar(settings, sidecar, longest)
+    if sidecar is not None:
+        yield from check_sharing(sidecar, _count_local_ranks(settings))
 
 
 def _share_cores(settings: DraftSettings) -> CoreShares:

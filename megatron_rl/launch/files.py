@@ -3,6 +3,7 @@
 import secrets
 import shlex
 import shutil
+import string
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,17 @@ from megatron_rl.shared.records.append_file import make_private_folder, write_pr
 
 HOSTS_FILE = "hosts.toml"
 TOKEN_FILE = "token"
+
+
+class _Template(string.Template):
+    # Scripts have dollars of their own.
+    delimiter = "@"
+
+
+def fill_template(file: str, /, **values: object) -> str:
+    """Return a file of the folder `templates` with `@name` replaced by the value of that name."""
+    text = Path(__file__).with_name("templates").joinpath(file).read_text(encoding="utf-8")
+    return _Template(text).substitute(values)
 
 
 def write_hosts(folder: Path, text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import PlatformError, UsageError, packages_checked
-from megatron_rl.flag import FlagParser
+from megatron_rl.flag_parser import FlagParser
 from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, write_hosts
 from megatron_rl.sidecar.hosts.kinds import DEFAULT_PORT
 from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UsageError
-from megatron_rl.flag import FlagParser
-from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, submit, write_hosts
+from megatron_rl.flag_parser import FlagParser
+from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, fill_template, submit, write_hosts
 from megatron_rl.launch.settings import LaunchSettings, add_flags, read_common
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar.hosts.kinds import VARIABLE
@@ -37,47 +37,34 @@ def launch(argv: Sequence[str], words: Sequence[str]) -> None:
     make_private_folder(settings.common.run)
     write_hosts(folder, settings.common.describe_hosts())
     script = folder / _SCRIPT_FILE
-    script.write_text(build_script(settings))
+    script.write_text(_fill_script(settings))
     print(script.read_text(), flush=True)
     submit(["sbatch", str(script)], is_dry=settings.common.is_dry)
 
 
-def build_script(settings: _SlurmSettings) -> str:
+def _fill_script(settings: _SlurmSettings) -> str:
     """Return the script of the job."""
     common = settings.common
-    folder = common.folder
-    shown = {name: shlex.quote(str(folder / name)) for name in (HOSTS_FILE, TOKEN_FILE, _LOGS)}
-    agent = common.agent("$SLURMD_NODENAME", shown[TOKEN_FILE], f'{shown[_LOGS]}/"$SLURMD_NODENAME"')
-    ranks = common.torchrun("$SLURM_PROCID", "$first")
+    hosts, token, logs = (shlex.quote(str(common.folder / name)) for name in (HOSTS_FILE, TOKEN_FILE, _LOGS))
     devices = [f"--gpus-per-node={common.devices_per_host}"] if common.devices_per_host else []
     every = ["--ntasks-per-node=1", "--exclusive", "--mem=0", *devices, *settings.of_both]
-    lines = [
-        "#!/usr/bin/env bash",
-        f"#SBATCH --job-name={common.name} --output={folder / 'job-%j.log'}",
-        f"#SBATCH --chdir={Path.cwd()}",
-        f"#SBATCH --nodes={common.trainer_hosts} {shlex.join([*every, *settings.of_trainer])}",
-        "#SBATCH hetjob",
-        # The job outlives a host of engines.
-        f"#SBATCH --nodes={common.engine_hosts} --no-kill {shlex.join([*every, *settings.of_engines])}",
-        "# Written by `megatron-rl launch slurm`: ranks in the first component, agents of engines in the second.",
-        "set -euo pipefail",
-        *([] if settings.source is None else [f"source {shlex.quote(str(settings.source.absolute()))}"]),
-        f"export {VARIABLE}={shown[HOSTS_FILE]}",
-        'export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)',
-        "",
-        f"srun --het-group=1 --kill-on-bad-exit=0 --cpu-bind=none --output={folder / 'agent-%N.log'} \\",
-        f"    bash -c {shlex.quote(f'exec {agent}')} &",
-        "",
-        "code=0",
-        "srun --het-group=0 --kill-on-bad-exit=1 --cpu-bind=none \\",
-        f"    bash -c {shlex.quote(f'exec {ranks}')} || code=$?",
-        "",
-        "# Agents end their engines, and remove what these have left.",
-        'scancel --signal=TERM "$SLURM_JOB_ID+1" || true',
-        "wait",
-        'exit "$code"',
-    ]
-    return "\n".join(lines) + "\n"
+    agent = common.agent("$SLURMD_NODENAME", token, f'{logs}/"$SLURMD_NODENAME"')
+    ranks = common.torchrun("$SLURM_PROCID", "$first")
+    return fill_template(
+        _SCRIPT_FILE,
+        name=common.name,
+        folder=common.folder,
+        directory=Path.cwd(),
+        trainer_hosts=common.trainer_hosts,
+        trainer_flags=shlex.join([*every, *settings.of_trainer]),
+        engine_hosts=common.engine_hosts,
+        engine_flags=shlex.join([*every, *settings.of_engines]),
+        source=f"source {shlex.quote(str(settings.source.absolute()))}\n" if settings.source else "",
+        hosts_variable=VARIABLE,
+        hosts=hosts,
+        agent=shlex.quote(f"exec {agent}"),
+        ranks=shlex.quote(f"exec {ranks}"),
+    )
 
 
 def _parse(argv: Sequence[str], words: Sequence[str]) -> _SlurmSettings:

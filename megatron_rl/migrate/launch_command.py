@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.command_line.other_projects import read_values, split_words
 from megatron_rl.errors import InputError
 from megatron_rl.migrate.shell_script import read_shell_script
 
@@ -158,12 +159,4 @@ def read_launcher(words: Sequence[str]) -> dict[str, str]:
 
 def group_words(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag with the words that follow it."""
-    name, values = "", list[str]()
-    for word in [*words, "--"]:
-        if word.startswith("--"):
-            if name:
-                yield name, values
-            name, found, value = word.partition("=")
-            values = [value] if found else []
-        else:
-            values.append(word)
+    return (read_values(flag) for flag in split_words(words) if flag[0].startswith("--"))

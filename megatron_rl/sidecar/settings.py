@@ -29,7 +29,8 @@ from megatron_rl.environments.types import AGENT_COMPONENT, AGENT_FLAG, COMPONEN
 from megatron_rl.environments.types import FLAG as ENVIRONMENT_FLAG
 from megatron_rl.environments.types import find_flag_problems as find_environment_problems
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
+from megatron_rl.flag import Flag, derive_flags
+from megatron_rl.flag_parser import ParsedFlags, make_parser, parse_words
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.device_memory import DIVIDED_BY_USER, FLAG_OF_SHARING, LORA_RANKS, EngineMemory
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
@@ -187,10 +188,13 @@ def list_flags() -> list[Flag]:
 
 
 def parse(words: Sequence[str]) -> SidecarSettings:
-    """Parse and check flags; a UsageError says what to write instead."""
-    values, found = _read(words)
-    if found:
-        raise UsageError(*found)
+    """Parse and check flags; a UsageError has all mistakes, each with what to write instead."""
+    known = list_flags()
+    parsed = ParsedFlags(known, is_repeatable=False)
+    description = "Supervises the engines and hands finished groups to the trainer."
+    parser = make_parser("python -m megatron_rl.sidecar", description, known)
+    parse_words(parser, words, parsed, ": the sidecar takes only its own flags")
+    values = {subject: _to_lists(parsed.select_values(subject)) for subject in _SUBJECTS}
     settings = SidecarSettings(
         platform=values["run"].get("platform", "auto"),
         hf_model=values["model"].get("hf_model"),
@@ -208,56 +212,18 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         architecture = settings.read_architecture()
     except (InputError, UsageError) as error:
         unreadable = error
-    of_values = (*check_bounds(settings.rollout), *check_bounds(settings.reward), *check_bounds(settings.environment))
-    found = [*_check_alone(settings, architecture), *of_values, *problems(settings, architecture)]
-    if unreadable is not None and not found:
-        raise unreadable
-    if found:
-        raise UsageError(*found, *([] if unreadable is None else [str(unreadable)]))
+    parsed.consider((*_check_alone(settings, architecture), *problems(settings, architecture)))
+    if isinstance(unreadable, InputError):
+        parsed.consider_input(unreadable)
+    elif unreadable is not None:
+        parsed.consider(unreadable.problems)
+    parsed.raise_problems()
     return settings
 
 
-def _read(words: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the values by subject and field, and the problems of the words."""
-    known = list_flags()
-    values: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
-    namespace, rest = _parser(known).parse_known_args(list(words))
-    names = {name: None for flag in known for name in flag.names}
-    unknown = [word for word in rest if word.startswith("--")] or rest[:1]
-    found = [
-        f"unknown flag {word}{suggest_nearest(word, names)}: the sidecar takes only its own flags" for word in unknown
-    ]
-    for flag in known:
-        said = getattr(namespace, flag.name, None)
-        if said is None:
-            continue
-        subject, _, field = flag.targets[0].partition(".")
-        if flag.nargs is None and len(set(said)) > 1:
-            found.append(f"{flag.name} is given twice, with {' and '.join(said)}: drop one")
-            continue
-        try:
-            value = flag.read(said)
-        except UsageError as error:
-            found.append(str(error))
-        else:
-            values[subject][field] = list(value) if isinstance(value, tuple) else value
-    return values, found
-
-
-def _parser(known: Sequence[Flag]) -> FlagParser:
-    parser = FlagParser(
-        prog="python -m megatron_rl.sidecar",
-        description="Supervises the engines and hands finished groups to the trainer.",
-    )
-    for flag in known:
-        keywords: dict[str, Any] = {"action": "append"}
-        if flag.is_switch:
-            keywords = {"action": "append_const", "const": ()}
-        elif flag.nargs is not None:
-            # The values of a list flag that is given several times become one list.
-            keywords = {"action": "extend", "nargs": flag.nargs}
-        parser.add_argument(*flag.names, dest=flag.name, help=flag.help.replace("%", "%%"), **keywords)
-    return parser
+def _to_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as a message has them: without tuples."""
+    return {field: list(value) if isinstance(value, tuple) else value for field, value in values.items()}
 
 
 def problems(settings: SidecarSettings, architecture: Architecture | None, longest: int | None = None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.command_line.rank_errors import report_once
+from megatron_rl.command_line.rank_store import report_once
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture

@@ -208,7 +208,7 @@ RELATED = {
 
 
 def test_an_unknown_flag_is_answered_with_flags_that_have_its_words() -> None:
-    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED and not flag.project)
+    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED)
     assert {name: find_related(name, known) for name in RELATED} == RELATED
     assert suggest_nearest("--kl-beta", known) == " (flags with these words: --grpo-kl-beta)"
 
@@ -224,6 +224,6 @@ def test_a_model_named_as_on_the_hub_is_answered_with_how_to_download_it(tmp_pat
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_one_if_one_is_near() -> None:
-    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED and not flag.project)
+    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED)
     assert {slip: find_nearest(slip, known) for slip in SLIPS} == SLIPS
     assert {name: find_nearest(name, known) for name in STRANGERS} == dict.fromkeys(STRANGERS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.command_line.attention_times import choose_blocks
+from megatron_rl.command_line.backends import choose_blocks
 from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.ops.shared_prompt import Conditions, choose_backend

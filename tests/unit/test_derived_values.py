@@ -1,4 +1,4 @@
-"""Values that follow from given flags: sizes, counts, flags of other projects, defaults that are relied on."""
+"""Values that follow from given flags: sizes, counts, defaults that are relied on."""
 
 import re
 from pathlib import Path
@@ -106,19 +106,6 @@ def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(
     assert parse_run(*words, "--global-batch-size 32", world_size=4).algorithm.group_size == 8
 
 
-def test_a_flag_of_another_project_is_taken_as_ours_which_goes_before_it() -> None:
-    settings = parse(
-        *DENSE, "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --eps-clip 0.3 --n-samples-per-prompt 4"
-    )
-    assert (settings.algorithm.kl_beta, settings.algorithm.clamp_eps_upper) == (0.1, 0.3)
-    assert settings.algorithm.group_size == 4
-    for words in ("--grpo-kl-beta 0.2 --kl-loss-coef 0.1", "--kl-loss-coef 0.1 --grpo-kl-beta 0.2"):
-        settings = parse(*DENSE, words)
-        assert settings.algorithm.kl_beta == 0.2
-        assert "--kl-loss-coef 0.1 is overruled by --grpo-kl-beta 0.2, which is written itself" in settings.notes
-    assert parse(*DENSE, "--eps-clip-high 0.28 --eps-clip 0.3").algorithm.clamp_eps_upper == 0.28
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_name_of_an_algorithm_sets_its_parts(name) -> None:
     settings = parse(*DENSE, f"--algorithm {name}")
@@ -154,90 +141,6 @@ def test_the_rewards_that_decide_a_signal_are_named_or_follow_from_all_rewards(w
     notes = [note for note in settings.notes if "compares exact, the first of --reward" in note]
     assert len(notes) == is_chosen
     assert parse_run(*run, words.partition("--grpo-filter-by")[0]).sizes.plan.deciding_rewards == []
-
-
-SLIMES = "--rollout-batch-size 8 --n-samples-per-prompt 8"
-
-
-@pytest.mark.parametrize(
-    ("words", "loss", "advantage", "aggregation"),
-    [
-        ("", "clip", "grpo", "sequence"),
-        ("--advantage-estimator grpo", "clip", "grpo", "sequence"),
-        ("--advantage-estimator gspo --eps-clip 4e-4", "gspo", "grpo", "sequence"),
-        ("--advantage-estimator cispo --eps-clip 1 --calculate-per-token-loss", "cispo", "grpo", "token"),
-        ("--advantage-estimator grpo --disable-grpo-std-normalization", "clip", "mean", "sequence"),
-        ("--grpo-aggregation constant", "clip", "grpo", "constant"),
-        ("--algorithm dapo", "clip", "grpo", "token"),
-    ],
-)
-def test_a_slime_run_minimizes_what_it_does_there(words: str, loss: str, advantage: str, aggregation: str) -> None:
-    algorithm = parse(*DENSE, SLIMES, words).algorithm
-    assert (algorithm.loss, algorithm.advantage, algorithm.aggregation) == (loss, advantage, aggregation)
-    assert parse(*DENSE).algorithm.aggregation == "token"
-
-
-def test_an_estimate_that_slime_computes_differently_is_refused_with_a_remedy() -> None:
-    for name in ("reinforce_plus_plus", "ppo"):
-        assert "for REINFORCE++ drop it and write --algorithm" in error(*DENSE, f"--advantage-estimator {name}")
-    assert parse(*DENSE, "--eps-clip-c 3").algorithm.dual_clip == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "weight", "estimator"),
-    [
-        ("--kl-loss-coef 0.1", 0, "k3"),
-        ("--kl-loss-coef 0.1 --kl-loss-type k2", 0, "k3"),
-        ("--use-kl-loss --kl-loss-coef 0 --kl-loss-type k1", 0, "k3"),
-        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl", 0.1, "k3"),
-        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2", 0.1, "k2"),
-        ("--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl", 0.1, "unbiased"),
-        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --use-unbiased-kl", 0.1, "unbiased"),
-        ("--use-kl-loss --grpo-kl-beta 0.1", 0.1, "k3"),
-    ],
-)
-def test_slimes_divergence_counts_as_it_does_there(words: str, weight: float, estimator: str) -> None:
-    settings = parse(*DENSE, SLIMES, words)
-    assert (settings.algorithm.kl_beta, settings.algorithm.kl_estimator) == (weight, estimator)
-    if not weight:
-        assert any("has no effect" in note and "--kl-loss" in note for note in settings.notes)
-
-
-def test_slimes_default_of_a_divergence_in_the_loss_is_refused_since_its_gradient_has_no_mean() -> None:
-    assert "--grpo-kl-estimator k1 in the loss" in error(*DENSE, SLIMES, "--use-kl-loss --kl-loss-coef 0.1")
-    words = "--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type k2"
-    assert "--use-unbiased-kl with --kl-loss-type k2 has no estimator here" in error(*DENSE, SLIMES, words)
-
-
-def test_slimes_correction_alone_is_cut_off_at_two() -> None:
-    for words, cap in (
-        ("--use-tis", 2),
-        ("--use-tis --tis-clip 3", 3),
-        (f"{SLIMES} --use-tis", 2),
-        ("--use-tis --rl-importance-sampling-truncation-coef 5", 5),
-    ):
-        algorithm = parse(*DENSE, words).algorithm
-        assert (algorithm.importance_correction, algorithm.importance_truncation) == (True, cap)
-    assert parse(*DENSE, "--rl-inference-logprobs-is-correction").algorithm.importance_truncation is None
-
-
-def test_an_evaluation_of_a_slime_run_has_the_temperature_of_its_samples() -> None:
-    for words, temperature in (
-        ("", 1),
-        ("--rollout-temperature 0.8", 0.8),
-        ("--rollout-temperature 0.8 --eval-temperature 0.6", 0.6),
-    ):
-        assert parse(*DENSE, SLIMES, words).evaluation.temperature == temperature
-
-
-def test_a_flag_that_slime_leaves_out_is_implied() -> None:
-    settings = parse(*without(DENSE, "--lr"), SLIMES)
-    assert (settings.optimizer.lr, settings.data.shuffle, settings.data.prompt_key) == (1e-6, False, "input")
-    assert parse(*DENSE, SLIMES, "--rollout-shuffle --prompts a").data.prompt_key == "prompt"
-    assert parse(*DENSE, SLIMES, "--rollout-shuffle").data.shuffle
-    message = error(*DENSE, "--rollout-batch-size 8")
-    assert "--grpo-group-size 1 must be at least 2" in message
-    assert "write 2 or more (slime implies --grpo-group-size 1)" in message
 
 
 def test_flags_that_change_nothing_are_accepted() -> None:

@@ -223,6 +223,14 @@ ROWS: dict[str, Row] = {
     ),
     "--rope-type": _on_model("--rope-type", "yarn", "error"),
     "--window-size": _on_model("--window-size", "31,0", "transformer.window_size"),
+    "--sliding-window": _on_model("--sliding-window", "32", "transformer.window_size"),
+    "--norm-topk-prob": Row("--norm-topk-prob", "error", on="sparse", beside="--moe-router-pre-softmax"),
+    "--rope-scaling-type": _on_model("--rope-scaling-type", "llama3", "positions.frequencies"),
+    "--original-max-position-embeddings": _on_model(
+        "--original-max-position-embeddings", "64", "positions.frequencies", beside="--use-rope-scaling"
+    ),
+    "--low-freq-factor": _on_model("--low-freq-factor", "2", "positions.frequencies", beside="--use-rope-scaling"),
+    "--high-freq-factor": _on_model("--high-freq-factor", "8", "positions.frequencies", beside="--use-rope-scaling"),
     "--num-experts": _instead("--num-experts 4", "transformer.num_moe_experts", on="sparse"),
     "--moe-layer-freq": _on_model("--moe-layer-freq", "[0]*2+[1]*6", "transformer.moe_layer_freq", on="sigmoid"),
     "--moe-router-load-balancing-type": Row(
@@ -531,9 +539,7 @@ def fault(flag: Flag, row: Row, folders: dict[str, Path]) -> str | None:
 
 
 def used_flags() -> dict[str, Flag]:
-    return {
-        flag.name: flag for flag in flags.list_flags() if flag.kind is Kind.USED and flag.megatron and not flag.project
-    }
+    return {flag.name: flag for flag in flags.list_flags() if flag.kind is Kind.USED and flag.megatron}
 
 
 def faults(folders: dict[str, Path], rows: dict[str, Row]) -> dict[str, str]:

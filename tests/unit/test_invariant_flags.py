@@ -49,25 +49,6 @@ def test_all_of_a_model_is_computed_by_invariant_operations_and_a_token_that_dif
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size above 1"),
-        ("--context-parallel-size 2", "--context-parallel-size above 1"),
-        ("--lora-rank 4", "--lora-rank"),
-        ("--fp16", "--fp16"),
-        ("--qkv-backend torch", "--qkv-backend"),
-        ("--shared-prompt-backend merge", "--shared-prompt-backend"),
-        ("--bf16 --rollout-dtype float32", "--rollout-dtype float32 must be bfloat16"),
-        ("--publish-dtype bfloat16", "--publish-dtype bfloat16 must be float32"),
-        ("--bf16 --publish-dtype float16", "--publish-dtype float16 must be bfloat16"),
-        ("--rollout-speculative ngram", "--rollout-speculative"),
-    ],
-)
-def test_what_has_other_sums_is_refused(run: tuple[str, ...], words: str, problem: str) -> None:
-    assert any(FLAG in found and problem in found for found in run_problems(*run, FLAG, words, world_size=2))
-
-
-@pytest.mark.parametrize(
     ("words", "stored", "published"),
     [
         ((FLAG,), "bfloat16", "float32"),

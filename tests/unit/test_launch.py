@@ -14,7 +14,6 @@ import yaml
 
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import ExitCode
-from megatron_rl.launch.yaml import write_yaml
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.agent.main import removed_afterwards
 from megatron_rl.sidecar.hosts import kinds
@@ -246,17 +245,18 @@ def test_all_mistakes_of_a_launch_are_named_at_once_and_nothing_is_written(place
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": "no", "b": "1e3", "c": 'quotes " and \\', "d": "x: y", "e": None, "f": True, "g": 0.5, "h": "", "i": "-"},
-        {"text": "one\n\n  two\n# three\n\n", "list": [[1, []], {"a": {}, "b": ["x", {"c": "d\n"}]}], "odd": " x\n"},
-    ],
-)
-def test_yaml_is_read_back_as_it_was(value):
-    text = write_yaml([value, value])
-    assert list(yaml.safe_load_all(text)) == [value, value]
-    assert all(line == line.rstrip() for line in text.splitlines())
+def test_what_a_user_writes_is_read_back_from_the_manifests_as_it_was(place):
+    odd = """a 'b' "c": {d} # @e $f \\g"""
+    claim = odd.replace(":", "")
+    flags = ["--name", "no", "--image", odd, "--namespace", "no", "--resource", odd, "--claim", f"{claim}:/shared"]
+    assert launch("kubernetes", "--dry-run", *flags, save=odd) == ExitCode.OK
+    *_, engines, trainer = yaml.safe_load_all((place / "no-launch" / "run.yaml").read_text())
+    pod = trainer["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert odd in shlex.split(container["command"][-1])
+    assert (container["image"], container["resources"]["limits"]) == (odd, {odd: 8})
+    assert pod["volumes"][-1]["persistentVolumeClaim"]["claimName"] == claim
+    assert (engines["spec"]["serviceName"], engines["metadata"]["namespace"]) == ("no", "no")
 
 
 def test_folders_are_removed_though_all_processes_are_told_to_end(tmp_path):

@@ -29,33 +29,6 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_one_parser(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("--lora-rank 4 --lora-dropout 0.1", "--lora-dropout 0.1 must be 0"),
-        ("--lora-alpha 4", "--lora-alpha needs --lora-rank"),
-        ("--lora-rank 4 --lora-targets q_proj query", "--lora-targets query"),
-        ("--lora-rank 4 --load-lora missing", "--load-lora missing must be a folder"),
-        ("--lora-rank 4 --grpo-kl-beta 0.1 --frozen-offload", "--frozen-offload and --lora-rank"),
-        ("--lora-rank 4 --load-lora . --weights-bridge there.py:MINE", "--load-lora . and --weights-bridge"),
-        ("--lora-rank 4 --publish-through ipc", "--publish-through ipc and --lora-rank"),
-        ("--publish-lora adapter", "--publish-lora adapter needs --lora-rank"),
-        ("--lora-rank 4 --publish-lora adapter --rollout-lora-rank 2", "--rollout-lora-rank 2 is below --lora-rank 4"),
-        ("--lora-rank 600 --publish-lora adapter --rollout-engine vllm", "--rollout-lora-rank 600 is above 512"),
-        (
-            "--lora-rank 4 --publish-lora adapter --rollout-transport nccl",
-            "--publish-lora adapter and --rollout-transport nccl",
-        ),
-        (
-            "--lora-rank 4 --publish-lora adapter --weights-bridge there.py:MINE",
-            "--publish-lora adapter and --weights-bridge",
-        ),
-    ],
-)
-def test_a_flag_that_adapters_exclude_is_refused(run: tuple[str, ...], words: str, problem: str) -> None:
-    assert any(problem in found for found in run_problems(*run, words, world_size=1))
-
-
 def test_alpha_is_twice_the_rank_unless_it_is_given(run: tuple[str, ...]) -> None:
     assert parse_run(*run, "--lora-rank 4", world_size=1).lora.used_alpha == 8
     assert parse_run(*run, "--lora-rank 4 --lora-alpha 3", world_size=1).lora.used_alpha == 3

@@ -15,8 +15,7 @@ from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.plug_in_checks import find_plug_in_problems
 from megatron_rl.algorithm.plug_ins import check_agreement, compare_plug_ins, describe_plug_ins, find_loss
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.command_line.describe import describe_run, print_config
-from megatron_rl.command_line.own_files import describe_objective
+from megatron_rl.command_line.describe import describe_objective, describe_run, print_config
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.records.audit_events import list_changes
 from tests.command_lines import CPU, DENSE, QWEN3, RUN, error, folder, parse, parse_run

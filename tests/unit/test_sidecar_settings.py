@@ -99,7 +99,7 @@ def test_a_function_named_as_the_reward_of_what_acts_is_refused(tmp_path: Path, 
     assert read_settings(f"{words}{'agent' if name == 'environment' else 'environment'}".split())
 
 
-def test_all_problems_are_said_at_once_one_a_line(tmp_path: Path) -> None:
+def test_all_problems_are_said_at_once_one_a_line(tmp_path: Path, model: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completions): ...")
     found = problems(
         f"--platform cpu --rollout-num-engines 0 --rollout-listen nowhere --rollout-python {tmp_path} "
@@ -114,11 +114,14 @@ def test_all_problems_are_said_at_once_one_a_line(tmp_path: Path) -> None:
     assert len(found) == len(expected), found
     for line, text in zip(found, expected, strict=True):
         assert line.startswith(text)
-    unknown = problems("--rollout-num-engins 2 --rewards x --rollout-num-threads many")
+    # What a misspelt flag was meant for is not missing too.
+    words = f"{VLLM} --hf-model {model} --rollout-num-engins 2 --rollout-num-threads many --rewards exact"
+    unknown = problems(words.replace("--rollout-folder", "--rollout-foldr").replace("--reward exact ", ""))
     assert [line.split()[:3] for line in unknown] == [
+        ["--rollout-num-threads", "many:", "not"],
+        ["unknown", "flag", "--rollout-foldr"],
         ["unknown", "flag", "--rollout-num-engins"],
         ["unknown", "flag", "--rewards"],
-        ["--rollout-num-threads", "many:", "not"],
     ]
 
 

@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron_rl.command_line.stage import list_others
+from megatron_rl.command_line.checks import list_others
 from megatron_rl.config.settings import CheckpointConfig, Subjects
 from megatron_rl.errors import ForeignVersion, InputError
 from megatron_rl.flag import Flag, IntegerOr, derive_flags

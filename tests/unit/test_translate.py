@@ -70,7 +70,7 @@ def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: P
     assert found.words["--hf-model"] == ["/root/Qwen3-4B"]
     assert found.words["--num-layers"] == ["36"]
     assert found.words["--swiglu"] == []
-    assert found.words["--advantage-estimator"] == ["gspo"]
+    assert found.words["--grpo-loss"] == ["gspo"]
     assert found.words["--grpo-aggregation"] == ["sequence"]
     assert found.words["--grpo-entropy-coef"] == ["0.00"]
     assert found.words["--grpo-clamp-eps-upper"] == ["0.2"]
@@ -81,7 +81,7 @@ def test_slimes_averages_and_estimates_are_kept_or_named(tmp_path: Path) -> None
     by_token = SLIME.replace("--eps-clip", "--calculate-per-token-loss --eps-clip")
     assert "--grpo-aggregation" not in translate_text(tmp_path, "run.sh", by_token).words
     found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo"))
-    assert "--advantage-estimator" not in found.words
+    assert "--grpo-loss" not in found.words
     assert is_named("--advantage-estimator ppo: ", [*found.missing])
 
 

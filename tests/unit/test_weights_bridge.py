@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
-from megatron_rl.command_line.own_files import describe_own_files
+from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.commands.rescore import _read_fingerprint
 from megatron_rl.config.hardware import read_free_memory
 from megatron_rl.config.rollout import RolloutConfig

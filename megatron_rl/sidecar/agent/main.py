@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
-from megatron_rl.flag import FlagParser
+from megatron_rl.flag_parser import FlagParser
 from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.client import read_token
 from megatron_rl.shared.records.append_file import make_private_folder

@@ -59,7 +59,7 @@ class Entry:
 
     def parse(self, parse: Callable[[], "RunSettings"]) -> "RunSettings":
         """Call `parse` and return the settings; all ranks together report each mistake once."""
-        from megatron_rl.command_line.rank_errors import report_once
+        from megatron_rl.command_line.rank_store import report_once
 
         said: list[str] = []
 

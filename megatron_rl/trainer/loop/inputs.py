@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
-from megatron_rl.command_line.own_files import describe_objective, describe_own_files
+from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.environments.types import Description

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.command_line.own_files import describe_objective, describe_own_files
+from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.metrics import (

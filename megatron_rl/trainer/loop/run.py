@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithm import plug_ins
-from megatron_rl.command_line.own_files import describe_own_files
+from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
 from megatron_rl.config.settings import AttentionConfig, Settings

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.command_line.own_files import describe_objective, describe_own_files
+from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.pack_size import RECOMPUTE_NORMS, SWITCH
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ForeignVersion, InputError

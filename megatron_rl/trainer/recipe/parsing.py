@@ -9,6 +9,7 @@ from types import ModuleType
 
 from megatron_rl.command_line import parse as command_line
 from megatron_rl.command_line.flags import list_flags, list_own_flags
+from megatron_rl.command_line.other_projects import find_project, split_words
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import index_by_name
@@ -23,7 +24,8 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
 
 def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
     """Parse our settings. Report the flags that neither parser knows, but not those that only the recipe knows."""
-    ours = set(index_by_name(list_flags())) - _OF_THE_BUILDER
+    ours = set(index_by_name(list_flags())) | {name for name in theirs if find_project(name) is not None}
+    ours -= _OF_THE_BUILDER
     return command_line.parse_run(select_words(words, ours, theirs))
 
 
@@ -57,23 +59,11 @@ def refusals() -> Iterator[None]:
 def select_words(words: Sequence[str], names: Collection[str], others: Collection[str]) -> list[str]:
     """Return the flags of `names` with their values, and the flags that are in neither list."""
     selected: list[str] = []
-    for flag in _split(words):
+    for flag in split_words(words):
         name = flag[0].partition("=")[0]
         if name in names or name not in others:
             selected += flag
     return selected
-
-
-def _split(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each flag with its values."""
-    flag: list[str] = []
-    for word in words:
-        if word.startswith("--") and flag:
-            yield flag
-            flag = []
-        flag.append(word)
-    if flag:
-        yield flag
 
 
 @contextlib.contextmanager
