@@ -22,8 +22,8 @@ from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import write_offer
 from megatron_rl.sidecar.vllm.in_place import Places
-from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.parts import encode_places
+from megatron_rl.sidecar.vllm.received import Maps
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.offers import HostSharing, Ranks
 from tests.rehearsal import device

@@ -31,8 +31,7 @@ from megatron_rl.sidecar.engines import (
 )
 from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.sidecar.vllm.received import list_specs
+from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.routes import COMMIT, Committed
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (

@@ -19,8 +19,7 @@ from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.stacks import split_stored
 from megatron_rl.sidecar.engines import Engine, GroupRequest
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.sidecar.vllm.received import list_specs
+from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.sidecar.vllm.adapter_products import patch_wrapper
-from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
+from megatron_rl.sidecar.vllm.patches import NOT_APPLIED, patch_wrapper
 
 TOKENS, INPUTS, WIDTHS, RANK, SLOTS, SCALE = 5, 24, (16, 8, 8), 4, 3, 0.5
 

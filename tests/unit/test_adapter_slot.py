@@ -19,10 +19,9 @@ from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
 from megatron_rl.sidecar.vllm.adapters import AdapterSlot, OtherAdapters, join_proofs
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Rectangle
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
 from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.proofs import describe_proof
-from megatron_rl.sidecar.vllm.received import Refusal, list_specs
+from megatron_rl.sidecar.vllm.received import Refusal, list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.hf_models import draw
 

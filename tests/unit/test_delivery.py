@@ -24,7 +24,7 @@ from megatron_rl.shared.weights.delivery.supply import Supply
 from megatron_rl.shared.weights.delivery.tree import list_below, plan_tree
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, list_supplies, read_tensors
 from tests.unit.test_device_files import MIXED, SMALL, draw_shards
 

@@ -27,7 +27,7 @@ from megatron_rl.sidecar.hosts.factory import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, HostRefused
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.redelivery import describe_whole, redeliver
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, read_tensors
 from tests.unit import test_remote_host
 from tests.unit.test_device_files import SMALL, draw_shards

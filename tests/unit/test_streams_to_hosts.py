@@ -20,9 +20,8 @@ from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.settings import _problems_of_hosts
 from megatron_rl.sidecar.supervisor import PublishFailed, WrongWorkerCount
-from megatron_rl.sidecar.vllm import reaching
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.received import Refusal
+from megatron_rl.sidecar.vllm.received import Refusal, must_be_reached
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from megatron_rl.trainer.mcore.publish import own_address
 from megatron_rl.trainer.mcore.publish.own_address import find_free_port, find_own_address
@@ -297,7 +296,7 @@ def test_a_worker_waits_for_the_sender_to_listen_and_names_its_host_if_it_never_
     port = find_free_port("127.0.0.1")
     monkeypatch.setattr(socket, "gethostname", lambda: "host-2")
     with pytest.raises(Refusal, match=rf"host host-2 does not reach rank 0 .* at 127\.0\.0\.1:{port} within 0\.2 s"):
-        reaching.must_be_reached("127.0.0.1", port, seconds=0.2)
+        must_be_reached("127.0.0.1", port, seconds=0.2)
     tried = threading.Event()
     connect = socket.create_connection
 

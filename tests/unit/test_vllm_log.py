@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.sidecar.vllm.server import find_cause
+from megatron_rl.sidecar.vllm.server_log import find_cause
 
 LOGS = Path(__file__).parents[1] / "sidecar" / "vllm_logs"
 WORKER = "(Worker_TP{} pid=7{}) ERROR 11-22 07:43:{} [multiproc_executor.py:1063] {}"

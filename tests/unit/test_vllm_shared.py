@@ -3,7 +3,7 @@
 import mmap
 from pathlib import Path
 
-from megatron_rl.sidecar.vllm.closing import take_names_off
+from megatron_rl.sidecar.vllm.patches import take_names_off
 
 
 def test_memory_that_is_mapped_here_keeps_its_content_and_loses_its_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_rl.sidecar.vllm.start_parts import (
+from megatron_rl.sidecar.vllm.server_log import (
     COMPILATION,
     CORE,
     GRAPHS,

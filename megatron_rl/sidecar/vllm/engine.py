@@ -41,8 +41,7 @@ from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
-from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
-from megatron_rl.sidecar.vllm.draft_counts import DraftMeter
+from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress, DraftMeter, Workers
 from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
@@ -59,9 +58,8 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupCall,
 )
 from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_ROTATION
-from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
+from megatron_rl.sidecar.vllm.server_log import describe_start, measure_server
 from megatron_rl.sidecar.vllm.updates import Updates
-from megatron_rl.sidecar.vllm.workers import Workers
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ Some layers, as on a CPU, pack a parameter into a layout of their own and free i
 that. All others are read in place, after the load.
 
 Layers that quantize are read before it too. What they then hold must be what follows from that by definition
-(`quantized.py`), bit for bit, at the end of the load.
+(`derived.py`), bit for bit, at the end of the load.
 
 Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 """
@@ -24,7 +24,7 @@ from megatron_rl.ops.slices import Slice, build_digester
 from megatron_rl.shared.weights.fingerprint import DTYPES, digest, digests_by_row
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
-from megatron_rl.sidecar.vllm.quantized import define
+from megatron_rl.sidecar.vllm.derived import define
 
 T = TypeVar("T")
 

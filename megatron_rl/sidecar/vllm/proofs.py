@@ -20,7 +20,7 @@ from megatron_rl.shared.weights.families import find_left_out
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
-from megatron_rl.sidecar.vllm.derived import SOURCE, find_stale, list_derived
+from megatron_rl.sidecar.vllm.derived import SOURCE, find_quantizing, find_stale, list_derived
 from megatron_rl.sidecar.vllm.held import (
     InPlaceDigester,
     LoadProof,
@@ -32,7 +32,6 @@ from megatron_rl.sidecar.vllm.held import (
     get_layer,
     without_layers_of,
 )
-from megatron_rl.sidecar.vllm.quantized import find_quantizing
 from megatron_rl.sidecar.vllm.received import Record, Refusal, must_be_those_of
 
 TIED = "lm_head.weight"

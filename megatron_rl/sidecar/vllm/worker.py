@@ -8,8 +8,8 @@ This module has these methods, and the ways in which weights reach the parameter
 reports its weights (`proofs.py`). If a load breaks off in the model, the worker is torn and reports nothing.
 
 On some devices the worker copies files into the parameters in place (`in_place.py`). Anything else is loaded by vLLM.
-Where it copies in place, it takes weights from the trainer's own devices if these are offered (`offered.py`): then it
-reads no file but that of the digests.
+Where it copies in place, it copies from the trainer's own devices if these are offered. Then it reads no file but that
+of the digests.
 """
 
 import contextlib
@@ -30,25 +30,31 @@ from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
 from megatron_rl.sidecar.vllm.adapters import AdapterLoader
-from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
+from megatron_rl.sidecar.vllm.derived import describe_quantization
 from megatron_rl.sidecar.vllm.held import NotHeld
-from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
-from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
-from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
-from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
+from megatron_rl.sidecar.vllm.in_place import (
+    OpenedMemory,
+    OpenedOffer,
+    Places,
+    find_misfits,
+    find_obstacles,
+    find_unheld,
+)
+from megatron_rl.sidecar.vllm.learned_order import recall_or_learn
 from megatron_rl.sidecar.vllm.parts import pick_place
-from megatron_rl.sidecar.vllm.patches import pack_tied_layers
+from megatron_rl.sidecar.vllm.patches import close_listeners, pack_tied_layers, take_names_off
 from megatron_rl.sidecar.vllm.proofs import TIED, describe_proof, read_started_from
-from megatron_rl.sidecar.vllm.quantized import describe_quantization
-from megatron_rl.sidecar.vllm.reaching import must_be_reached
 from megatron_rl.sidecar.vllm.received import (
+    Maps,
     NotWritten,
     Record,
     Refusal,
     arriving,
     list_specs,
+    map_file_tensors,
     must_be_announced,
     must_be_private,
+    must_be_reached,
     must_be_those_of,
 )
 
@@ -102,16 +108,16 @@ class WorkerExtension(AdapterLoader):
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
 
-        from megatron_rl.sidecar.vllm.adapter_products import patch_products_of_adapters
-        from megatron_rl.sidecar.vllm.draft_counts import describe_draft_model
         from megatron_rl.sidecar.vllm.patches import (
+            describe_draft_model,
+            find_wrong_rotations,
             has_experts,
             patch_experts_updated_in_place,
+            patch_products_of_adapters,
             patch_seeded_partial_prefill,
             patch_temperatures_of_drafts,
             returns_experts,
         )
-        from megatron_rl.sidecar.vllm.rotation import find_wrong_rotations
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
         from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
 

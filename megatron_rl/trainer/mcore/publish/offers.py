@@ -1,7 +1,7 @@
 """The trainer's half of a publish from device to device on one host: its ranks offer engines their own memory.
 
-Engines copy what they hold from there (`sidecar/vllm/offered.py`), while files are written for engines that cannot, and
-for those that are restarted later.
+Engines copy what they hold from there (`sidecar/vllm/in_place.py`), while files are written for engines that cannot,
+and for those that are restarted later.
 """
 
 import logging
