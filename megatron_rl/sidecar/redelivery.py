@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.arrival import COUNTS_FILE, Arrival, is_being_written
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Hello, Portion, Strip, Target
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
-from megatron_rl.shared.weights.laid_out import DIGESTS_FILE
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
+from megatron_rl.shared.weights.folders import COUNTS_FILE, DIGESTS_FILE, Arrival, is_being_written
 from megatron_rl.shared.weights.mapping import TensorSpec
 
 _log = logging.getLogger(__name__)

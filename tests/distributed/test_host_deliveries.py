@@ -15,11 +15,11 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.adapters import AdapterMapping
-from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.sidecar.vllm.received import map_file_tensors
 from megatron_rl.trainer.mcore.publish import hosts as hosts_module

@@ -21,7 +21,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.device_sharing import CannotShare
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights import offer, offered_shards
+from megatron_rl.shared.weights import offer
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.trainer.mcore.model.weights import FilesBegun
@@ -106,7 +106,7 @@ def publish(
     left, before = [], []
     with publishing(case, model, folder, sharing) as (weights, publisher, reader), contextlib.ExitStack() as stack:
         if is_move_missed:
-            stack.enter_context(mock.patch.object(offered_shards, "find_addresses", return_value=[1]))
+            stack.enter_context(mock.patch.object(offer, "find_addresses", return_value=[1]))
         for version in range(4):
             publisher.publish(version)
             if reader is not None:

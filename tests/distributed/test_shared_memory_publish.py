@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.errors import InputError, NoRoom, PlatformError
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Writer, read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.received import map_file_tensors
 from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights import device_files, device_weights
-from megatron_rl.shared.weights.arrival import Arrival
-from megatron_rl.shared.weights.device_files import DeviceFiles
+from megatron_rl.shared.weights import device_export
+from megatron_rl.shared.weights.device_export import DeviceFiles
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.received import map_file_tensors
 from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
@@ -117,11 +117,12 @@ def _counted_before_arrival() -> AbstractContextManager:
 
 def _stale_slice() -> AbstractContextManager:
     """Pack a parameter from where it was at the publish before."""
-    return mock.patch.object(device_files, "find_addresses", return_value=[])
+    true = DeviceFiles._get_packers
+    return mock.patch.object(DeviceFiles, "_get_packers", lambda self: self._packers or true(self))
 
 
 def _one_buffer() -> AbstractContextManager:
-    return mock.patch.object(device_files, "_NUM_BUFFERS", 1)
+    return mock.patch.object(device_export, "_NUM_BUFFERS", 1)
 
 
 def _copy_before_packing() -> AbstractContextManager:
@@ -153,8 +154,8 @@ def publish(
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(start_session(CASES[case]))
         if parcel_bytes is not None:
-            small = functools.partial(DeviceFiles, most_bytes=parcel_bytes)
-            stack.enter_context(mock.patch.object(device_weights, "DeviceFiles", small))
+            small = functools.partialmethod(DeviceFiles.__init__, most_bytes=parcel_bytes)
+            stack.enter_context(mock.patch.object(DeviceFiles, "__init__", small))
         if plant is not None:
             stack.enter_context(PLANTS[plant]())
         launched = stack.enter_context(kernels_run())
@@ -186,7 +187,7 @@ def publish(
 
 
 def _staging(weights: Any) -> list[torch.Tensor]:
-    return [buffer for one in weights._device_weights.values() for buffer in one._files._staging]
+    return [buffer for one in weights._exports.values() for buffer in one._staging]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights import arrival
+from megatron_rl.shared.weights import folders
 from megatron_rl.sidecar.pace import FACTOR, Pace
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.streams import StreamPlace
@@ -108,7 +108,7 @@ def test_while_the_trainer_still_writes_a_load_is_not_late(tmp_path):
                 return await load(told)
 
             engine.load = load_what_is_written
-            with arrival.writing(tmp_path, 1, 1):
+            with folders.writing(tmp_path, 1, 1):
                 task = asyncio.create_task(supervisor.publish(weights(2, str(tmp_path))))
                 await until(lambda: "engine-0" in supervisor._steps.current)
                 await asyncio.sleep(5 * LEAST)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
-from megatron_rl.shared.weights import arrival
-from megatron_rl.shared.weights.arrival import Counter
+from megatron_rl.shared.weights import folders
+from megatron_rl.shared.weights.folders import Counter
 from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
@@ -283,7 +283,7 @@ class Writing:
     @contextlib.contextmanager
     def begun(self) -> Iterator[Counter]:
         specs = list_specs(self._tensors)
-        with arrival.writing(self.folder, len(specs), 1), Counter(self.folder, specs, 0, 1) as counter:
+        with folders.writing(self.folder, len(specs), 1), Counter(self.folder, specs, 0, 1) as counter:
             yield counter
 
     def write(self, name: str, counter: Counter) -> None:

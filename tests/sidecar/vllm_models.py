@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.shared.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.shared.weights.stacks import split_stored
+from megatron_rl.shared.weights.stored_forms import split_stored
 from megatron_rl.sidecar.engines import Engine, GroupRequest
 from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.shared.weights.adapters import name_factors
-from megatron_rl.shared.weights.arrival import COUNTS_FILE, writing
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import COUNTS_FILE, writing
 from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
 from megatron_rl.sidecar.vllm.adapters import AdapterSlot, OtherAdapters, join_proofs
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared

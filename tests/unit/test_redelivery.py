@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights import arrival
-from megatron_rl.shared.weights.arrival import COUNTS_FILE, Arrival, Counter
+from megatron_rl.shared.weights import folders
 from megatron_rl.shared.weights.delivery.incoming import Incoming
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import digest
+from megatron_rl.shared.weights.folders import COUNTS_FILE, Arrival, Counter
 from megatron_rl.sidecar import redelivery
 from megatron_rl.sidecar.agent.messages import PASSING_ROUTE, PassOn
 from megatron_rl.sidecar.hosts.factory import Hosts
@@ -47,7 +47,7 @@ def ranks(memory: Path) -> Ranks:
     """Return two ranks whose files are written and counted, as after a publish."""
     ranks = Ranks(memory / "version-4", SMALL, draw_shards(SMALL, 2), 1 << 12)
     write_digests(ranks.folder, ranks.digests)
-    with arrival.writing(ranks.folder, len(ranks.specs), 1), Counter(ranks.folder, ranks.specs, 0, 1) as counter:
+    with folders.writing(ranks.folder, len(ranks.specs), 1), Counter(ranks.folder, ranks.specs, 0, 1) as counter:
         ranks.write([_NotSent()] * 2)
         for spec in ranks.specs:
             counter.add(spec.name, spec.num_elements)
@@ -112,7 +112,7 @@ def test_a_part_of_a_version_is_not_sent(ranks, receiver):
     assert not send(ranks, receiver)
     (ranks.folder / COUNTS_FILE).unlink()
     assert not send(ranks, receiver)
-    with arrival.writing(ranks.folder, len(ranks.specs), 1):
+    with folders.writing(ranks.folder, len(ranks.specs), 1):
         assert not send(ranks, receiver)
     assert receiver.describe()["version"] is None
 
@@ -228,6 +228,6 @@ def test_a_host_that_got_the_version_meanwhile_is_not_asked_to_send_it_to_itself
             hosts.find_trainer_lease = lambda: arrived.hello.lease
             assert not await hosts._bring(host, msgspec.structs.replace(version(4), fingerprint=ranks.fingerprint))
             assert receiver._current is arrived
-            assert not arrival.is_being_written(arrived.folder)
+            assert not folders.is_being_written(arrived.folder)
 
     asyncio.run(check())

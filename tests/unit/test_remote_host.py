@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.arrival import writing
 from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.shared.weights.folders import writing
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.messages import LeaseRequest, PassOn
 from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten

@@ -6,12 +6,14 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.files import Checkpoint, FilePlan, Writer
 from megatron_rl.shared.weights.fingerprint import DTYPES, NUM_LANES, digest, digest_each, digests_by_row
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
@@ -23,6 +25,8 @@ _SMALL_ELEMENTS = 1 << 17
 _SHARDS_AT_A_TIME = 256
 
 Put = Callable[[str, int, int, torch.Tensor], None]
+Count = Callable[[str, int], None]
+"""A function that learns how many elements of a tensor have been written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +272,60 @@ def divide_small(
             yield [(name, shard.values().to(DTYPES[specs[name].dtype])) for name, shard in some]
 
     return read(), others
+
+
+class Export(Protocol):
+    """Exports of a rank's shards by one plan, again and again."""
+
+    @property
+    def plan(self) -> FilePlan: ...
+
+    def add_digests(self, digests: Digests) -> None:
+        """Add the digests of all that this rank owns."""
+        ...
+
+    def write(self, folder: Path, count: Count | None = None) -> None:
+        """Write all that this rank owns into files; `count` learns of the elements of each tensor that have arrived."""
+        ...
+
+    def forget_files(self) -> None:
+        """Release what is kept of files between publishes; a later publish makes it again."""
+        ...
+
+
+class HostExport:
+    """Exports one parameter after the other, in blocks: from the host, and of values that must be computed first."""
+
+    def __init__(self, shards: Sequence[Shard], plan: FilePlan, start: float = 0):
+        """Without a count, write this share of the shards last: ranks begin at different files, and do not wait."""
+        self.plan = plan
+        self._shards = shards
+        self._start = start
+
+    def add_digests(self, digests: Digests) -> None:
+        digests.add_shards(self._shards)
+
+    def write(self, folder: Path, count: Count | None = None) -> None:
+        specs = self.plan.specs
+        small, others = divide_small(self._shards, specs)
+        with Writer(folder, self.plan) as writer:
+            for some in small:
+                writer.put_whole(some)
+                if count is not None:
+                    for name, tensor in some:
+                        count(name, tensor.numel())
+            if count is None:
+                export(others, list(specs.values()), [writer.put], int(len(others) * self._start))
+            else:
+                # Readers take the first tensors first.
+                export(others, list(specs.values()), [writer.put, _count_blocks(count)])
+
+    def forget_files(self) -> None:
+        pass
+
+
+def _count_blocks(count: Count) -> Put:
+    return lambda name, first_row, first_column, block: count(name, block.numel())
 
 
 Bucket = list[tuple[str, torch.Tensor]]

@@ -27,7 +27,7 @@ import msgspec
 
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.shared.weights.arrival import is_being_written
+from megatron_rl.shared.weights.folders import is_being_written
 from megatron_rl.sidecar.agent.messages import (
     PROTOCOL,
     Arrived,

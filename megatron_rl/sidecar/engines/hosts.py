@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.arrival import is_being_written
+from megatron_rl.shared.weights.folders import is_being_written
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WeightsPlace
 
 # No connection is kept: the server may close an idle one at the moment of its next use.

@@ -19,7 +19,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_left_out
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.shared.weights.stacks import BLOCKS, split_stored
+from megatron_rl.shared.weights.stored_forms import BLOCKS, split_stored
 from megatron_rl.sidecar.vllm.derived import SOURCE, find_quantizing, find_stale, list_derived
 from megatron_rl.sidecar.vllm.held import (
     InPlaceDigester,

@@ -20,9 +20,9 @@ from safetensors import safe_open
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.platforms import Platform
-from megatron_rl.shared.weights.arrival import Arrival, is_in_memory
 from megatron_rl.shared.weights.files import STORED_DTYPES, map_bytes
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival, is_in_memory
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.held import Readings
 

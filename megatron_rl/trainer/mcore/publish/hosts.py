@@ -20,9 +20,8 @@ from megatron_rl.shared.protocol.hosts import DeliveryHosts
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles, identify
 from megatron_rl.shared.weights.delivery.messages import Contents, DeliveryError, File, Hello, Target
-from megatron_rl.shared.weights.delivery.portions import describe_contents, list_portions
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
+from megatron_rl.shared.weights.parcels import describe_contents, list_portions
 from megatron_rl.trainer.mcore.model.weights import FilesBegun, ModelWeights
 from megatron_rl.trainer.mcore.session import Session
 

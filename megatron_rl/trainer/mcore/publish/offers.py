@@ -15,8 +15,15 @@ import torch
 from megatron_rl.errors import UsageError
 from megatron_rl.platforms.device_sharing import CannotShare
 from megatron_rl.shared.protocol.wire import PublishAnswer
-from megatron_rl.shared.weights.offer import Offer, RankOffer, identify_host, withdraw_offer, write_offer
-from megatron_rl.shared.weights.offered_shards import OfferedShards, find_other_dtypes
+from megatron_rl.shared.weights.offer import (
+    Offer,
+    OfferedShards,
+    RankOffer,
+    find_other_dtypes,
+    identify_host,
+    withdraw_offer,
+    write_offer,
+)
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.session import Session
 

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
-from megatron_rl.shared.weights.arrival import is_in_memory
+from megatron_rl.shared.weights.folders import is_in_memory
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries
 from megatron_rl.trainer.mcore.publish.offers import Offers, Through
