@@ -41,7 +41,7 @@ class Redelivery:
         """Begin the version on the host; `lease` is that of the trainer that has published it."""
         self._weights = weights
         self._target = target
-        folder = Path(weights.location)
+        folder = Path(weights.folder)
         hello = Hello("control", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
         of_stream = Hello("stream", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
         mapped, supply = MappedFiles(folder, contents.files), Supply(contents)
@@ -78,9 +78,9 @@ class Redelivery:
 
 def redeliver(weights: Weights, target: Target, key: bytes, lease: int) -> bool:
     """Begin to send a version to a host; return whether it arrives there now."""
-    if weights.transport != "shm":
+    if weights.is_streamed:
         return False
-    contents = describe_whole(Path(weights.location))
+    contents = describe_whole(Path(weights.folder))
     return contents is not None and Redelivery(weights, contents, target, key, lease).begin()
 
 

@@ -25,7 +25,8 @@ from megatron_rl.shared.weights import offer
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.trainer.mcore.model.weights import FilesBegun
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.offers import HostSharing
@@ -51,7 +52,7 @@ class Reader:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.messages.append(weights)
-        self.tell(weights.location)
+        self.tell(weights.folder)
         self.answers.append(json.loads(self.hear()))
         return self._answer
 
@@ -74,7 +75,13 @@ class Reader:
 
 @contextlib.contextmanager
 def publishing(
-    case: str, model: Path, folder: Path, sharing: Any, answer: PublishAnswer = _TAKEN, **options: Any
+    case: str,
+    model: Path,
+    folder: Path,
+    sharing: Any,
+    answer: PublishAnswer = _TAKEN,
+    through: Any = "auto",
+    **options: Any,
 ) -> Iterator[tuple[Any, Any, Reader | None]]:
     """Start a rank that publishes; rank 0 has a reader too."""
     with contextlib.ExitStack() as stack:
@@ -82,7 +89,11 @@ def publishing(
         stack.enter_context(mock.patch.object(CpuPlatform, "device_sharing", return_value=sharing))
         weights = build(session, CASES[case], model).weights
         reader = stack.enter_context(contextlib.closing(Reader(answer))) if session.rank == 0 else None
-        yield weights, SharedMemoryPublisher(weights, session, reader, "run", folder / "run", **options), reader
+        yield (
+            weights,
+            Publisher(weights, session, reader, "run", FilesTransport(folder / "run", through), **options),
+            reader,
+        )
 
 
 def change(weights: Any) -> None:
@@ -181,7 +192,7 @@ def publish_to_a_slow_reader(model: Path, folder: Path) -> tuple[bool, list[str]
     true = offer._lock
 
     def announce(self: Reader, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        self.tell(f"{weights.location} held")
+        self.tell(f"{weights.folder} held")
         assert self.hear() == "held\n"
         is_held.set()
         return PublishAnswer()
@@ -272,7 +283,7 @@ def refuse(model: Path, folder: Path, case: str, through: str, dtype: str | None
     found: list[Any] = []
     with contextlib.ExitStack() as stack:
         if plant == "not in memory":
-            stack.enter_context(mock.patch(f"{SharedMemoryPublisher.__module__}.is_in_memory", return_value=False))
+            stack.enter_context(mock.patch(f"{FilesTransport.__module__}.is_in_memory", return_value=False))
         elif plant == "another host":
             names = "megatron_rl.trainer.mcore.publish.offers.identify_host"
             stack.enter_context(mock.patch(names, return_value=(os.environ["RANK"],)))

@@ -23,7 +23,8 @@ from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.received import map_file_tensors
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
@@ -67,7 +68,7 @@ class Reader:
         self.is_done = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        folder = Path(weights.location)
+        folder = Path(weights.folder)
         tensors, digests = map_file_tensors(folder), read_digests(folder)
         specs = [TensorSpec(name, tuple(tensor.shape), weights.dtype) for name, tensor in tensors.items()]
         assert compute_fingerprint(specs, digests) == weights.fingerprint
@@ -162,7 +163,7 @@ def publish(
         waited = stack.enter_context(waits_counted())
         weights = build(session, CASES[case], model).weights
         receiver = reader if session.rank == 0 else None
-        publisher = SharedMemoryPublisher(weights, session, receiver, "run", folder / "run", dtype)
+        publisher = Publisher(weights, session, receiver, "run", FilesTransport(folder / "run"), dtype)
         try:
             for version in range(3):
                 for found in (device.fetched, launched, waited):

@@ -14,7 +14,7 @@ from megatron_rl.sidecar.pace import FACTOR, Pace
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.streams import StreamPlace
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
-from tests.sidecar.fake_engines import STEPS, FakeFactory, weights
+from tests.sidecar.fake_engines import STEPS, FakeFactory, streamed, weights
 from tests.sidecar.standin_engines import standing_in
 from tests.sidecar.supervised import CONFIG, supervised, until
 
@@ -51,9 +51,7 @@ def test_an_engine_that_hangs_in_a_measured_step_is_restarted_long_before_the_co
 
 
 GROUP = "the group at 127.0.0.1:29400"
-STREAMED = msgspec.structs.replace(
-    weights(1), transport="nccl", location="127.0.0.1:29400", manifest=[("weight", "float32", [1])], world_size=2
-)
+STREAMED = streamed(1, 1, "127.0.0.1:29400")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import pytest
 
-from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import FileSource, StreamSource, Weights
 from megatron_rl.shared.weights import folders
 from megatron_rl.shared.weights.delivery.incoming import Incoming
 from megatron_rl.shared.weights.delivery.messages import Target
@@ -67,12 +66,12 @@ def receiver(memory: Path) -> Iterator[Receiver]:
 
 
 def send(
-    ranks: Ranks, receiver: Receiver, version: int = 4, lease: int = LEASE, transport: Literal["shm", "nccl"] = "shm"
+    ranks: Ranks, receiver: Receiver, version: int = 4, lease: int = LEASE, source: StreamSource | None = None
 ) -> bool:
+    of_ranks = FileSource(folder=str(ranks.folder))
     weights = Weights(
-        run="run", version=version, fingerprint=ranks.fingerprint, transport=transport, dtype="float32",
-        location=str(ranks.folder),
-    )  # fmt: skip
+        run="run", version=version, fingerprint=ranks.fingerprint, source=source or of_ranks, dtype="float32"
+    )
     return redeliver(weights, Target("host", "127.0.0.1", receiver.port), TOKEN.encode(), lease)
 
 
@@ -105,7 +104,7 @@ def test_portions_cover_each_file_once_and_end_with_whole_elements(ranks):
 
 
 def test_a_part_of_a_version_is_not_sent(ranks, receiver):
-    assert not send(ranks, receiver, transport="nccl")
+    assert not send(ranks, receiver, source=StreamSource(transport="nccl", address="host:1", manifest=[], world_size=2))
     with Counter(ranks.folder, ranks.specs, 0, 1) as counter:
         # Another trainer host holds the rest.
         counter.add(ranks.specs[0].name, 1)
@@ -183,7 +182,7 @@ def test_a_version_that_no_rank_has_whole_is_passed_on_by_a_host_that_holds_it(t
             weights = msgspec.structs.replace(version(4), fingerprint=ranks.fingerprint)
             of_holder, of_joined = (Target(host.name, host.address, host.port) for host in (holder, joined))
             assert not await hosts._bring(joined, weights)
-            whole = msgspec.structs.replace(weights, location=str(ranks.folder))
+            whole = msgspec.structs.replace(weights, source=FileSource(folder=str(ranks.folder)))
             assert await asyncio.to_thread(redeliver, whole, of_holder, hosts._secret.encode(), LEASE)
             await until(lambda: receivers[1].describe()["complete"])
             # It passes on no version that it does not hold.

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.shared.protocol.wire import FileSource
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
@@ -309,7 +310,7 @@ def test_a_tensor_that_workers_hold_wrongly_together_is_laid_to_the_engine_only_
 
     engine = VllmEngine("e", "/no/socket")
     engine._connection.send = send
-    weights = msgspec.structs.replace(WEIGHTS, transport="shm", location="/folder")
+    weights = msgspec.structs.replace(WEIGHTS, source=FileSource(folder="/folder"))
     with pytest.raises(WrongWeights if are_files_right else EngineRefused, match="b.weight") as caught:
         asyncio.run(engine.load(weights))
     assert type(caught.value) is (WrongWeights if are_files_right else EngineRefused)
