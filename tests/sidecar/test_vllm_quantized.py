@@ -20,8 +20,8 @@ from megatron_rl.sidecar.vllm.held import (
     digesting,
     find_stale_derived,
 )
+from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.learned_order import learn_order, recall_or_learn
-from megatron_rl.sidecar.vllm.proofs import LoadProver
 from megatron_rl.sidecar.vllm.received import Record
 
 FP8 = torch.float8_e4m3fn
@@ -234,15 +234,19 @@ def test_a_method_without_a_definition_is_unknown_though_its_tensors_came_right(
     assert order.rows.keys() == {"norm.weight"}
 
 
+def hold(model: torch.nn.Module) -> HeldModel:
+    return HeldModel(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
+
+
 def test_a_layer_that_follows_its_rule_for_random_numbers_alone_becomes_unknown():
-    model, prover = Model(), LoadProver()
-    prover.megatron_rl_order = learn(model)
+    held = hold(model := Model())
+    held.order = learn(model)
     model["down"].quant_method.moves_by = 1e-6
-    record = Record(set(prover.megatron_rl_order.rows))
-    with digesting(model, prover.megatron_rl_order, dict.fromkeys(SHAPES, "bfloat16")) as record.readings:
+    record = Record(set(held.order.rows))
+    with digesting(model, held.order, dict.fromkeys(SHAPES, "bfloat16")) as record.readings:
         model.load(draw(1))
-    prover.megatron_rl_try_derived(record)
-    order = prover.megatron_rl_order
+    held.try_derived(record)
+    order = held.order
     assert (order.derived, order.packed) == ({"qk.weight", "qk.weight_scale"}, {"qk.weight"})
     assert order.unknown == ("down.weight", "down.weight_scale")
     proof = load(model, order, draw(1), draw(1))
@@ -250,11 +254,11 @@ def test_a_layer_that_follows_its_rule_for_random_numbers_alone_becomes_unknown(
 
 
 def test_scales_need_no_tensor_and_weights_of_quantized_layers_do():
-    model, prover = Model(), LoadProver()
-    prover.megatron_rl_order = learn(model)
-    assert prover.megatron_rl_list_loaded(model) == ["qk.weight", "down.weight", "norm.weight"]
-    prover.megatron_rl_order = None
-    assert prover.megatron_rl_list_loaded(model) == ["norm.weight"]
+    held = hold(model := Model())
+    held.order = learn(model)
+    assert held.list_loaded() == ["qk.weight", "down.weight", "norm.weight"]
+    held.order = None
+    assert held.list_loaded() == ["norm.weight"]
 
 
 def test_a_cached_order_is_used_only_while_layers_quantize_by_their_rules(monkeypatch, tmp_path):

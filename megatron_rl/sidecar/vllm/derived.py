@@ -12,7 +12,7 @@ Letters: N rows (outputs) and K columns (inputs) of a layer's weight. In multi-l
 P plain columns of a head's key, V columns of its value, L columns of a narrow row.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -162,6 +162,26 @@ _KEYS, _VALUES = "W_UK_T", "W_UV"
 def list_derived(model: torch.nn.Module) -> set[str]:
     """List the names of such parameters."""
     return {f"{name}.{kind}" for name, _ in _list_layers(model) for kind in (_KEYS, _VALUES)}
+
+
+class Sources:
+    """Copies of the tensors that a model's derived parameters must follow from, kept during a load."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.derived = list_derived(model)
+        self._model = model
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights, and keep a copy of the sources among them."""
+        for name, tensor in weights:
+            if self.derived and name.endswith(SOURCE):
+                self._kept[name] = tensor.clone()
+            yield name, tensor
+
+    def find_stale(self, rank: int) -> list[str]:
+        """Find the derived parameters that do not follow from the sources; none if no source has come."""
+        return find_stale(self._model, self._kept, rank) if self._kept else []
 
 
 def find_stale(model: torch.nn.Module, given: Mapping[str, torch.Tensor], rank: int) -> list[str]:

@@ -297,6 +297,20 @@ class _CachedOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handed_over: frozenset[str]
 
 
+def list_facts(rank: int, world_size: int) -> dict[str, Any]:
+    """Return everything that decides the order of weights beyond the names and shapes of tensors and parameters."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": current_platform.device_type,
+        "rank": rank,
+        "world_size": world_size,
+    }
+
+
 def recall_or_learn(
     model: torch.nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, load: Load, facts: Mapping[str, Any]
 ) -> Order:

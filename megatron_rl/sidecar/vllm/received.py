@@ -20,11 +20,13 @@ from safetensors import safe_open
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.platforms import Platform
-from megatron_rl.shared.weights.files import STORED_DTYPES, map_bytes
+from megatron_rl.shared.weights.families import find_left_out
+from megatron_rl.shared.weights.files import STORED_DTYPES, Checkpoint, map_bytes
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.folders import Arrival, is_in_memory
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm.held import Readings
+from megatron_rl.shared.weights.stored_forms import BLOCKS, split_stored
+from megatron_rl.sidecar.vllm.held import TIED, Readings
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -98,6 +100,19 @@ def must_be_announced(
     found = compute_fingerprint(specs, digests, base)
     if found != expected:
         raise Refusal(f"the weights received have fingerprint {found}, and {expected} was announced")
+
+
+def must_be_complete(specs: Sequence[TensorSpec], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a Refusal unless tensors have the wanted names and shapes, if any are known."""
+    given = {spec.name: spec.shape for spec in specs}
+    if not wanted:
+        return
+    missing = sorted(wanted.keys() - given.keys() - {TIED})
+    unknown = sorted(given.keys() - wanted.keys() - {TIED})
+    other = sorted(name for name in wanted.keys() & given.keys() if wanted[name] != given[name])
+    for names, what in ((missing, "missing"), (unknown, "not in this model"), (other, "of another shape")):
+        if names:
+            raise Refusal(f"{len(names)} tensors are {what}: {', '.join(names[:5])}")
 
 
 def must_be_private(folder: Path, user: int) -> None:
@@ -293,3 +308,23 @@ def must_be_reached(host: str, port: int, seconds: float = _REACH_SECONDS) -> No
                     "--rollout-transport shm"
                 ) from None
         time.sleep(_PAUSE_SECONDS)
+
+
+def read_started_from(folder: Path) -> dict[str, torch.Tensor]:
+    """Map the tensors of the checkpoint that an engine started from; return none if it is in another format.
+
+    Tensors that are not trained are left out, because none is published: they stay as vLLM loaded them, if it did.
+    Experts that are stored together have their own tensors, as a trainer publishes them.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    with Checkpoint(folder) as checkpoint:
+        names = checkpoint.names()
+        if any(name.endswith(BLOCKS) for name in names):
+            raise InputError(
+                f"{folder} holds experts in MXFP4, and engines get weights in the dtype that is trained: "
+                "start them from a folder of the model in bfloat16, as --stage sft saves one with --save-hf"
+            )
+        left_out = find_left_out(folder, names)
+        stored = ((name, checkpoint.tensor(name)) for name in names if name not in left_out)
+        return dict(part for one in stored for part in split_stored(*one))
