@@ -121,7 +121,7 @@ def publish(
         for version in range(4):
             publisher.publish(version)
             if reader is not None:
-                location = Path(reader.messages[-1].location)
+                location = Path(reader.messages[-1].folder)
                 left.append((find_wrong_files(location), (location / "offer").exists()))
             for shard in weights.shards if is_moved else ():
                 # Memory that parameters have left keeps its numbers.

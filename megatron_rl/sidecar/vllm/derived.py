@@ -169,19 +169,14 @@ class Sources:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.derived = list_derived(model)
-        self._model = model
-        self._kept: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, torch.Tensor] = {}
 
     def keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, and keep a copy of the sources among them."""
         for name, tensor in weights:
             if self.derived and name.endswith(SOURCE):
-                self._kept[name] = tensor.clone()
+                self.kept[name] = tensor.clone()
             yield name, tensor
-
-    def find_stale(self, rank: int) -> list[str]:
-        """Find the derived parameters that do not follow from the sources; none if no source has come."""
-        return find_stale(self._model, self._kept, rank) if self._kept else []
 
 
 def find_stale(model: torch.nn.Module, given: Mapping[str, torch.Tensor], rank: int) -> list[str]:

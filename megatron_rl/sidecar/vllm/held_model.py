@@ -30,7 +30,7 @@ from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.vllm.adapters import AdapterSlot
-from megatron_rl.sidecar.vllm.derived import Sources, find_quantizing
+from megatron_rl.sidecar.vllm.derived import Sources, find_quantizing, find_stale
 from megatron_rl.sidecar.vllm.held import (
     TIED,
     InPlaceDigester,
@@ -467,7 +467,7 @@ class HeldModel:
                 with digesting(model, self.order, record.dtypes) as record.readings:
                     yield record
             # Only the whole load has ended with what vLLM derives.
-            if stale := sources.find_stale(self.tensor_rank):
+            if sources.kept and (stale := find_stale(model, sources.kept, self.tensor_rank)):
                 raise Refusal(f"{len(stale)} parameters do not follow from the weights: {', '.join(stale[:5])}")
         finally:
             del model.load_weights

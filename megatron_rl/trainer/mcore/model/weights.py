@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import json
 import logging
 import shutil
@@ -9,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import files, folders
@@ -27,9 +27,9 @@ from megatron_rl.shared.weights.shards import (
     Digests,
     Export,
     HostExport,
+    Peer,
     Put,
     Shard,
-    StageRank,
     WeightStream,
     export,
     load_shards,
@@ -261,7 +261,7 @@ class ModelWeights:
             one.forget_files()
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
-        """Yield the tensors of this rank's stage in buckets, which are empty on all but the stage's first rank."""
+        """Yield all tensors in buckets, which are empty on all ranks but rank 0; every rank takes part."""
         return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
 
     def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
@@ -271,19 +271,12 @@ class ModelWeights:
     def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
         if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
             self._stream_settings = (dtype, bucket_bytes)
-            session, size = self._session, self._padded_vocab_size
-            group, device = session.stage_group, session.device
-            self._stream = WeightStream(self.mapping, self._find_peers(), size, group, device, dtype, bucket_bytes)
+            session = self._session
+            names = session.gather(tuple(shard.parameter_name for shard in self.shards if shard.map.owned))
+            peers = [Peer(*of_rank) for of_rank in zip(session.all_coordinates, names, strict=True)]
+            size = self._padded_vocab_size
+            self._stream = WeightStream(self.mapping, session.rank, peers, size, dtype, bucket_bytes)
         return self._stream
-
-    def _find_peers(self) -> list[StageRank]:
-        """Find the ranks of this rank's stage, and the parameters of each."""
-        session = self._session
-        names = session.gather(tuple(shard.parameter_name for shard in self.shards))
-        return [
-            StageRank(rank, session.all_coordinates[rank], names[rank])
-            for rank in dist.get_process_group_ranks(session.stage_group)
-        ]
 
     def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put]) -> None:
         """Write the tensors that this rank owns, and hand them to `puts` too."""
@@ -299,7 +292,7 @@ class ModelWeights:
         coordinates = self._session.coordinates
         return coordinates.tensor_rank / coordinates.tensor_size
 
-    def _write_for_engines(self, folder: Path, dtype: str | None, count: Count | None) -> None:
+    def write_owned(self, folder: Path, dtype: str | None, count: Count | None) -> None:
         """Write the tensors that this rank owns; `count` learns of the elements that have been written."""
         if self.is_written_here:
             with _writing_to(folder):
@@ -321,55 +314,50 @@ class ModelWeights:
                 shutil.copyfile(Path(source) / name, staged / name)
 
 
+@dataclasses.dataclass
 class FilesBegun:
     """Files whose tensors all ranks have yet to write; the rank that laid them out removes them if that fails."""
 
-    def __init__(
-        self,
-        weights: ModelWeights,
-        session: Session,
-        folder: Path,
-        plan: files.FilePlan,
-        dtype: str | None,
-        digests: MappingABC[str, Sequence[int]],
-        writers: Sequence[int],
-        is_read_early: bool,
-        opened: contextlib.ExitStack,
-        lays_out: bool,
-    ):
-        """Count what the ranks `writers` write if it is read early; close `opened` when all ranks have written."""
-        self.fingerprint = compute_fingerprint(plan.specs.values(), digests, weights.base)
-        self.folder, self.plan, self.writers = folder, plan, writers
-        self.digests = digests
-        self._weights = weights
-        self._session = session
-        self._dtype = dtype
-        self._is_read_early = is_read_early
-        self._opened = opened
-        self._lays_out = lays_out
+    weights: ModelWeights
+    session: Session
+    folder: Path
+    plan: files.FilePlan
+    dtype: str | None
+    digests: MappingABC[str, Sequence[int]]
+    writers: Sequence[int]
+    """The ranks that write tensors."""
+    is_read_early: bool
+    """True if readers follow counts of what has been written."""
+    opened: contextlib.ExitStack
+    """Closed when all ranks have written."""
+    lays_out: bool
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return compute_fingerprint(self.plan.specs.values(), self.digests, self.weights.base)
 
     def __enter__(self) -> "FilesBegun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._opened.close()
-        if kind is not None and self._lays_out:
+        self.opened.close()
+        if kind is not None and self.lays_out:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, note: Count | None = None) -> None:
         """Write all tensors; every rank calls it. `note` learns of the elements of each tensor that are written."""
-        self._session.run_or_raise_everywhere(lambda: self._write(note))
+        self.session.run_or_raise_everywhere(lambda: self._write(note))
 
     def _write(self, note: Count | None) -> None:
-        rank, specs = self._session.rank, list(self.plan.specs.values())
+        rank, specs = self.session.rank, list(self.plan.specs.values())
         if rank not in self.writers:
             return
-        if not self._is_read_early:
-            self._weights._write_for_engines(self.folder, self._dtype, note)
+        if not self.is_read_early:
+            self.weights.write_owned(self.folder, self.dtype, note)
             return
         writer, num_writers = self.writers.index(rank), len(self.writers)
         with room_checked(self.folder), Counter(self.folder, specs, writer, num_writers) as counter:
-            self._weights._write_for_engines(self.folder, self._dtype, _count_twice(counter.add, note))
+            self.weights.write_owned(self.folder, self.dtype, _count_twice(counter.add, note))
 
 
 def _count_twice(count: Count, note: Count | None) -> Count:

@@ -7,18 +7,15 @@ old one.
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.platforms import Platform
 from megatron_rl.shared.protocol.client import RolloutError, WorkersChanged
 from megatron_rl.shared.protocol.wire import PublishAnswer, StreamSource
-from megatron_rl.shared.weights.fingerprint import DTYPES
-from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.shards import Bucket
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, in_background
@@ -32,43 +29,17 @@ _REASON_SECONDS = 5.0
 
 
 class WholeModel:
-    """The tensors of all stages, stage after stage. Iterating yields them on rank 0, and nothing on other ranks.
+    """The tensors to send. Iterating yields them on rank 0, and nothing on other ranks, and all ranks take part."""
 
-    Every iteration over them is a collective of all ranks.
-    """
-
-    def __init__(self, weights: ModelWeights, session: Session, dtype: str | None, bucket_bytes: int = 1 << 28):
+    def __init__(self, weights: ModelWeights, session: Session, dtype: str | None):
         self._weights = weights
-        self._session = session
-        self._settings = (dtype, bucket_bytes)
-        stage_size = session.world_size // session.sizes.pipeline
-        by_rank = session.gather(weights.stream_specs(dtype, bucket_bytes))
-        self._roots = range(0, session.world_size, stage_size)
-        self._specs = [by_rank[root] for root in self._roots]
-        self._stage = session.rank // stage_size
-
-    @property
-    def manifest(self) -> list[TensorSpec]:
-        """The specs of the tensors that rank 0 gets, in order."""
-        return [spec for stage in self._specs for bucket in stage for spec in bucket]
+        self._platform = session.platform
+        self._dtype = dtype
+        self.manifest = [spec for bucket in weights.stream_specs(dtype) for spec in bucket]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for stage, root in enumerate(self._roots):
-            if stage == self._stage:
-                for bucket in self._weights.stream(*self._settings):
-                    if root == 0:
-                        yield from _hand_over(bucket, self._session.platform)
-                    elif bucket:
-                        dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
-            elif self._session.rank == 0:
-                for specs in self._specs[stage]:
-                    yield from _hand_over(self._receive(specs, root), self._session.platform)
-
-    def _receive(self, specs: Sequence[TensorSpec], root: int) -> Bucket:
-        sizes = [spec.num_elements for spec in specs]
-        flat = torch.empty(sum(sizes), dtype=DTYPES[specs[0].dtype], device=self._session.device)
-        dist.recv(flat, root)
-        return [(spec.name, part.view(spec.shape)) for spec, part in zip(specs, flat.split(sizes), strict=True)]
+        for bucket in self._weights.stream(self._dtype):
+            yield from _hand_over(bucket, self._platform)
 
 
 def _hand_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
