@@ -78,7 +78,7 @@ class Engines:
             specs = [TensorSpec(name, tuple(tensor.shape), weights.dtype) for name, tensor in tensors.items()]
             found = compute_fingerprint(specs, {name: digest(tensor).tolist() for name, tensor in tensors.items()})
         if found != weights.fingerprint:
-            raise RolloutError(f"other numbers came for version {weights.version}")
+            raise RolloutError("other numbers came")
         self.loaded.append(weights.version)
         return PublishAnswer(through="ipc" if self._kind == "offers" else "files")
 
@@ -152,8 +152,8 @@ def break_off() -> Iterator[None]:
 
 
 PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number changes on the way": (lambda: before_bytes_leave(change_number), "other numbers came for version 1"),
-    "another version is meant": (lambda: before_bytes_leave(lambda *_: "0" * 64), "other numbers came for version 1"),
+    "a number changes on the way": (lambda: before_bytes_leave(change_number), "other numbers came"),
+    "another version is meant": (lambda: before_bytes_leave(lambda *_: "0" * 64), "other numbers came"),
     "the bytes break off": (break_off, "broke off"),
 }
 
@@ -166,7 +166,7 @@ def publish_with_faults(folder: Path, model: Path) -> dict[str, tuple[list[str],
     with start_session(CASES["TP1"]) as session, sharing:
         for kind in KINDS:
             weights = build(session, CASES["TP1"], model).weights
-            (folder / kind).mkdir()
+            (folder / kind).mkdir(mode=0o700)
             engines = Engines(kind, folder / kind)
             hosts = Deliveries(weights, session, engines, "run", HostSettings(lost_host="wait"), deadline_seconds=20)
             transport: Any = FilesTransport(
@@ -177,16 +177,16 @@ def publish_with_faults(folder: Path, model: Path) -> dict[str, tuple[list[str],
             publisher = Publisher(weights, session, engines, "run", transport)
             publisher.publish(0)
             errors = []
-            for plant, _ in PLANTS.values():
-                with plant(), pytest.raises((MegatronRLError, OSError)) as caught:
-                    publisher.publish(1)
+            for version, (plant, _) in enumerate(PLANTS.values(), start=1):
+                with plant(), pytest.raises(MegatronRLError) as caught:
+                    publisher.publish(version)
                 errors.append(str(caught.value))
             engines.is_closed = True
             with pytest.raises(MegatronRLError) as caught:
-                publisher.publish(1)
+                publisher.publish(4)
             errors.append(str(caught.value))
             engines.is_closed = False
-            publisher.publish(2)
+            publisher.publish(5)
             publisher.close()
             engines.receiver.close()
             found[kind] = errors, engines.loaded, [path.name for path in (folder / kind).glob("run*")]
@@ -202,9 +202,9 @@ def test_each_transport_fails_by_name_for_each_fault_and_brings_the_next_version
     assert found.keys() == set(KINDS)
     expected = [text for _, text in PLANTS.values()]
     for kind, (errors, loaded, left) in found.items():
-        assert (loaded[0], loaded[-1], left) == (0, 2, []), kind
+        assert left == [], kind
         # Offered memory has all numbers of the version whose files break off.
-        assert set(loaded) - ({1} if kind == "offers" else set()) == {0, 2}, kind
+        assert [version for version in loaded if (kind, version) != ("offers", 3)] == [0, 5], kind
         for error, text in zip(errors, [*expected, "the engines are closed"], strict=True):
             assert text in error, kind
 
