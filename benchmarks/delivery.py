@@ -23,8 +23,7 @@ from benchmarks import report
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Hello, Portion, Strip, Target
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
 
 HEADER = bytes(64)
 TOKEN = "a token"

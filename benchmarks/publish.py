@@ -26,7 +26,7 @@ from tests.sidecar.sidecar_process import sidecar
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
-    from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+    from megatron_rl.trainer.mcore.publish.publisher import Publisher
 
 SHARED = Path("/dev/shm")
 SMALLEST = "0.1m"
@@ -81,7 +81,7 @@ class Publishing:
     """A trainer's half of a publish, without the rest of the trainer."""
 
     weights: "ModelWeights"
-    publisher: "SharedMemoryPublisher"
+    publisher: "Publisher"
     client: RolloutClient
 
     def change(self) -> None:
@@ -99,8 +99,9 @@ def publishing(model: Path, run: Path, platform_name: str = "cpu") -> Iterator[P
     from megatron_rl.shared.weights.families import read_architecture
     from megatron_rl.trainer.mcore.model.gpt import build_chunks
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
+    from megatron_rl.trainer.mcore.publish.files import FilesTransport
     from megatron_rl.trainer.mcore.publish.probe import Probe
-    from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+    from megatron_rl.trainer.mcore.publish.publisher import Publisher
     from megatron_rl.trainer.mcore.session import ParallelSizes, Session
 
     platform, architecture = platforms.select(platform_name), read_architecture(model)
@@ -116,7 +117,7 @@ def publishing(model: Path, run: Path, platform_name: str = "cpu") -> Iterator[P
         client.take_lease(run.name)
         shared = SHARED / f"megatron-rl-{os.getuid()}" / run.name
         probe = Probe(chunks, session, run.name, 64)
-        publisher = SharedMemoryPublisher(weights, session, client, run.name, shared, probe=probe)
+        publisher = Publisher(weights, session, client, run.name, FilesTransport(shared), probe=probe)
         try:
             yield Publishing(weights, publisher, client)
         finally:

@@ -73,8 +73,9 @@ def main() -> None:
 
 def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     from megatron_rl.shared.protocol.client import RolloutClient, read_token
+    from megatron_rl.trainer.mcore.publish.files import FilesTransport
     from megatron_rl.trainer.mcore.publish.probe import Probe
-    from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+    from megatron_rl.trainer.mcore.publish.publisher import Publisher
     from tests.distributed.training import training
 
     times: dict[str, list[float]] = {f"{form}{part}": [] for part in ("", ", write") for form in FORMS}
@@ -92,7 +93,9 @@ def _measure(model: Path, runs: list[Path], rank: int, rounds: int) -> tuple[dic
             exported[form] = weights
             folder = SHARED / f"megatron-rl-{os.getuid()}" / run.name
             probe = Probe(trained.chunks, trained.session, run.name, 64, is_base_proved=form == "adapter")
-            publishers[form] = SharedMemoryPublisher(weights, trained.session, client, run.name, folder, probe=probe)
+            publishers[form] = Publisher(
+                weights, trained.session, client, run.name, FilesTransport(folder), probe=probe
+            )
             stack.callback(publishers[form].close)
         for version in range(rounds + _NUM_NOT_TIMED):
             for form in FORMS if version % 2 else FORMS[::-1]:

@@ -10,11 +10,10 @@ from megatron_rl.shared.weights import files
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, Hello, Target
-from megatron_rl.shared.weights.delivery.portions import describe_contents, list_portions
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint
 from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.shared.weights.parcels import describe_contents, list_portions
 from megatron_rl.shared.weights.shards import Digests, Shard, export
 from megatron_rl.types import Architecture
 

@@ -42,7 +42,7 @@ OWNERS = {
     "megatron.training": {"trainer.recipe"},
     "mindspeed": {"platforms"},
     "torch_npu": {"platforms", "ops"},
-    "vllm": {"sidecar"},
+    "vllm": {"sidecar", "trainer.mcore"},
     "ray": {"sidecar"},
     "triton": {"ops"},
     "flash_attn": {"ops"},

@@ -1,6 +1,6 @@
 """Checks of --batch-invariant in the trainer, and of Megatron's --batch-invariant-mode.
 
-Those of engines are in `sidecar.vllm.invariance`.
+Those of engines are in `sidecar.vllm.server`.
 """
 
 import os

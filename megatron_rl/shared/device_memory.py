@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.errors import UsageError
+from megatron_rl.shared.protocol.wire import BUFFER_BYTES, NUM_BUFFERS
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.types import Architecture
 
@@ -32,8 +33,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A rank.
 LOGITS = 1 << 29
 """The largest block of logits of any backend, which its gradient replaces."""
-BUFFER_BYTES, NUM_BUFFERS = 1 << 28, 2
-"""The size and the number of the buffers in which tensors are streamed to engines; the last tensor may exceed it."""
 SHARED_VERSIONS = 2
 """The versions in shared memory: the one that engines sample with, and the one before or after it."""
 CHUNK_ROWS = 64

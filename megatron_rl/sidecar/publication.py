@@ -176,10 +176,10 @@ class Steps:
         self._seconds, self._measured = {}, {}
         tokens = decode_tokens(weights.probe).tolist()
         await self._all(engines, lambda engine: self._take("pause", engine, engine.pause), NotBegun)
-        if weights.transport == "shm":
-            reports = await self._all(engines, lambda engine: self._load(engine, weights))
-        else:
+        if weights.is_streamed:
             reports = await self._receive(engines, weights)
+        else:
+            reports = await self._all(engines, lambda engine: self._load(engine, weights))
         probes = await self._all(engines, lambda engine: self._commit(engine, weights, reports[engine.name], tokens))
         waiting = time.monotonic()
         of_trainer = None if answer is None else await self._answer(answer, weights, engines)

@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.arrival import COUNTS_FILE, Arrival, is_being_written
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Hello, Portion, Strip, Target
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
-from megatron_rl.shared.weights.laid_out import DIGESTS_FILE
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
+from megatron_rl.shared.weights.folders import COUNTS_FILE, DIGESTS_FILE, Arrival, is_being_written
 from megatron_rl.shared.weights.mapping import TensorSpec
 
 _log = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ class Redelivery:
         """Begin the version on the host; `lease` is that of the trainer that has published it."""
         self._weights = weights
         self._target = target
-        folder = Path(weights.location)
+        folder = Path(weights.folder)
         hello = Hello("control", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
         of_stream = Hello("stream", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
         mapped, supply = MappedFiles(folder, contents.files), Supply(contents)
@@ -80,9 +78,9 @@ class Redelivery:
 
 def redeliver(weights: Weights, target: Target, key: bytes, lease: int) -> bool:
     """Begin to send a version to a host; return whether it arrives there now."""
-    if weights.transport != "shm":
+    if weights.is_streamed:
         return False
-    contents = describe_whole(Path(weights.location))
+    contents = describe_whole(Path(weights.folder))
     return contents is not None and Redelivery(weights, contents, target, key, lease).begin()
 
 

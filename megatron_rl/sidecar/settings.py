@@ -40,9 +40,8 @@ from megatron_rl.sidecar.hosts import kinds
 from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
-from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.reader import REASONING_FLAG, TOOL_FLAG
-from megatron_rl.sidecar.vllm.server import find_longest
+from megatron_rl.sidecar.vllm.server import find_invariance_problems, find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.sidecar.vllm.speculation import find_draft_problems
 from megatron_rl.types import Architecture

@@ -212,7 +212,7 @@ class Supervisor:
         for attempt in range(1, _ATTEMPTS + 1):
             members = await self._present(weights)
             engines = [member.engine for member in members]
-            if weights.transport != "shm":
+            if weights.is_streamed:
                 self._place(engines, weights)
             try:
                 return await self._steps.publish(engines, weights, self._published, answer)
@@ -230,10 +230,10 @@ class Supervisor:
                 if failure.is_for_nothing:
                     raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
-                if attempt == _ATTEMPTS or weights.transport != "shm":
+                if attempt == _ATTEMPTS or weights.is_streamed:
                     for name, error in failure.errors.items():
                         self._revive(self._members[name], str(error))
-                    is_begun = weights.transport == "shm" or not isinstance(failure, NotBegun)
+                    is_begun = not weights.is_streamed or not isinstance(failure, NotBegun)
                     if not is_begun and failure.lost == list(failure.errors):
                         raise WrongWorkerCount(f"version {weights.version} lost workers: {failure}") from None
                     # Only the trainer can send a stream again.
@@ -245,10 +245,11 @@ class Supervisor:
     def _place(self, engines: list[SupervisedEngine], weights: Weights) -> None:
         """Assign each engine its place in the stream that the trainer has opened."""
         counts = [engine.num_workers for engine in engines]
-        if not engines or 1 + sum(counts) != weights.world_size:
+        num_streamed = weights.stream.world_size - 1
+        if not engines or sum(counts) != num_streamed:
             raise WrongWorkerCount(
-                f"version {weights.version} is streamed to {weights.world_size - 1} workers, and the engines that "
-                f"answer have {sum(counts)}"
+                f"version {weights.version} is streamed to {num_streamed} workers, and the engines that answer have "
+                f"{sum(counts)}"
             )
         for engine, place in zip(engines, streams.assign_places(counts), strict=True):
             engine.stream_place = place
@@ -285,7 +286,7 @@ class Supervisor:
                 return members
             is_late = time.monotonic() > deadline
             if is_late or not any(map(_is_coming, self._members.values())):
-                if up and weights.transport != "shm":
+                if up and weights.is_streamed:
                     # Their hosts answer again, or are found to be lost.
                     return []
                 if up:
@@ -410,7 +411,7 @@ class Supervisor:
     async def _load_copy(self, member: Member, published: Published, has_copy: bool) -> None:
         """Bring an engine to the current version, while no publish runs."""
         if not has_copy:
-            is_streamed = published.weights.transport != "shm"
+            is_streamed = published.weights.is_streamed
             reason = "a stream leaves no copy" if is_streamed else "its host was not given it, and no host has all"
             member.error = (
                 f"engine {member.name} waits for the next publish: version {published.weights.version} cannot be "

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.offer import taken
-from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer
+from megatron_rl.sidecar.vllm.in_place import OpenedMemory, OpenedOffer
 from tests.offers import HostSharing
 
 

@@ -15,16 +15,17 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.adapters import AdapterMapping
-from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from megatron_rl.trainer.mcore.publish import hosts as hosts_module
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.distributed.training import training
@@ -90,7 +91,7 @@ def publishing(case: str, model: Path, folder: Path, settings: HostSettings, is_
         weights = build(session, CASES[case], model).weights
         own = folder / (f"rank-{session.rank}" if is_apart else "ranks")
         deliveries = Deliveries(weights, session, hosts, "run", settings, deadline_seconds=60)
-        publisher = SharedMemoryPublisher(weights, session, hosts, "run", own / "run", hosts=deliveries)
+        publisher = Publisher(weights, session, hosts, "run", FilesTransport(own / "run", hosts=deliveries))
         yield hosts, weights, publisher
         publisher.close()
         session.barrier()
@@ -162,7 +163,7 @@ def publish_adapters(model: Path, folder: Path) -> Any:
         weights = base.weights.without_base(base.adapters, None)
         deliveries = Deliveries(weights, session, hosts, "run", HostSettings(), deadline_seconds=60)
         own = folder / f"rank-{session.rank}" / "run"
-        publisher = SharedMemoryPublisher(weights, session, hosts, "run", own, hosts=deliveries)
+        publisher = Publisher(weights, session, hosts, "run", FilesTransport(own, hosts=deliveries))
         given = {}
         for version in range(2):
             publisher.publish(version)

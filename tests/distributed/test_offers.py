@@ -21,11 +21,12 @@ from megatron_rl.errors import UsageError
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.device_sharing import CannotShare
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights import offer, offered_shards
+from megatron_rl.shared.weights import offer
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.trainer.mcore.model.weights import FilesBegun
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.offers import HostSharing
@@ -51,7 +52,7 @@ class Reader:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.messages.append(weights)
-        self.tell(weights.location)
+        self.tell(weights.folder)
         self.answers.append(json.loads(self.hear()))
         return self._answer
 
@@ -74,7 +75,13 @@ class Reader:
 
 @contextlib.contextmanager
 def publishing(
-    case: str, model: Path, folder: Path, sharing: Any, answer: PublishAnswer = _TAKEN, **options: Any
+    case: str,
+    model: Path,
+    folder: Path,
+    sharing: Any,
+    answer: PublishAnswer = _TAKEN,
+    through: Any = "auto",
+    **options: Any,
 ) -> Iterator[tuple[Any, Any, Reader | None]]:
     """Start a rank that publishes; rank 0 has a reader too."""
     with contextlib.ExitStack() as stack:
@@ -82,7 +89,11 @@ def publishing(
         stack.enter_context(mock.patch.object(CpuPlatform, "device_sharing", return_value=sharing))
         weights = build(session, CASES[case], model).weights
         reader = stack.enter_context(contextlib.closing(Reader(answer))) if session.rank == 0 else None
-        yield weights, SharedMemoryPublisher(weights, session, reader, "run", folder / "run", **options), reader
+        yield (
+            weights,
+            Publisher(weights, session, reader, "run", FilesTransport(folder / "run", through), **options),
+            reader,
+        )
 
 
 def change(weights: Any) -> None:
@@ -106,11 +117,11 @@ def publish(
     left, before = [], []
     with publishing(case, model, folder, sharing) as (weights, publisher, reader), contextlib.ExitStack() as stack:
         if is_move_missed:
-            stack.enter_context(mock.patch.object(offered_shards, "find_addresses", return_value=[1]))
+            stack.enter_context(mock.patch.object(offer, "find_addresses", return_value=[1]))
         for version in range(4):
             publisher.publish(version)
             if reader is not None:
-                location = Path(reader.messages[-1].location)
+                location = Path(reader.messages[-1].folder)
                 left.append((find_wrong_files(location), (location / "offer").exists()))
             for shard in weights.shards if is_moved else ():
                 # Memory that parameters have left keeps its numbers.
@@ -181,7 +192,7 @@ def publish_to_a_slow_reader(model: Path, folder: Path) -> tuple[bool, list[str]
     true = offer._lock
 
     def announce(self: Reader, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        self.tell(f"{weights.location} held")
+        self.tell(f"{weights.folder} held")
         assert self.hear() == "held\n"
         is_held.set()
         return PublishAnswer()
@@ -272,7 +283,7 @@ def refuse(model: Path, folder: Path, case: str, through: str, dtype: str | None
     found: list[Any] = []
     with contextlib.ExitStack() as stack:
         if plant == "not in memory":
-            stack.enter_context(mock.patch(f"{SharedMemoryPublisher.__module__}.is_in_memory", return_value=False))
+            stack.enter_context(mock.patch(f"{FilesTransport.__module__}.is_in_memory", return_value=False))
         elif plant == "another host":
             names = "megatron_rl.trainer.mcore.publish.offers.identify_host"
             stack.enter_context(mock.patch(names, return_value=(os.environ["RANK"],)))

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 
 from megatron_rl.errors import InputError, NoRoom, PlatformError
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.files import Writer, read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.sidecar.vllm.received import map_file_tensors
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
@@ -34,7 +35,7 @@ class Sidecar:
         self.names: list[set[str]] = []
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        self.names.append(set(load_file(Path(weights.location) / "model.safetensors")))
+        self.names.append(set(load_file(Path(weights.folder) / "model.safetensors")))
         return PublishAnswer()
 
     def probed(self, answer: Any) -> None:
@@ -48,7 +49,8 @@ def publish(case: str, model: Path, hosts: list[Path], num_publishes: int) -> tu
         weights = build(session, CASES[case], model).weights
         receiver = sidecar if session.rank == 0 else None
         try:
-            publisher = SharedMemoryPublisher(weights, session, receiver, "run", hosts[session.rank] / "shared" / "run")
+            transport = FilesTransport(hosts[session.rank] / "shared" / "run")
+            publisher = Publisher(weights, session, receiver, "run", transport)
         except PlatformError as error:
             return [], [], str(error)
         fingerprints = [publisher.publish(version) for version in range(num_publishes)]
@@ -99,7 +101,7 @@ class EarlyReader:
         self.is_waiting = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        folder = Path(weights.location)
+        folder = Path(weights.folder)
         tensors = map_file_tensors(folder)
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
         assert compute_fingerprint(specs, read_digests(folder)) == weights.fingerprint
@@ -134,7 +136,7 @@ def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], l
     with start_session(CASES[case]) as session, mock.patch.object(Writer, "put", late_put):
         weights = build(session, CASES[case], model).weights
         receiver = reader if session.rank == 0 else None
-        publisher = SharedMemoryPublisher(weights, session, receiver, "run", folder / "run")
+        publisher = Publisher(weights, session, receiver, "run", FilesTransport(folder / "run"))
         for version in range(5):
             reader.is_waiting.clear()
             publisher.publish(version)
@@ -169,7 +171,7 @@ def fail_to_write(model: Path, folder: Path) -> tuple[str, list[str]]:
     with start_session(CASES["TP2"]) as session:
         weights = build(session, CASES["TP2"], model).weights
         reader = NobodyWrites() if session.rank == 0 else None
-        publisher = SharedMemoryPublisher(weights, session, reader, "run", folder / "run")
+        publisher = Publisher(weights, session, reader, "run", FilesTransport(folder / "run"))
         put = full if session.rank == 1 else Writer.put
         with mock.patch.object(Writer, "put", put), pytest.raises(NoRoom) as caught:
             publisher.publish(0)
@@ -187,13 +189,13 @@ class NobodyWrites:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         try:
-            tensors = map_file_tensors(Path(weights.location))
+            tensors = map_file_tensors(Path(weights.folder))
         except InputError:
             # The publish may have failed and removed its files before this begins.
             self.is_told.set()
             raise
         specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-        with Arrival(Path(weights.location), specs) as arrival:
+        with Arrival(Path(weights.folder), specs) as arrival:
             if not all(map(arrival.wait_for, tensors)):
                 self.is_told.set()
         return PublishAnswer()

@@ -17,8 +17,9 @@ from megatron_rl.shared.protocol.client import RolloutError, WorkersChanged
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.streams import find_library, open_sender
-from megatron_rl.trainer.mcore.publish.stream import StreamPublisher, WholeModel
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
+from megatron_rl.trainer.mcore.publish.senders import find_library, open_sender
+from megatron_rl.trainer.mcore.publish.stream import StreamTransport, WholeModel
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
@@ -46,7 +47,7 @@ class Sidecar:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.told.append(weights)
-        if weights.world_size != 3:
+        if weights.stream.world_size != 3:
             raise WorkersChanged("two workers")
         if self.refusals:
             raise self.refusals.pop()
@@ -83,7 +84,7 @@ def stream(session: Any, weights: Any, dtype: str | None) -> dict[str, Any]:
         groups.append(Group(sidecar, model))
         return groups[-1]
 
-    publisher = StreamPublisher(weights, session, sidecar, "run", "nccl", make, dtype)
+    publisher = Publisher(weights, session, sidecar, "run", StreamTransport("nccl", make), dtype)
     found = publisher.publish(7)
     return {
         "fingerprint": found,
@@ -118,13 +119,13 @@ def test_a_stream_sends_the_announced_tensors_in_the_announced_order(world_size,
         given = load_file(folders[model] / "model.safetensors")
         assert sent["fingerprint"] == sent["own"]
         # The first time one worker was counted, and two exist.
-        assert [message.world_size for message in sent["told"]] == [2, 3]
+        assert [message.stream.world_size for message in sent["told"]] == [2, 3]
         message = sent["told"][-1]
-        assert (message.version, message.fingerprint, message.transport) == (7, sent["fingerprint"], "nccl")
-        assert [name for name, _, _ in message.manifest] == list(sent["tensors"]), (layout, model)
+        assert (message.version, message.fingerprint, message.stream.transport) == (7, sent["fingerprint"], "nccl")
+        assert [name for name, _, _ in message.stream.manifest] == list(sent["tensors"]), (layout, model)
         assert sorted(sent["tensors"]) == sorted(given)
         specs = []
-        for name, named_dtype, shape in message.manifest:
+        for name, named_dtype, shape in message.stream.manifest:
             tensor = sent["tensors"][name]
             assert (tensor.dtype, list(tensor.shape)) == (DTYPES[named_dtype], shape)
             assert torch.equal(tensor, given[name].to(tensor.dtype)), (layout, model, dtype, name)
@@ -142,7 +143,7 @@ def faults(folder: Path) -> dict[str, str]:
 
         def attempt(name: str, sidecar: Sidecar, make: Any) -> None:
             deadline = datetime.timedelta(seconds=2)
-            publisher = StreamPublisher(weights, session, sidecar, "run", "nccl", make, None, deadline)
+            publisher = Publisher(weights, session, sidecar, "run", StreamTransport("nccl", make), None, deadline)
             with pytest.raises(RolloutError) as error:
                 publisher.publish(3)
             said[name] = str(error.value)

@@ -144,10 +144,10 @@ def _keep_quantized(plant: dict[str, Any]) -> None:
 
 def _keep_tied(plant: dict[str, Any]) -> None:
     """Keep, from a version on, what layers that share another's parameter packed before, as vLLM itself would."""
-    from megatron_rl.sidecar.vllm import worker
+    from megatron_rl.sidecar.vllm import held_model
 
-    pack, is_stale = worker.pack_tied_layers, _find_stale(plant)
-    worker.pack_tied_layers = lambda model: [] if is_stale() else pack(model)
+    pack, is_stale = held_model.pack_tied_layers, _find_stale(plant)
+    held_model.pack_tied_layers = lambda model: [] if is_stale() else pack(model)
 
 
 def _shift_log_probs(plant: dict[str, Any]) -> None:

@@ -13,8 +13,9 @@ from megatron_rl.shared.protocol.client import RolloutClient, read_token
 from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.trainer.data.packing import pack_groups
 from megatron_rl.trainer.mcore.model.gpt import unwrap
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.probe import Probe
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from megatron_rl.trainer.mcore.step.forward_step import compute_log_probs
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
@@ -42,7 +43,7 @@ def train_ranks(model: Path, run: Path, shared: Path) -> list[dict[str, Any]]:
             client.use_lease(leases[0])
             probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, run.name, 64, 2)
             folder = shared / run.name
-            publisher = SharedMemoryPublisher(built.weights, session, client, run.name, folder, probe=probe)
+            publisher = Publisher(built.weights, session, client, run.name, FilesTransport(folder), probe=probe)
             for attempt, temperature in enumerate(TEMPERATURES):
                 version = number * len(TEMPERATURES) + attempt
                 perturb(built, version)

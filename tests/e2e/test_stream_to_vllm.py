@@ -25,7 +25,8 @@ from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.trainer.mcore.model.gpt import unwrap
 from megatron_rl.trainer.mcore.publish.probe import Probe
-from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
+from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import ROOT, run_ranks
 from tests.sidecar import vllm_models
@@ -122,8 +123,7 @@ def train_ranks(model: Path, out: Path) -> dict[tuple[str, int], int]:
             with start_session(CASES[layout]) as session:
                 built = build(session, CASES[layout], model)
                 probe = Probe([unwrap(chunk) for chunk in built.wrapped], session, "run", 64, 2)
-                make = streams.open_sender
-                publisher = StreamPublisher(built.weights, session, engines, "run", "nccl", make, probe=probe)
+                publisher = Publisher(built.weights, session, engines, "run", StreamTransport("nccl"), probe=probe)
                 for attempt in range(2):
                     version = 2 * number + attempt
                     with torch.no_grad():

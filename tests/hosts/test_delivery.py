@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.shared.weights.arrival import Arrival
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import digest
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.shared.weights.folders import Arrival
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, list_supplies
 from tests.hosts.disorder import DELAYED, REPEATED
 from tests.hosts.namespaces import Host, network

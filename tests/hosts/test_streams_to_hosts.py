@@ -39,14 +39,14 @@ MEETINGS = """
         while not (folder / f"{moment}-done").exists():
             time.sleep(0.05)
 
-    publish, iterate = stream.StreamPublisher.publish, stream.WholeModel.__iter__
+    publish, iterate = stream.StreamTransport.send, stream.WholeModel.__iter__
     current = []
 
     def publish_with_meetings(self, version):
         current[:] = [version]
         if version == 2:
             meet("before-2")
-        while version == 3 and self._receiver.num_workers() < 2:
+        while version == 3 and self._publisher.receiver.num_workers() < 2:
             time.sleep(0.2)
         return publish(self, version)
 
@@ -56,7 +56,7 @@ MEETINGS = """
                 meet("within-4")
             yield found
 
-    stream.StreamPublisher.publish = publish_with_meetings
+    stream.StreamTransport.send = publish_with_meetings
     stream.WholeModel.__iter__ = iterate_with_meetings
 """
 """Has rank 0 wait for the test before version 2, for both engines before version 3, and in the stream of version 4."""

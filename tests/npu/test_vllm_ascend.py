@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.sidecar import streams
+from megatron_rl.trainer.mcore.publish import senders
 
 if "VLLM_ASCEND" not in os.environ:
     pytest.skip("make test-npu VLLM_ASCEND=CLONE runs it", allow_module_level=True)
-MODULE, SETTINGS, ENGINE = streams._LIBRARIES["hccl"]
+MODULE, SETTINGS, ENGINE = senders._LIBRARIES["hccl"]
 TREE = ast.parse(Path(os.environ["VLLM_ASCEND"], *MODULE.split(".")).with_suffix(".py").read_text())
 CLASSES = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_rl.ops import slices
 from megatron_rl.ops.slices import naive, triton_fused
 from megatron_rl.ops.slices.triton_tables import Launch, Line, SliceKind
-from megatron_rl.shared.weights import device_weights
+from megatron_rl.shared.weights import device_export
 from tests.rehearsal import device
 from tests.rehearsal.streams import locate, state
 
@@ -41,7 +41,7 @@ def kernels_run() -> Iterator[list[str]]:
     with (
         mock.patch.object(triton_fused, "launch", launch),
         mock.patch.object(slices, "list_reasons_against_kernels", return_value=[]),
-        mock.patch.object(device_weights, "list_reasons_against_kernels", return_value=[]),
+        mock.patch.object(device_export, "list_reasons_against_kernels", return_value=[]),
     ):
         yield launched
 

@@ -22,8 +22,8 @@ from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import write_offer
 from megatron_rl.sidecar.vllm.in_place import Places
-from megatron_rl.sidecar.vllm.maps import Maps
 from megatron_rl.sidecar.vllm.parts import encode_places
+from megatron_rl.sidecar.vllm.received import Maps
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.offers import HostSharing, Ranks
 from tests.rehearsal import device
@@ -105,10 +105,8 @@ def make_worker(model: Model, folder: Path) -> Any:
     """Build a worker around a model that vLLM would load one tensor after the other."""
     rank, size = model.share
 
-    class Extension(WorkerExtension):
-        megatron_rl_in_place_on = ("npu",)
-
-    worker = Extension()
+    worker = WorkerExtension()
+    worker.megatron_rl_held.in_place_on = ("npu",)
     worker.rank = rank
     worker.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(model=str(folder), quantization=None, dtype=model.embed.dtype),
@@ -203,9 +201,9 @@ def take(num_layers: int, dtype: torch.dtype, share: tuple[int, int], given: tor
     Runtime.install()
     with published(draw(num_layers, given, 0)) as (start, *_):
         worker = make_worker(model, start)
-        worker.megatron_rl_maps = Maps(Pages())  # type: ignore[arg-type]
+        worker.megatron_rl_held.maps = Maps(Pages())  # type: ignore[arg-type]
         if not is_in_place:
-            worker.megatron_rl_in_place_on = ()
+            worker.megatron_rl_held.in_place_on = ()
         learned = worker.megatron_rl_learn_order()
         assert learned["unknown"] == []
         assert learned["obstacles"] == ([] if is_in_place else ["its device type is npu"])
@@ -240,7 +238,7 @@ def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_few_launches
         tensors = draw(num_layers, torch.bfloat16, 1)
         with published(draw(num_layers, torch.bfloat16, 0)) as (start, *_), published(tensors) as (folder, name, _):
             worker = make_worker(model, start)
-            worker.megatron_rl_find_sharing = OnTheDevice
+            worker.megatron_rl_held.find_sharing = OnTheDevice
             worker.megatron_rl_learn_order()
             (folder / "model.safetensors").unlink()
             ranks = Ranks(tensors, frozenset(f"{layer}.down" for layer in range(num_layers)))
@@ -249,7 +247,7 @@ def test_a_load_from_offered_memory_takes_nothing_from_the_host_and_few_launches
             with counted() as counts:
                 answer = load(worker, folder, name)
             with kernels_run() as names:
-                worker.megatron_rl_memory = None
+                worker.megatron_rl_held.memory = None
                 load(worker, folder, name)
             launched.append(names.count("move"))
         assert (answer["through"], answer["compared"]) == ("ipc", answer["parameters"]), answer
@@ -300,7 +298,7 @@ def test_the_hosts_memory_may_change_once_the_copies_were_waited_for() -> None:
     with published(tensors) as (folder, *_):
         worker = make_worker(model, folder)
         worker.megatron_rl_learn_order()
-    places = Places(model, worker.megatron_rl_order)
+    places = Places(model, worker.megatron_rl_held.order)
     first, wanted = device.pin(tensors["embed"].clone()), device.pin(tensors["embed"].clone())
     places.put("embed", first)
     places.wait()

@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights import device_files, device_weights
-from megatron_rl.shared.weights.arrival import Arrival
-from megatron_rl.shared.weights.device_files import DeviceFiles
+from megatron_rl.shared.weights import device_export
+from megatron_rl.shared.weights.device_export import DeviceFiles
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.sidecar.vllm.received import map_file_tensors
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
@@ -67,7 +68,7 @@ class Reader:
         self.is_done = threading.Event()
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
-        folder = Path(weights.location)
+        folder = Path(weights.folder)
         tensors, digests = map_file_tensors(folder), read_digests(folder)
         specs = [TensorSpec(name, tuple(tensor.shape), weights.dtype) for name, tensor in tensors.items()]
         assert compute_fingerprint(specs, digests) == weights.fingerprint
@@ -117,11 +118,12 @@ def _counted_before_arrival() -> AbstractContextManager:
 
 def _stale_slice() -> AbstractContextManager:
     """Pack a parameter from where it was at the publish before."""
-    return mock.patch.object(device_files, "find_addresses", return_value=[])
+    true = DeviceFiles._get_packers
+    return mock.patch.object(DeviceFiles, "_get_packers", lambda self: self._packers or true(self))
 
 
 def _one_buffer() -> AbstractContextManager:
-    return mock.patch.object(device_files, "_NUM_BUFFERS", 1)
+    return mock.patch.object(device_export, "_NUM_BUFFERS", 1)
 
 
 def _copy_before_packing() -> AbstractContextManager:
@@ -153,15 +155,15 @@ def publish(
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(start_session(CASES[case]))
         if parcel_bytes is not None:
-            small = functools.partial(DeviceFiles, most_bytes=parcel_bytes)
-            stack.enter_context(mock.patch.object(device_weights, "DeviceFiles", small))
+            small = functools.partialmethod(DeviceFiles.__init__, most_bytes=parcel_bytes)
+            stack.enter_context(mock.patch.object(DeviceFiles, "__init__", small))
         if plant is not None:
             stack.enter_context(PLANTS[plant]())
         launched = stack.enter_context(kernels_run())
         waited = stack.enter_context(waits_counted())
         weights = build(session, CASES[case], model).weights
         receiver = reader if session.rank == 0 else None
-        publisher = SharedMemoryPublisher(weights, session, receiver, "run", folder / "run", dtype)
+        publisher = Publisher(weights, session, receiver, "run", FilesTransport(folder / "run"), dtype)
         try:
             for version in range(3):
                 for found in (device.fetched, launched, waited):
@@ -186,7 +188,7 @@ def publish(
 
 
 def _staging(weights: Any) -> list[torch.Tensor]:
-    return [buffer for one in weights._device_weights.values() for buffer in one._files._staging]
+    return [buffer for one in weights._exports.values() for buffer in one._staging]
 
 
 @pytest.fixture

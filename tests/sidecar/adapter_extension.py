@@ -26,7 +26,7 @@ class Extension(WorkerExtension):
                 given[name][-1, -1] += 1e-6
             put(slot, number, given)
 
-        slot = self.megatron_rl_slot
+        slot = self.megatron_rl_held.slot
         assert slot is not None
         slot.__dict__.pop("put", None)
         if fault:
@@ -36,7 +36,7 @@ class Extension(WorkerExtension):
     @answered
     def megatron_rl_scale_adapters(self, factor: str) -> dict[str, str]:
         """Compute with all adapters times a factor from now on, with the numbers in the slot as they are."""
-        slot = self.megatron_rl_slot
+        slot = self.megatron_rl_held.slot
         assert slot is not None
         wrappers = {id(layer.punica_wrapper): layer.punica_wrapper for layer in slot._manager.modules.values()}
         for wrapper in wrappers.values():

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import FileSource, Weights
 from megatron_rl.shared.weights.adapters import AdapterMapping, name_factors
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import read_digests, read_fingerprint, write_digests
@@ -53,9 +53,8 @@ def published(model: Path, factors: dict[str, torch.Tensor], version: int) -> It
             run="test",
             version=version,
             fingerprint=compute_fingerprint(list_specs(factors), read_digests(folder), base),
-            transport="shm",
             dtype="float32",
-            location=str(folder),
+            source=FileSource(folder=str(folder)),
             base=base,
         )
     finally:

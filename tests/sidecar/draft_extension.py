@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from megatron_rl.shared.weights.fingerprint import digest
-from megatron_rl.sidecar.vllm.draft_counts import describe_draft_model
+from megatron_rl.sidecar.vllm.patches import describe_draft_model
 from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, Response, Sampling, Weights, encode_log_probs
+from megatron_rl.shared.protocol.wire import (
+    EngineKind,
+    FileSource,
+    ProbeAnswer,
+    Response,
+    Sampling,
+    StreamSource,
+    Weights,
+    encode_log_probs,
+)
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.engines import (
     EngineLost,
@@ -153,8 +162,8 @@ class FakeFactory:
 
 def weights(version: int, location: str = "", fingerprint: str = "") -> Weights:
     return Weights(
-        run="run", version=version, fingerprint=fingerprint or f"weights-{version}", transport="shm",
-        dtype="float32", location=location,
+        run="run", version=version, fingerprint=fingerprint or f"weights-{version}", source=FileSource(folder=location),
+        dtype="float32",
     )  # fmt: skip
 
 
@@ -173,3 +182,10 @@ def answer(
         run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
         agreement=agreement, log_probs=encode_log_probs(log_probs),
     )  # fmt: skip
+
+
+def streamed(version: int, num_workers: int, address: str = "host:1") -> Weights:
+    """Describe a version that rank 0 sends to this number of workers."""
+    manifest = [("weight", "float32", [1])]
+    source = StreamSource(transport="nccl", address=address, manifest=manifest, world_size=1 + num_workers)
+    return msgspec.structs.replace(weights(version), source=source, fingerprint=f"f{version}")

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from vllm import _custom_ops
 
+from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
 from tests.offers import HostSharing
@@ -18,33 +19,37 @@ from tests.offers import HostSharing
 _custom_ops._supports_onednn = False
 
 
-class Extension(WorkerExtension):
-    megatron_rl_in_place_on = ("cpu",)
-    megatron_rl_num_reloads = 0
-    megatron_rl_left_out = ""
+class Model(HeldModel):
+    in_place_on = ("cpu",)
+    num_reloads = 0
+    left_out = ""
 
-    def megatron_rl_find_sharing(self) -> HostSharing:
+    def find_sharing(self) -> HostSharing:
         return HostSharing()
 
-    def megatron_rl_copy(self, tensors: Any) -> Any:
-        put, left_out = Places.put, self.megatron_rl_left_out
+    def copy(self, tensors: Any) -> Any:
+        put, left_out = Places.put, self.left_out
         with mock.patch.object(
             Places, "put", lambda places, name, tensor: None if name == left_out else put(places, name, tensor)
         ):
-            return super().megatron_rl_copy(tensors)
+            return super().copy(tensors)
 
-    def megatron_rl_reload(self, tensors: Any) -> None:
-        self.megatron_rl_num_reloads += 1
-        super().megatron_rl_reload(tensors)
+    def reload(self, tensors: Any) -> None:
+        self.num_reloads += 1
+        super().reload(tensors)
+
+
+class Extension(WorkerExtension):
+    megatron_rl_model = Model
 
     @answered
     def megatron_rl_count_reloads(self) -> dict[str, int]:
-        return {"reloads": self.megatron_rl_num_reloads}
+        return {"reloads": self.megatron_rl_held.num_reloads}
 
     @answered
     def megatron_rl_leave_out(self, name: str) -> dict[str, str]:
         """Leave this tensor out of later copies; an empty name leaves out none."""
-        self.megatron_rl_left_out = name
+        self.megatron_rl_held.left_out = name
         return {}
 
     @answered
@@ -60,5 +65,5 @@ class Extension(WorkerExtension):
                 layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, kept, bias)
 
         type(head.quant_method).process_weights_after_loading = keep
-        self.megatron_rl_order = None
+        self.megatron_rl_held.order = None
         return {}

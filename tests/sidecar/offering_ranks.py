@@ -11,7 +11,8 @@ import torch
 
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.trainer.mcore.publish.shared_memory import SharedMemoryPublisher
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests.distributed.layouts import CASES, build, start_session
 from tests.offers import HostSharing
 
@@ -51,7 +52,7 @@ def offer_versions(case: str, model: Path, folder: Path, mail: Path) -> int:
     with start_session(CASES[case]) as session, mock.patch.object(CpuPlatform, "device_sharing", return_value=sharing):
         weights = build(session, CASES[case], model).weights
         receiver = Mail(mail) if session.rank == 0 else None
-        publisher = SharedMemoryPublisher(weights, session, receiver, "run", folder / "run", through="ipc")
+        publisher = Publisher(weights, session, receiver, "run", FilesTransport(folder / "run", "ipc"))
         for version in range(NUM_VERSIONS):
             publisher.publish(version)
             with torch.no_grad():

@@ -157,7 +157,7 @@ def evaluation(version: int = 0, num_prompts: int = 6, **changes: Any) -> wire.E
 
 def weights(version: int = 0, run: str = "run") -> wire.Weights:
     return wire.Weights(
-        run=run, version=version, fingerprint=f"weights-{version}", transport="shm", dtype="float32"
+        run=run, version=version, fingerprint=f"weights-{version}", source=wire.FileSource(folder=""), dtype="float32"
     )  # fmt: skip
 
 

@@ -67,7 +67,11 @@ def test_an_iteration_submitted_with_other_weights_samples_everything_again(tmp_
         service = RolloutService(Engines(last), RewardLength(), recorder)
         await service.take_lease("run")
         held = wire.Weights(
-            run="run", version=0, fingerprint=f"weights-{version_of_weights}", transport="shm", dtype="float32"
+            run="run",
+            version=0,
+            fingerprint=f"weights-{version_of_weights}",
+            source=wire.FileSource(folder=""),
+            dtype="float32",
         )
         await service.publish(held)
         await service.submit(msgspec.structs.replace(submission(), fingerprint=held.fingerprint))

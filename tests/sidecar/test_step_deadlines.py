@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights import arrival
+from megatron_rl.shared.weights import folders
 from megatron_rl.sidecar.pace import FACTOR, Pace
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.streams import StreamPlace
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
-from tests.sidecar.fake_engines import STEPS, FakeFactory, weights
+from tests.sidecar.fake_engines import STEPS, FakeFactory, streamed, weights
 from tests.sidecar.standin_engines import standing_in
 from tests.sidecar.supervised import CONFIG, supervised, until
 
@@ -51,9 +51,7 @@ def test_an_engine_that_hangs_in_a_measured_step_is_restarted_long_before_the_co
 
 
 GROUP = "the group at 127.0.0.1:29400"
-STREAMED = msgspec.structs.replace(
-    weights(1), transport="nccl", location="127.0.0.1:29400", manifest=[("weight", "float32", [1])], world_size=2
-)
+STREAMED = streamed(1, 1, "127.0.0.1:29400")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_while_the_trainer_still_writes_a_load_is_not_late(tmp_path):
                 return await load(told)
 
             engine.load = load_what_is_written
-            with arrival.writing(tmp_path, 1, 1):
+            with folders.writing(tmp_path, 1, 1):
                 task = asyncio.create_task(supervisor.publish(weights(2, str(tmp_path))))
                 await until(lambda: "engine-0" in supervisor._steps.current)
                 await asyncio.sleep(5 * LEAST)

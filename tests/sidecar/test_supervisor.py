@@ -20,7 +20,7 @@ from megatron_rl.sidecar.supervisor import (
     WeightsNotProven,
     WrongWorkerCount,
 )
-from tests.sidecar.fake_engines import STEPS, FakeFactory, answer, request, weights
+from tests.sidecar.fake_engines import STEPS, FakeFactory, answer, request, streamed, weights
 from tests.sidecar.supervised import CONFIG, given, states, supervised, until
 
 # Log-probs travel as float32.
@@ -513,7 +513,7 @@ def test_a_stream_gives_every_engine_its_ranks_and_is_not_retried():
 
     async def check():
         async with supervised(factory, 2) as supervisor:
-            stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=5)
+            stream = streamed(1, 4)
             await supervisor.publish(stream)
             assert [factory.engine(f"engine-{number}").stream_place for number in range(2)] == [
                 streams.StreamPlace(1, 5), streams.StreamPlace(3, 5)
@@ -532,7 +532,7 @@ def test_a_stream_for_other_engines_than_there_are_is_refused_before_any_is_paus
     async def check():
         async with supervised(factory, 2) as supervisor:
             assert supervisor.status()["num_workers"] == 4
-            stream = msgspec.structs.replace(weights(1), transport="nccl", location="host:1", world_size=3)
+            stream = streamed(1, 2)
             with pytest.raises(WrongWorkerCount, match="streamed to 2 workers, and the engines that answer have 4"):
                 await supervisor.publish(stream)
             assert "pause" not in factory.engine("engine-0").steps

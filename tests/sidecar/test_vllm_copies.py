@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
+from megatron_rl.shared.protocol.wire import FileSource, PublishAnswer, Weights
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.offer import Offer, write_offer
@@ -86,8 +86,8 @@ def offered(ranks: Ranks, model: Path, version: int, **changes: Any) -> Iterator
         write_digests(folder, digests)
         offer: Offer = msgspec.structs.replace(ranks.offer(fingerprint), **changes)
         write_offer(folder, offer)
-        yield Weights(run="test", version=version, fingerprint=fingerprint, transport="shm", dtype="float32",
-                      location=str(folder))  # fmt: skip
+        yield Weights(run="test", version=version, fingerprint=fingerprint, dtype="float32",
+                      source=FileSource(folder=str(folder)))  # fmt: skip
     finally:
         shutil.rmtree(folder)
 
@@ -141,8 +141,8 @@ def test_an_engine_that_cannot_open_an_offer_takes_the_files_and_says_why_once(r
     for version in (27, 28):
         with offered(ranks, models.second, version, host=("elsewhere",)) as weights:
             for path in models.second.glob("*.safetensors"):
-                shutil.copyfile(path, Path(weights.location) / path.name)
-                (Path(weights.location) / path.name).chmod(0o600)
+                shutil.copyfile(path, Path(weights.folder) / path.name)
+                (Path(weights.folder) / path.name).chmod(0o600)
             report = run(attempt(copying, weights))
             run(publish(copying, weights))
         assert report.through == "files"

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
-from megatron_rl.shared.weights import arrival
-from megatron_rl.shared.weights.arrival import Counter
+from megatron_rl.shared.weights import folders
+from megatron_rl.shared.weights.folders import Counter
 from megatron_rl.sidecar.engines import (
     EngineLost,
     EngineRefused,
@@ -31,8 +31,7 @@ from megatron_rl.sidecar.engines import (
 )
 from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.sidecar.vllm.received import list_specs
+from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.routes import COMMIT, Committed
 from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
@@ -284,7 +283,7 @@ class Writing:
     @contextlib.contextmanager
     def begun(self) -> Iterator[Counter]:
         specs = list_specs(self._tensors)
-        with arrival.writing(self.folder, len(specs), 1), Counter(self.folder, specs, 0, 1) as counter:
+        with folders.writing(self.folder, len(specs), 1), Counter(self.folder, specs, 0, 1) as counter:
             yield counter
 
     def write(self, name: str, counter: Counter) -> None:
@@ -297,7 +296,7 @@ def test_weights_are_loaded_while_they_are_written(run, engine, models):
     put(run, engine, models.first, 13)
 
     async def publish_slowly(weights) -> list[float]:
-        writing = Writing(Path(weights.location))
+        writing = Writing(Path(weights.folder))
         with writing.begun() as counter:
             published = asyncio.create_task(publish(engine, weights))
             for name in writing.names:
@@ -328,7 +327,7 @@ def test_a_trainer_that_ends_while_it_writes_leaves_an_engine_that_takes_the_nex
         await asyncio.sleep(0.3)
 
     async def publish_half(weights) -> None:
-        writing = Writing(Path(weights.location))
+        writing = Writing(Path(weights.folder))
         with writing.begun() as counter:
             await engine.pause()
             loaded = asyncio.create_task(engine.load(weights))
@@ -374,7 +373,7 @@ def test_weights_that_differ_from_the_announced_ones_are_not_loaded(run, engine,
     before = put(run, engine, models.first, 13)
     one_bit = edited(models.second, lambda tensors: tensors["model.norm.weight"].view(-1)[3:4].mul_(1.0000001))
     with in_shared_memory(models.second, 14) as announced, in_shared_memory(one_bit, 14) as other:
-        wrong = refusal(run, engine, msgspec.structs.replace(announced, location=other.location))
+        wrong = refusal(run, engine, msgspec.structs.replace(announced, source=other.source))
     assert "engine-0, worker 0, load" in wrong
     assert announced.fingerprint in wrong
     with pytest.raises(EngineRefused, match="takes no groups"):
@@ -399,11 +398,11 @@ def test_an_incomplete_set_of_weights_is_not_loaded(run, engine, models, change,
 
 def test_weights_that_others_could_have_written_are_refused(run, engine, models):
     with in_shared_memory(models.second, 16) as weights:
-        path = Path(weights.location) / "model.safetensors"
+        path = Path(weights.folder) / "model.safetensors"
         path.chmod(0o644)
         assert "must be private to user" in refusal(run, engine, weights)
         path.chmod(0o600)
-        run(publish(engine, described(Path(weights.location), 16)))
+        run(publish(engine, described(Path(weights.folder), 16)))
 
 
 def test_an_engine_that_keeps_any_one_tensor_says_so(run, engine, models):

@@ -244,7 +244,7 @@ def test_a_publish_of_half_a_file_reaches_no_engine(run, supervisor, models):
         await until_ready(supervisor)
 
     with in_shared_memory(models.first, 3) as good, in_shared_memory(models.second, 4) as half:
-        os.truncate(Path(half.location) / "model.safetensors", 50_000)
+        os.truncate(Path(half.folder) / "model.safetensors", 50_000)
         run(publish_half(good, half))
 
 

@@ -17,9 +17,9 @@ from megatron_rl.sidecar.vllm.held import (
     Order,
     as_matrix,
 )
+from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
 from megatron_rl.sidecar.vllm.learned_order import _digest_part, learn_order
-from megatron_rl.sidecar.vllm.proofs import LoadProver
 from megatron_rl.sidecar.vllm.received import Record
 from tests.sidecar.test_vllm_held import (
     EXPERTS,
@@ -67,14 +67,14 @@ def copy(worker: Worker, order: Order, tensors: Tensors) -> None:
 
 def prove(worker: Worker, order: Order, given: Tensors) -> LoadProof:
     """Prove a copy as a worker of vLLM does: no layer processes its weights after it."""
-    prover, record = LoadProver(), Record({name for name, _ in worker.model.named_parameters()})
-    prover.model_runner = SimpleNamespace(get_model=lambda: worker.model)
-    prover.megatron_rl_order = order
+    held = HeldModel(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: worker.model)))
+    record = Record({name for name, _ in worker.model.named_parameters()})
+    held.order = order
     for name, tensor in given.items():
         record.note(TensorSpec(name, tuple(tensor.shape), NAMES[tensor.dtype]))
     assert order.handed_over
-    prover.megatron_rl_digest_in_place(record)
-    return prover.megatron_rl_compared(record, {name: digest(tensor).tolist() for name, tensor in given.items()})
+    held.digest_in_place(record)
+    return held.compare(record, {name: digest(tensor).tolist() for name, tensor in given.items()})
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])

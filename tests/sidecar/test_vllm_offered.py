@@ -10,8 +10,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.platforms.device_sharing import CannotShare
 from megatron_rl.shared.weights.offer import Offer
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
-from megatron_rl.sidecar.vllm.in_place import Places
-from megatron_rl.sidecar.vllm.offered import OpenedMemory, find_unheld
+from megatron_rl.sidecar.vllm.in_place import OpenedMemory, Places, find_unheld
 from tests.offers import HostSharing, Ranks
 from tests.sidecar.test_vllm_held import SHAPES, drawn, specs_of
 from tests.sidecar.test_vllm_in_place import NAMES, Plain, prove

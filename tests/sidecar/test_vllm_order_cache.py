@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
-from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
+from megatron_rl.sidecar.vllm.learned_order import recall_or_learn
 from tests.sidecar.test_vllm_held import (
     EXPERTS,
     HIDDEN,

@@ -8,7 +8,8 @@ import torch
 
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm import quantized
+from megatron_rl.sidecar.vllm import derived
+from megatron_rl.sidecar.vllm.derived import Held, quantize_blocks, quantize_rows, quantize_whole
 from megatron_rl.sidecar.vllm.held import (
     LoadProof,
     NotHeld,
@@ -19,10 +20,8 @@ from megatron_rl.sidecar.vllm.held import (
     digesting,
     find_stale_derived,
 )
-from megatron_rl.sidecar.vllm.learned_order import learn_order
-from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
-from megatron_rl.sidecar.vllm.proofs import LoadProver
-from megatron_rl.sidecar.vllm.quantized import Held, quantize_blocks, quantize_rows, quantize_whole
+from megatron_rl.sidecar.vllm.held_model import HeldModel
+from megatron_rl.sidecar.vllm.learned_order import learn_order, recall_or_learn
 from megatron_rl.sidecar.vllm.received import Record
 
 FP8 = torch.float8_e4m3fn
@@ -52,7 +51,7 @@ def test_each_number_is_the_8_bit_float_nearest_to_it_and_the_largest_of_its_sca
 ):
     torch.manual_seed(sum(shape))
     # Some rows at a time, and less than a block of them.
-    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 50 * shape[1])
+    monkeypatch.setattr(derived, "_CHUNK_ELEMENTS", 50 * shape[1])
     weight = torch.randn(shape).to(torch.bfloat16) * torch.logspace(-2, 2, shape[0])[:, None].bfloat16()
     held = quantize(weight)
     values = (held["weight"] if quantize is blocks else held["weight"].t()).double()
@@ -123,7 +122,7 @@ class Model(torch.nn.ModuleDict):
 
 @pytest.fixture(autouse=True)
 def _on_any_platform(monkeypatch):
-    monkeypatch.setattr(quantized, "_find_dtype", lambda: FP8)
+    monkeypatch.setattr(derived, "_find_dtype", lambda: FP8)
 
 
 SPECS = [TensorSpec(name, shape, "bfloat16") for name, shape in SHAPES.items()]
@@ -235,15 +234,19 @@ def test_a_method_without_a_definition_is_unknown_though_its_tensors_came_right(
     assert order.rows.keys() == {"norm.weight"}
 
 
+def hold(model: torch.nn.Module) -> HeldModel:
+    return HeldModel(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
+
+
 def test_a_layer_that_follows_its_rule_for_random_numbers_alone_becomes_unknown():
-    model, prover = Model(), LoadProver()
-    prover.megatron_rl_order = learn(model)
+    held = hold(model := Model())
+    held.order = learn(model)
     model["down"].quant_method.moves_by = 1e-6
-    record = Record(set(prover.megatron_rl_order.rows))
-    with digesting(model, prover.megatron_rl_order, dict.fromkeys(SHAPES, "bfloat16")) as record.readings:
+    record = Record(set(held.order.rows))
+    with digesting(model, held.order, dict.fromkeys(SHAPES, "bfloat16")) as record.readings:
         model.load(draw(1))
-    prover.megatron_rl_try_derived(record)
-    order = prover.megatron_rl_order
+    held.try_derived(record)
+    order = held.order
     assert (order.derived, order.packed) == ({"qk.weight", "qk.weight_scale"}, {"qk.weight"})
     assert order.unknown == ("down.weight", "down.weight_scale")
     proof = load(model, order, draw(1), draw(1))
@@ -251,11 +254,11 @@ def test_a_layer_that_follows_its_rule_for_random_numbers_alone_becomes_unknown(
 
 
 def test_scales_need_no_tensor_and_weights_of_quantized_layers_do():
-    model, prover = Model(), LoadProver()
-    prover.megatron_rl_order = learn(model)
-    assert prover.megatron_rl_list_loaded(model) == ["qk.weight", "down.weight", "norm.weight"]
-    prover.megatron_rl_order = None
-    assert prover.megatron_rl_list_loaded(model) == ["norm.weight"]
+    held = hold(model := Model())
+    held.order = learn(model)
+    assert held.list_loaded() == ["qk.weight", "down.weight", "norm.weight"]
+    held.order = None
+    assert held.list_loaded() == ["norm.weight"]
 
 
 def test_a_cached_order_is_used_only_while_layers_quantize_by_their_rules(monkeypatch, tmp_path):
@@ -290,8 +293,8 @@ def test_scales_follow_from_the_numbers_of_all_workers_that_divide_what_a_scale_
         asked.append(is_divided)
         return largest * 2 if is_divided else largest
 
-    monkeypatch.setattr(quantized, "_find_of_all", find)
-    held = quantized.define(layer, type(name, (), {})())
+    monkeypatch.setattr(derived, "_find_of_all", find)
+    held = derived.define(layer, type(name, (), {})())
     is_of_rows = name == "Fp8PtpcOnlineLinearMethod"
     assert asked == [divided == "input" or (divided == "output" and not is_of_rows)]
     largest = weight.abs().amax(dim=1, keepdim=True) if is_of_rows else weight.abs().amax().reshape(1)
@@ -310,4 +313,4 @@ def test_an_engine_is_named_by_all_that_it_quantizes(method, cache, name):
     config = SimpleNamespace(
         model_config=SimpleNamespace(quantization=method), cache_config=SimpleNamespace(cache_dtype=cache)
     )
-    assert quantized.describe_quantization(config) == name
+    assert derived.describe_quantization(config) == name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.sidecar.vllm.rotation import find_wrong_rotations
+from megatron_rl.sidecar.vllm.patches import find_wrong_rotations
 
 WIDTH, PLAIN, NARROW = 8, 4, 6
 FAULTS = ("position of another token", "query left as it was", "key left as it was", "each head for a token")

@@ -59,7 +59,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
             client.submit(submitted)
             assert client.slot(0, 0, 0, 120).parts
         host, port = (run / "address").read_text().strip().removeprefix("http://").split(":")
-        files = [path for top in (run, Path(weights.location)) for path in (top, *top.rglob("*"))]
+        files = [path for top in (run, Path(weights.folder)) for path in (top, *top.rglob("*"))]
         files += shared_memory(process)
         yield Sidecar(process, (host, int(port)), unix_sockets(process.tree()), lease, submitted, files)
 

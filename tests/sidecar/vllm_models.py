@@ -14,13 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.shared.protocol.wire import Response, Sampling, Weights, decode_log_probs, decode_tokens
+from megatron_rl.shared.protocol.wire import FileSource, Response, Sampling, Weights, decode_log_probs, decode_tokens
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.shared.weights.stacks import split_stored
+from megatron_rl.shared.weights.stored_forms import split_stored
 from megatron_rl.sidecar.engines import Engine, GroupRequest
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
-from megatron_rl.sidecar.vllm.received import list_specs
+from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests import hf_models
 from tests.truth import error_over_bound, everything_in
@@ -108,9 +107,8 @@ def described(folder: Path, version: int) -> Weights:
         run="test",
         version=version,
         fingerprint=compute_fingerprint(list_specs(tensors), digests),
-        transport="shm",
         dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
-        location=str(folder),
+        source=FileSource(folder=str(folder)),
     )
 
 

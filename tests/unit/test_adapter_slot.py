@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.shared.weights.adapters import name_factors
-from megatron_rl.shared.weights.arrival import COUNTS_FILE, writing
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import COUNTS_FILE, writing
 from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
-from megatron_rl.sidecar.vllm.adapters import AdapterSlot, OtherAdapters, join_proofs
+from megatron_rl.sidecar.vllm.adapters import AdapterSlot, OtherAdapters
 from megatron_rl.sidecar.vllm.answers import find_wrongly_shared
-from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Rectangle
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Rectangle, join_proofs
+from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.parts import encode_places
-from megatron_rl.sidecar.vllm.proofs import describe_proof
-from megatron_rl.sidecar.vllm.received import Refusal, list_specs
+from megatron_rl.sidecar.vllm.received import Refusal, list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
 from tests.hf_models import draw
 
@@ -111,14 +110,14 @@ def test_a_worker_alone_proves_all_factors() -> None:
 def test_two_workers_prove_divided_factors_together(num_keys: int) -> None:
     """Let workers also share the parts of keys and values, as with fewer heads of them than workers."""
     proofs = [prove(filled(rank, 2, num_keys=num_keys)) for rank in range(2)]
-    answers = [describe_proof(proof, DIGESTS) for proof in proofs]
+    answers = [proof.describe(DIGESTS) for proof in proofs]
     assert not list(find_wrongly_shared(answers))
     whole = {name for name in FACTORS if "lora_A" in name and OUT not in name} | {name_factors(OUT)[1]}
     keys = {name_factors(module)[1] for module in MODULES if module[-6] in "kv"}
     assert proofs[0].proved == (whole if num_keys == 2 else whole | keys)
     wrong = filled(1, 2, num_keys=num_keys)
     wrong.manager.modules[QKV].lora_b_stacked[0][0, 0, 1, 1] += 1
-    answers[1] = describe_proof(prove(wrong), DIGESTS)
+    answers[1] = prove(wrong).describe(DIGESTS)
     assert set(find_wrongly_shared(answers)) == {name_factors(f"{QKV[:-8]}q_proj")[1]}
 
 
@@ -212,30 +211,38 @@ def test_a_step_with_other_adapters_is_ended() -> None:
     assert runner.activated == [(0, 0), (1, 1), (5, 5, 5)]
 
 
+class HalfModel(HeldModel):
+    """A stand-in for a model that holds half of the embedding."""
+
+    num_loads, is_damaged = 0, False
+
+    def map_files(self, folder: Path) -> Any:
+        return map_file_tensors(folder)
+
+    def replace_weights(self, tensors: Any, is_in_place: bool) -> Any:
+        self.forget_base()
+        self.num_loads += 1
+        self.half = dict(tensors)[EMBEDDING].chunk(2)[self._worker.rank].clone()
+        self.half[0, 0] += self.is_damaged
+
+    def compare(self, record: Any, digests: Any) -> LoadProof:
+        rows, columns = self.half.shape
+        part = Rectangle(self._worker.rank * rows, 0, rows, columns)
+        share = [(part, tuple(digest(self.half, part.first_row).tolist()))]
+        return LoadProof(1, 1, (), {EMBEDDING: share}, (), frozenset())
+
+
 class HalfWorker(WorkerExtension):
-    """One of two workers, with a stand-in for a model that holds half of the embedding."""
+    """One of two workers."""
+
+    megatron_rl_model = HalfModel
 
     def __init__(self, rank: int, model: Path) -> None:
-        self.rank, self.num_loads, self.is_damaged = rank, 0, False
+        self.rank = rank
         self.model_runner = filled(rank, 2)
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(model=str(model)), parallel_config=SimpleNamespace(world_size=2)
         )
-
-    def megatron_rl_map(self, folder: Path) -> Any:
-        return map_file_tensors(folder)
-
-    def megatron_rl_replace_weights(self, tensors: Any, is_in_place: bool) -> Any:
-        self.megatron_rl_forget_base()
-        self.num_loads += 1
-        self.held = dict(tensors)[EMBEDDING].chunk(2)[self.rank].clone()
-        self.held[0, 0] += self.is_damaged
-
-    def megatron_rl_compared(self, record: Any, digests: Any) -> LoadProof:
-        rows, columns = self.held.shape
-        part = Rectangle(self.rank * rows, 0, rows, columns)
-        share = [(part, tuple(digest(self.held, part.first_row).tolist()))]
-        return LoadProof(1, 1, (), {EMBEDDING: share}, (), frozenset())
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -256,7 +263,7 @@ def test_each_answer_has_what_all_workers_together_prove_of_the_base_and_a_wrong
         base = compute_fingerprint(specs, {one.name: digest(checkpoint.tensor(one.name)).tolist() for one in specs})
     expected, places = compute_fingerprint(SPECS, DIGESTS, base), encode_places([(str(folder), os.getuid())])
     workers = [HalfWorker(rank, model) for rank in range(2)]
-    workers[1].is_damaged = True
+    workers[1].megatron_rl_held.is_damaged = True
 
     def load() -> list[Any]:
         return [one.megatron_rl_load(places, expected, base, "5") for one in workers]
@@ -267,12 +274,12 @@ def test_each_answer_has_what_all_workers_together_prove_of_the_base_and_a_wrong
     (folder / COUNTS_FILE).unlink()
     for _ in range(2):
         assert set(find_wrongly_shared(load())) == {EMBEDDING}
-    assert [one.num_loads for one in workers] == [1, 1]
-    workers[1].is_damaged = False
+    assert [one.megatron_rl_held.num_loads for one in workers] == [1, 1]
+    workers[1].megatron_rl_held.is_damaged = False
     assert [one.megatron_rl_check_files(places, EMBEDDING) for one in workers] == [{}, {}]
     for _ in range(2):
         assert not set(find_wrongly_shared(load()))
-    assert [one.num_loads for one in workers] == [2, 2]
+    assert [one.megatron_rl_held.num_loads for one in workers] == [2, 2]
 
 
 def test_joined_proofs_keep_what_the_base_leaves_to_all_workers() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.shared.weights import arrival
-from megatron_rl.shared.weights.arrival import Arrival, Counter, is_in_memory
+from megatron_rl.shared.weights import folders
+from megatron_rl.shared.weights.folders import Arrival, Counter, is_in_memory
 from megatron_rl.shared.weights.mapping import TensorSpec
 
 SPECS = [TensorSpec("b", (4, 2), "float32"), TensorSpec("a", (3,), "float32")]
@@ -29,7 +29,7 @@ def test_a_folder_without_counts_is_one_that_was_written_before(tmp_path: Path) 
 
 def test_a_tensor_is_waited_for_until_all_its_writers_have_written_it(tmp_path: Path) -> None:
     steps: list[str] = []
-    with arrival.writing(tmp_path, 2, 2):
+    with folders.writing(tmp_path, 2, 2):
         counters = [Counter(tmp_path, SPECS, writer, 2) for writer in range(2)]
         halves = torch.zeros(2, 2)
 
@@ -53,7 +53,7 @@ def test_a_look_at_one_tensor_finds_those_after_it_that_are_complete_and_no_othe
     tmp_path: Path, num_writers: int
 ) -> None:
     specs = [TensorSpec(f"{number:04}", (2,), "float32") for number in range(700)]
-    with arrival.writing(tmp_path, len(specs), num_writers), Arrival(tmp_path, specs, never) as found:
+    with folders.writing(tmp_path, len(specs), num_writers), Arrival(tmp_path, specs, never) as found:
         with Counter(tmp_path, specs, 0, num_writers) as counter:
             for spec in specs[::2]:
                 counter.add(spec.name, 1)
@@ -64,7 +64,7 @@ def test_a_look_at_one_tensor_finds_those_after_it_that_are_complete_and_no_othe
 
 
 def test_a_folder_that_no_process_writes_any_more_is_not_waited_for(tmp_path: Path) -> None:
-    with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
+    with folders.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
         counter.add("a", 3)
         counter.add("b", 6)
         with Arrival(tmp_path, SPECS) as found:
@@ -77,7 +77,7 @@ def test_a_folder_that_no_process_writes_any_more_is_not_waited_for(tmp_path: Pa
 
 def test_the_counts_begin_again_with_each_writing(tmp_path: Path) -> None:
     for _ in range(2):
-        with arrival.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
+        with folders.writing(tmp_path, 2, 1), Counter(tmp_path, SPECS, 0, 1) as counter:
             with Arrival(tmp_path, SPECS) as found:
                 assert not found._is_whole("a")
             counter.add("a", 3)
@@ -86,7 +86,7 @@ def test_the_counts_begin_again_with_each_writing(tmp_path: Path) -> None:
 
 
 def write_and_hang(folder: Path, started: Any) -> None:
-    with arrival.writing(folder, 2, 1), Counter(folder, SPECS, 0, 1) as counter:
+    with folders.writing(folder, 2, 1), Counter(folder, SPECS, 0, 1) as counter:
         counter.add("a", 3)
         started.set()
         threading.Event().wait()
@@ -111,7 +111,7 @@ def test_a_reader_learns_that_the_writer_was_killed(tmp_path: Path) -> None:
     with Arrival(tmp_path, SPECS, kill) as found:
         assert found.wait_for("a")
         assert not found.wait_for("b")
-    assert len(polls) == arrival._POLLS_PER_LOOK
+    assert len(polls) == folders._POLLS_PER_LOOK
 
 
 MOUNTS = """\

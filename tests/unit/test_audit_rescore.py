@@ -103,7 +103,9 @@ def record(
     recorder = RunRecorder(run, "run", retain=2)
     for version in versions:
         fingerprint = checkpoints.fingerprints[version]
-        weights = wire.Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
+        weights = wire.Weights(
+            run="run", version=version, fingerprint=fingerprint, source=wire.FileSource(folder=""), dtype="float32"
+        )
         report = WeightReport(version, fingerprint, quantization=quantization)
         recorder.published(weights, [Proof(engine, report) for engine in ENGINES])
         prompts = [

@@ -11,7 +11,7 @@ from megatron_rl.commands import audit
 from megatron_rl.errors import ExitCode
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
-from megatron_rl.shared.protocol.wire import Group, Sampling, VersionSpan, Weights, encode_log_probs
+from megatron_rl.shared.protocol.wire import FileSource, Group, Sampling, VersionSpan, Weights, encode_log_probs
 from megatron_rl.shared.records.audit_events import EngineReport, ResponseRecord, SpanRecord, Submit
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.shared.records.audit_responses import find_response_problems
@@ -100,7 +100,9 @@ def test_a_restored_conversation_is_no_breach_though_the_engine_of_a_turn_has_le
         recorder = RunRecorder(tmp_path, "run")
         # The trainer resumes with the version before.
         for version, fingerprint in ((2, "before"), (3, FINGERPRINT)):
-            weights = Weights(run="run", version=version, fingerprint=fingerprint, transport="shm", dtype="float32")
+            weights = Weights(
+                run="run", version=version, fingerprint=fingerprint, source=FileSource(folder=""), dtype="float32"
+            )
             recorder.published(weights, [Proof(engine, WeightReport(version, fingerprint)) for engine in engines])
         groups, _ = recorder.begin(submission)
         recorder.restored()

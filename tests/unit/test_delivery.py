@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.shared.weights.arrival import Arrival, is_being_written
 from megatron_rl.shared.weights.delivery import incoming
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind
+from megatron_rl.shared.weights.delivery.control import list_below, plan_tree
 from megatron_rl.shared.weights.delivery.greetings import shut
 from megatron_rl.shared.weights.delivery.messages import PROTOCOL, Contents, File, Portion, Refused, Strip, Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
-from megatron_rl.shared.weights.delivery.supply import Supply
-from megatron_rl.shared.weights.delivery.tree import list_below, plan_tree
+from megatron_rl.shared.weights.delivery.sender import Supply
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.shared.weights.folders import Arrival, is_being_written
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, list_supplies, read_tensors
 from tests.unit.test_device_files import MIXED, SMALL, draw_shards
 

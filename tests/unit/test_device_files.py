@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.cuda import CudaPlatform
 from megatron_rl.shared.weights import files
-from megatron_rl.shared.weights.device_files import DeviceFiles
-from megatron_rl.shared.weights.device_weights import DeviceWeights
+from megatron_rl.shared.weights.device_export import DeviceExport, DeviceFiles
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.shared.weights.parcels import plan_parcels
 from megatron_rl.shared.weights.shards import Digests, Shard, export, map_shards
@@ -185,7 +184,7 @@ def test_two_folders_that_take_turns_are_locked_once_and_a_new_one_is_locked_aga
     assert read(memory / "new") == read(memory / "5")
     assert device.num_locks == 3 * len(plan.sizes)
     assert len(device.locked) == 2 * len(plan.sizes)
-    written.close()
+    written.forget_files()
     assert device.locked == []
 
 
@@ -199,7 +198,7 @@ def test_a_refusal_is_said_once_with_its_reason(memory: Path, caplog: pytest.Log
             written.write(memory / f"{version}")
     (record,) = caplog.records
     assert "operation not supported" in record.getMessage()
-    written.close()
+    written.forget_files()
 
 
 @pytest.mark.parametrize("architecture", [SMALL, MIXED], ids=lambda one: one.family)
@@ -208,15 +207,15 @@ def test_parameters_that_are_moved_are_written_and_digested_where_they_lie_now(
 ) -> None:
     (shards,) = draw_shards(architecture)
     plan = files.FilePlan(Mapping(architecture).manifest("float32" if architecture is SMALL else "bfloat16"))
-    device_weights = DeviceWeights(Device(), shards, plan)
+    device_export = DeviceExport(Device(), shards, plan)
     for version in range(2):
         for shard in shards:
             shard.parameter.data = shard.parameter.data + 1
         files.create(memory / f"{version}", plan)
-        device_weights.write(memory / f"{version}")
+        device_export.write(memory / f"{version}")
         assert read(memory / f"{version}") == write_plainly([shards], plan, memory / f"plain-{version}")
         found, expected = (Digests(list(plan.specs.values())) for _ in range(2))
-        device_weights.add_digests(found)
+        device_export.add_digests(found)
         expected.add_shards(shards)
         assert found.combine() == expected.combine()
 

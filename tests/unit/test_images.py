@@ -17,7 +17,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import find_left_out, read_architecture
 from megatron_rl.shared.weights.mapping import Mapping, measure_model
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.vllm.proofs import read_started_from
+from megatron_rl.sidecar.vllm.received import read_started_from
 from megatron_rl.sidecar.vllm.server import configure_server, make_process_spec
 from megatron_rl.trainer.data.prompts import load_prompts
 from megatron_rl.types import Rope, RopeKind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import FileSource, Weights
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.hosts import factory
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
@@ -19,7 +19,7 @@ from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests.unit.test_remote_host import QUICK, TOKEN, until
 
 A, B, C = (HostPlace(f"127.0.0.1:{port}", engines=2) for port in (1, 2, 3))
-WEIGHTS = Weights(run="run", version=4, fingerprint="f", transport="shm", dtype="float32", location="/trainer")
+WEIGHTS = Weights(run="run", version=4, fingerprint="f", source=FileSource(folder="/trainer"), dtype="float32")
 
 
 class Engines:

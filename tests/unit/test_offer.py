@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.weights import offer as offers
 from megatron_rl.shared.weights.offer import (
     OFFER_FILE,
@@ -22,6 +24,7 @@ from megatron_rl.shared.weights.offer import (
     withdraw_offer,
     write_offer,
 )
+from megatron_rl.trainer.mcore.publish.offers import Offers
 
 pytestmark = pytest.mark.each_change
 
@@ -106,3 +109,13 @@ def test_an_offer_of_another_kind_is_refused(tmp_path, data, message):
     (tmp_path / OFFER_FILE).write_bytes(data)
     with pytest.raises(InputError, match=message), taken(tmp_path):
         raise AssertionError("it was read")
+
+
+def test_a_trainer_of_adapters_offers_no_memory() -> None:
+    weights: Any = SimpleNamespace(adapters=object(), architecture=SimpleNamespace(dtype="float32"), shards=[])
+    weights.list_specs = lambda dtype: []
+    platform = SimpleNamespace(name="cuda", device_sharing=object)
+    session: Any = SimpleNamespace(world_size=1, rank=0, platform=platform)
+    assert not Offers(weights, session, "auto", None, True).put(None, "f")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="adapters are trained"):
+        Offers(weights, session, "ipc", None, True)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_rl.shared.protocol.wire import EngineKind, Weights
+from megatron_rl.shared.protocol.wire import EngineKind, FileSource, Weights
 from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.publication import Proof, Published, StepFailed, _must_agree
 
-WEIGHTS = Weights(run="run", version=3, fingerprint="f", transport="shm", dtype="float32", location="")
+WEIGHTS = Weights(run="run", version=3, fingerprint="f", source=FileSource(folder=""), dtype="float32")
 MOST = [-2.0, -1.0, -3.0]
 CPU, BF16 = EngineKind(), EngineKind(dtype="bfloat16", device="cuda")
 

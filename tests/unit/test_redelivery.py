@@ -8,26 +8,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import pytest
 
-from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights import arrival
-from megatron_rl.shared.weights.arrival import COUNTS_FILE, Arrival, Counter
+from megatron_rl.shared.protocol.wire import FileSource, StreamSource, Weights
+from megatron_rl.shared.weights import folders
 from megatron_rl.shared.weights.delivery.incoming import Incoming
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import digest
+from megatron_rl.shared.weights.folders import COUNTS_FILE, Arrival, Counter
 from megatron_rl.sidecar import redelivery
 from megatron_rl.sidecar.agent.messages import PASSING_ROUTE, PassOn
 from megatron_rl.sidecar.hosts.factory import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, HostRefused
 from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.redelivery import describe_whole, redeliver
-from megatron_rl.sidecar.vllm.maps import map_file_tensors
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, read_tensors
 from tests.unit import test_remote_host
 from tests.unit.test_device_files import SMALL, draw_shards
@@ -47,7 +46,7 @@ def ranks(memory: Path) -> Ranks:
     """Return two ranks whose files are written and counted, as after a publish."""
     ranks = Ranks(memory / "version-4", SMALL, draw_shards(SMALL, 2), 1 << 12)
     write_digests(ranks.folder, ranks.digests)
-    with arrival.writing(ranks.folder, len(ranks.specs), 1), Counter(ranks.folder, ranks.specs, 0, 1) as counter:
+    with folders.writing(ranks.folder, len(ranks.specs), 1), Counter(ranks.folder, ranks.specs, 0, 1) as counter:
         ranks.write([_NotSent()] * 2)
         for spec in ranks.specs:
             counter.add(spec.name, spec.num_elements)
@@ -67,12 +66,12 @@ def receiver(memory: Path) -> Iterator[Receiver]:
 
 
 def send(
-    ranks: Ranks, receiver: Receiver, version: int = 4, lease: int = LEASE, transport: Literal["shm", "nccl"] = "shm"
+    ranks: Ranks, receiver: Receiver, version: int = 4, lease: int = LEASE, source: StreamSource | None = None
 ) -> bool:
+    of_ranks = FileSource(folder=str(ranks.folder))
     weights = Weights(
-        run="run", version=version, fingerprint=ranks.fingerprint, transport=transport, dtype="float32",
-        location=str(ranks.folder),
-    )  # fmt: skip
+        run="run", version=version, fingerprint=ranks.fingerprint, source=source or of_ranks, dtype="float32"
+    )
     return redeliver(weights, Target("host", "127.0.0.1", receiver.port), TOKEN.encode(), lease)
 
 
@@ -105,14 +104,14 @@ def test_portions_cover_each_file_once_and_end_with_whole_elements(ranks):
 
 
 def test_a_part_of_a_version_is_not_sent(ranks, receiver):
-    assert not send(ranks, receiver, transport="nccl")
+    assert not send(ranks, receiver, source=StreamSource(transport="nccl", address="host:1", manifest=[], world_size=2))
     with Counter(ranks.folder, ranks.specs, 0, 1) as counter:
         # Another trainer host holds the rest.
         counter.add(ranks.specs[0].name, 1)
     assert not send(ranks, receiver)
     (ranks.folder / COUNTS_FILE).unlink()
     assert not send(ranks, receiver)
-    with arrival.writing(ranks.folder, len(ranks.specs), 1):
+    with folders.writing(ranks.folder, len(ranks.specs), 1):
         assert not send(ranks, receiver)
     assert receiver.describe()["version"] is None
 
@@ -183,7 +182,7 @@ def test_a_version_that_no_rank_has_whole_is_passed_on_by_a_host_that_holds_it(t
             weights = msgspec.structs.replace(version(4), fingerprint=ranks.fingerprint)
             of_holder, of_joined = (Target(host.name, host.address, host.port) for host in (holder, joined))
             assert not await hosts._bring(joined, weights)
-            whole = msgspec.structs.replace(weights, location=str(ranks.folder))
+            whole = msgspec.structs.replace(weights, source=FileSource(folder=str(ranks.folder)))
             assert await asyncio.to_thread(redeliver, whole, of_holder, hosts._secret.encode(), LEASE)
             await until(lambda: receivers[1].describe()["complete"])
             # It passes on no version that it does not hold.
@@ -228,6 +227,6 @@ def test_a_host_that_got_the_version_meanwhile_is_not_asked_to_send_it_to_itself
             hosts.find_trainer_lease = lambda: arrived.hello.lease
             assert not await hosts._bring(host, msgspec.structs.replace(version(4), fingerprint=ranks.fingerprint))
             assert receiver._current is arrived
-            assert not arrival.is_being_written(arrived.folder)
+            assert not folders.is_being_written(arrived.folder)
 
     asyncio.run(check())

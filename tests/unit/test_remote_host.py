@@ -15,9 +15,9 @@ import httpx
 import msgspec
 import pytest
 
-from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.arrival import writing
+from megatron_rl.shared.protocol.wire import FileSource, Weights
 from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.shared.weights.folders import writing
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.messages import LeaseRequest, PassOn
 from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
@@ -104,7 +104,7 @@ async def start(agent: Agent, host: RemoteHost, name: str = "engine-0") -> Remot
 
 
 def version(number: int, location: str = "/trainer") -> Weights:
-    return Weights(run="run", version=number, fingerprint="f", transport="shm", dtype="float32", location=location)
+    return Weights(run="run", version=number, fingerprint="f", source=FileSource(folder=location), dtype="float32")
 
 
 def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processes_it_needs(tmp_path):

@@ -13,7 +13,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
-from megatron_rl.shared.weights.stacks import find_place, stack_specs, unpack_mxfp4
+from megatron_rl.shared.weights.stored_forms import find_place, stack_specs, unpack_mxfp4
 from tests import hf_models
 
 

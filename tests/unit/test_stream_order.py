@@ -115,10 +115,6 @@ def build_model(device: Device) -> WholeModel:
     specs = [[TensorSpec(name, (NUM_ELEMENTS,), "float32") for name in bucket] for bucket in BUCKETS]
     weights: Any = SimpleNamespace(stream=stream, stream_specs=lambda *_: specs)
     session: Any = SimpleNamespace(
-        world_size=1,
-        rank=0,
-        sizes=SimpleNamespace(pipeline=1),
-        gather=lambda item: [item],
         platform=SimpleNamespace(device_type="cuda", current_stream=device.current_stream, event=Event),
     )
     return WholeModel(weights, session, None)

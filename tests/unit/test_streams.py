@@ -14,10 +14,11 @@ import torch
 from benchmarks.gpu.models import SIZES
 from megatron_rl.errors import InputError
 from megatron_rl.shared.device_memory import count_streamed
-from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.protocol.wire import STREAM_BUFFERS, StreamSource, Weights
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar import streams
+from megatron_rl.trainer.mcore.publish import senders
 
 TENSORS = {"b.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(5, dtype=torch.bfloat16)}
 MANIFEST = [("b.weight", "float32", [3, 4]), ("a.bias", "bfloat16", [5])]
@@ -36,10 +37,8 @@ FROM_FILES = COMPARED | {"through": "files", "reasons": []}
 LOADED = FROM_FILES | {"obstacles": ["the order of its parameters was not learned at its start"]}
 # A stream does not say what it brings before it does: the order is learned from the engine's checkpoint, or not at all.
 NOT_COMPARED = COMPARED | {"compared": 0, "uncompared": ("a.bias", "b.weight")}
-WEIGHTS = Weights(
-    run="run", version=3, fingerprint=FINGERPRINT, transport="nccl", dtype="float32", location="[::1]:7000",
-    manifest=MANIFEST,
-)  # fmt: skip
+STREAM = StreamSource(transport="nccl", address="[::1]:7000", manifest=MANIFEST, world_size=8)
+WEIGHTS = Weights(run="run", version=3, fingerprint=FINGERPRINT, source=STREAM, dtype="float32")
 
 
 def test_the_workers_of_all_engines_follow_the_trainer_in_one_group():
@@ -57,13 +56,13 @@ def test_the_calls_are_those_that_vllm_knows():
         NCCLWeightTransferUpdateInfo,
     )
 
-    (join,) = streams.list_join_calls(WEIGHTS, streams.StreamPlace(3, 8))
-    start, update, finish, leave = streams.list_receive_calls(WEIGHTS)
+    (join,) = streams.list_join_calls(STREAM, streams.StreamPlace(3, 8))
+    start, update, finish, leave = streams.list_receive_calls(STREAM)
     init = NCCLWeightTransferInitInfo(**join.content["init_info"])
     assert (init.master_address, init.master_port, init.rank_offset, init.world_size) == ("::1", 7000, 3, 8)
     assert init.packed
     # Both sides fill the same buffers, and the memory of a rank is counted with these.
-    sender = NCCLTrainerInitInfo(master_address="::1", master_port=7000, world_size=8, rank=0, **streams.PACKING)
+    sender = NCCLTrainerInitInfo(master_address="::1", master_port=7000, world_size=8, rank=0, **STREAM_BUFFERS)
     sizes = (init.packed_buffer_size_bytes, init.packed_num_buffers)
     assert sizes == (sender.packed_buffer_size_bytes, sender.packed_num_buffers)
     tiny = dataclasses.replace(SIZES["0.6b"], hidden_size=1, vocab_size=1, ffn_hidden_size=1)
@@ -82,13 +81,13 @@ def test_the_routes_are_those_that_vllm_has():
 
     known = {route.path for route in router.routes}
     calls = [
-        *streams.list_join_calls(WEIGHTS, streams.StreamPlace(1, 2)),
-        *streams.list_receive_calls(WEIGHTS),
+        *streams.list_join_calls(STREAM, streams.StreamPlace(1, 2)),
+        *streams.list_receive_calls(STREAM),
     ]
     assert {call.route for call in calls} <= known
 
 
-HCCL_WEIGHTS = msgspec.structs.replace(WEIGHTS, transport="hccl")
+HCCL_STREAM = msgspec.structs.replace(STREAM, transport="hccl")
 
 
 @dataclasses.dataclass
@@ -121,9 +120,9 @@ class AscendEngine:
 
 
 def test_vllm_ascend_is_told_with_the_update_that_tensors_are_packed():
-    (join,) = streams.list_join_calls(HCCL_WEIGHTS, streams.StreamPlace(1, 2))
+    (join,) = streams.list_join_calls(HCCL_STREAM, streams.StreamPlace(1, 2))
     assert join.content["init_info"].keys() == {"master_address", "master_port", "rank_offset", "world_size"}
-    assert list(streams.list_receive_calls(HCCL_WEIGHTS))[1].content["update_info"]["packed"] is True
+    assert list(streams.list_receive_calls(HCCL_STREAM))[1].content["update_info"]["packed"] is True
 
 
 def test_vllm_ascends_functions_for_a_trainer_send_all_tensors_packed(monkeypatch):
@@ -132,7 +131,7 @@ def test_vllm_ascends_functions_for_a_trainer_send_all_tensors_packed(monkeypatc
     for name in ("vllm_ascend", "vllm_ascend.distributed", "vllm_ascend.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    sender = streams.open_sender("hccl", "10.0.0.1", 7000, 3, list(TENSORS.items()))
+    sender = senders.open_sender("hccl", "10.0.0.1", 7000, 3, list(TENSORS.items()))
     sender.send_weights()
     sender.shutdown()
     assert AscendEngine.opened == [{"master_address": "10.0.0.1", "master_port": 7000, "world_size": 3}]
@@ -190,7 +189,7 @@ def test_vllm_0_33_reads_what_is_sent_as_a_list_and_iterates_over_whole_tensors(
 
     monkeypatch.setattr(base, "WeightSource", WeightSource)
     monkeypatch.setattr(base, "ParamMeta", ParamMeta)
-    source = streams._make_source(Sent())
+    source = senders._make_source(Sent())
     assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata] == DESCRIBED
     assert source.metadata is source.metadata
     # Without owners the sender has all of each tensor.
@@ -203,12 +202,12 @@ def test_vllm_0_33_reads_what_is_sent_as_a_list_and_iterates_over_whole_tensors(
 
 
 def test_the_vllm_that_is_installed_reads_what_is_sent():
-    source = streams._make_source(Sent())
+    source = senders._make_source(Sent())
     assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()] == DESCRIBED
     assert [name for name, _ in source] == [name for name, _ in source] == list(TENSORS)
 
 
-@pytest.mark.parametrize("changes", [{"location": "nowhere"}, {"location": "host:x"}, {"manifest": []}])
+@pytest.mark.parametrize("changes", [{"address": "nowhere"}, {"address": "host:x"}, {"manifest": []}])
 def test_a_stream_without_an_address_or_a_manifest_is_an_error(changes):
     with pytest.raises(InputError, match="nccl weights"):
-        list(streams.list_join_calls(msgspec.structs.replace(WEIGHTS, **changes), streams.StreamPlace(1, 2)))
+        list(streams.list_join_calls(msgspec.structs.replace(STREAM, **changes), streams.StreamPlace(1, 2)))

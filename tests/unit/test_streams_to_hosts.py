@@ -20,13 +20,12 @@ from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.settings import _problems_of_hosts
 from megatron_rl.sidecar.supervisor import PublishFailed, WrongWorkerCount
-from megatron_rl.sidecar.vllm import reaching
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.received import Refusal
+from megatron_rl.sidecar.vllm.received import Refusal, must_be_reached
 from megatron_rl.sidecar.vllm.worker import WorkerExtension
-from megatron_rl.trainer.mcore.publish import own_address
-from megatron_rl.trainer.mcore.publish.own_address import find_free_port, find_own_address
-from tests.sidecar.fake_engines import FakeFactory, weights
+from megatron_rl.trainer.mcore.publish import senders
+from megatron_rl.trainer.mcore.publish.senders import find_free_port, find_own_address
+from tests.sidecar.fake_engines import FakeFactory, streamed
 from tests.sidecar.supervised import CONFIG, supervised, until
 from tests.unit.test_publish_to_hosts import Factory
 from tests.unit.test_remote_host import connected, version
@@ -42,7 +41,7 @@ ROUTES = {
 
 @pytest.fixture
 def routes(monkeypatch):
-    monkeypatch.setattr(own_address, "_find_source", ROUTES.__getitem__)
+    monkeypatch.setattr(senders, "_find_source", ROUTES.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +124,8 @@ def test_hosts_of_every_kind_may_have_engines_that_take_streams(tmp_path, kind, 
     assert list(_problems_of_hosts(RolloutConfig(transport=transport, hosts=f"{kind}:{path}"))) == []
 
 
-def streamed(number: int, **changes: Any) -> Weights:
-    return msgspec.structs.replace(version(number), transport="nccl", location="127.0.0.1:9", **changes)
+def of_stream(number: int) -> Weights:
+    return msgspec.structs.replace(version(number), source=streamed(number, 1).source)
 
 
 def test_a_stream_reaches_a_host_while_it_answers_and_leaves_no_copy_there(tmp_path):
@@ -139,26 +138,20 @@ def test_a_stream_reaches_a_host_while_it_answers_and_leaves_no_copy_there(tmp_p
                 return True
 
             host.bring = bring
-            assert await host.is_given(streamed(4))
+            assert await host.is_given(of_stream(4))
             # Files of a version of this number are not the stream's.
             (tmp_path / "weights" / "version-4").mkdir()
             await host.is_given(version(4))
             host._arrived = msgspec.structs.replace(host._arrived, is_being_written=True)
             assert host.is_being_written(version(4))
-            assert not host.is_being_written(streamed(4))
-            assert not await host.has_copy(streamed(4))
+            assert not host.is_being_written(of_stream(4))
+            assert not await host.has_copy(of_stream(4))
             assert asked == []
             await agent.stop()
-            assert not await host.is_given(streamed(4))
+            assert not await host.is_given(of_stream(4))
             await agent.start()
 
     asyncio.run(check())
-
-
-def stream(number: int, num_workers: int) -> Weights:
-    return msgspec.structs.replace(
-        weights(number), transport="nccl", location="host:1", world_size=1 + num_workers, fingerprint=f"f{number}"
-    )
 
 
 @pytest.mark.parametrize("step", ["pause", "reach"])
@@ -173,16 +166,16 @@ def test_a_host_that_is_lost_before_a_stream_is_left_out_and_joins_with_the_next
             factory.host.back.clear()
             factory.fail("engine-0", step, "lost")
             with pytest.raises(WrongWorkerCount, match=f"version 1 lost workers: engine engine-0 is lost at {step}"):
-                await supervisor.publish(stream(1, 4))
+                await supervisor.publish(streamed(1, 4))
             assert supervisor.status()["num_workers"] == 2
-            published = await supervisor.publish(stream(1, 2))
+            published = await supervisor.publish(streamed(1, 2))
             assert [proof.engine for proof in published.proofs] == ["engine-1"]
             factory.host.back.set()
             await until(lambda: factory.engine("engine-0").state is EngineState.WAITING)
             await until(lambda: "a stream leaves no copy" in caplog.text)
             assert "engine engine-0 waits for the next publish: version 1" in caplog.text
             assert supervisor.status()["num_workers"] == 4
-            published = await supervisor.publish(stream(2, 4))
+            published = await supervisor.publish(streamed(2, 4))
             assert [proof.engine for proof in published.proofs] == ["engine-0", "engine-1"]
             assert factory.engine("engine-1") is other
 
@@ -200,19 +193,19 @@ def test_a_host_that_does_not_answer_is_not_counted_and_a_group_of_no_engine_is_
             engine = factory.engine("engine-0")
             factory.host.given = set()
             with pytest.raises(WrongWorkerCount, match="streamed to 4 workers, and the engines that answer have 2"):
-                await supervisor.publish(stream(1, 4))
+                await supervisor.publish(streamed(1, 4))
             factory.killed["engine-1"] = 1
             await until(lambda: factory.engine("engine-1").state is EngineState.DEAD)
             factory.host.given = {1}
             await until(lambda: factory.engine("engine-1").state is EngineState.WAITING)
-            await supervisor.publish(stream(1, 4))
+            await supervisor.publish(streamed(1, 4))
             # It only waited.
             assert factory.engine("engine-0") is engine
         async with supervised(Factory(), 1) as supervisor:
             supervisor._members["engine-0"].engine.host.given = set()
             for num_workers in (2, 0):
                 with pytest.raises(WrongWorkerCount, match="the engines that answer have 0"):
-                    await supervisor.publish(stream(1, num_workers))
+                    await supervisor.publish(streamed(1, num_workers))
 
     asyncio.run(check())
 
@@ -222,7 +215,7 @@ def test_an_engine_that_leaves_with_the_next_publish_is_not_counted():
         async with supervised(FakeFactory()) as supervisor:
             supervisor.remove("engine-0")
             assert supervisor.status()["num_workers"] == 2
-            published = await supervisor.publish(stream(1, 2))
+            published = await supervisor.publish(streamed(1, 2))
             assert [proof.engine for proof in published.proofs] == ["engine-1"]
 
     asyncio.run(check())
@@ -234,7 +227,7 @@ def test_a_worker_that_does_not_reach_rank_0_ends_the_publish_before_any_engine_
         async with supervised(factory) as supervisor:
             factory.fail("engine-0", "reach", "refused")
             with pytest.raises(PublishFailed, match="version 1 was not published: engine engine-0 refuses reach") as it:
-                await supervisor.publish(stream(1, 4))
+                await supervisor.publish(streamed(1, 4))
             assert not isinstance(it.value, WrongWorkerCount)
             assert factory.made["engine-1"][0].steps == ["pause", "reach"]
 
@@ -255,13 +248,13 @@ def test_engines_are_cut_off_soon_after_one_of_them_has_left_the_stream_and_all_
                 "of engine-0"
             )
             with pytest.raises(PublishFailed) as raised:
-                await asyncio.wait_for(supervisor.publish(stream(1, 6)), 60)
+                await asyncio.wait_for(supervisor.publish(streamed(1, 6)), 60)
             assert str(raised.value).startswith("version 1 was not published: engine engine-1 ")
             assert str(raised.value).endswith(said)
             assert not isinstance(raised.value, WrongWorkerCount)
             await until(lambda: [len(factory.made[f"engine-{number}"]) for number in range(3)] == [2, 2, 1])
             await until(lambda: supervisor.status()["num_workers"] == 6)
-            await supervisor.publish(stream(2, 6))
+            await supervisor.publish(streamed(2, 6))
 
     asyncio.run(check())
 
@@ -281,7 +274,7 @@ def test_an_engine_that_is_found_to_hold_other_numbers_cuts_no_other_one_off(mon
                 return await load(weights)
 
             engine.load = load_slowly  # type: ignore[method-assign]
-            publishing = asyncio.create_task(supervisor.publish(stream(1, 4)))
+            publishing = asyncio.create_task(supervisor.publish(streamed(1, 4)))
             await until(lambda: "load" in factory.engine("engine-1").steps)
             await asyncio.sleep(0.1)
             assert not publishing.done()
@@ -297,7 +290,7 @@ def test_a_worker_waits_for_the_sender_to_listen_and_names_its_host_if_it_never_
     port = find_free_port("127.0.0.1")
     monkeypatch.setattr(socket, "gethostname", lambda: "host-2")
     with pytest.raises(Refusal, match=rf"host host-2 does not reach rank 0 .* at 127\.0\.0\.1:{port} within 0\.2 s"):
-        reaching.must_be_reached("127.0.0.1", port, seconds=0.2)
+        must_be_reached("127.0.0.1", port, seconds=0.2)
     tried = threading.Event()
     connect = socket.create_connection
 
@@ -328,7 +321,7 @@ def test_all_workers_of_an_engine_are_asked_whether_they_reach_the_place_of_the_
             return [{}]
 
         engine._workers = ask  # type: ignore[assignment]
-        await engine.reach(msgspec.structs.replace(streamed(1), location="10.0.0.1:29400"))
+        await engine.reach(streamed(1, 1, "10.0.0.1:29400"))
         assert asked == [("reach", "megatron_rl_reach", "10.0.0.1", "29400")]
 
     asyncio.run(check())

@@ -16,12 +16,13 @@ import pytest
 
 from megatron_rl import versions
 from megatron_rl.shared.device_memory import EngineMemory
-from megatron_rl.shared.protocol.wire import Sampling, Weights
+from megatron_rl.shared.protocol.wire import Sampling, StreamSource
 from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.vllm import flags, invariant, patches, scheduler, scoring
 from megatron_rl.sidecar.vllm.answers import Limits, build_sampling_params
 from megatron_rl.sidecar.vllm.connection import METRICS_PREFIX
 from megatron_rl.sidecar.vllm.server import ServerConfig, _command, _environment
+from megatron_rl.trainer.mcore.publish import senders
 from tests.sidecar.test_vllm_invariant import make_impl
 from tools import vllm_facts
 
@@ -35,12 +36,9 @@ NCCL = "vllm.distributed.weight_transfer.nccl_engine"
 PARSERS = [f"{module}.make_arg_parser" for module in flags._PARSERS]
 UTILITIES = [f"{module}.FlexibleArgumentParser" for module in flags._UTILITIES]
 ALTERNATIVES = {"__iter__", "iter_full", "pause_generation_async"}
-WEIGHTS = Weights(
-    run="run", version=3, fingerprint="f", transport="nccl", dtype="float32", location="host:7000",
-    manifest=[("weight", "float32", [3])],
-)  # fmt: skip
-JOIN = list(streams.list_join_calls(WEIGHTS, streams.StreamPlace(1, 2)))
-RECEIVE = list(streams.list_receive_calls(WEIGHTS))
+STREAM = StreamSource(transport="nccl", address="host:7000", manifest=[("weight", "float32", [3])], world_size=2)
+JOIN = list(streams.list_join_calls(STREAM, streams.StreamPlace(1, 2)))
+RECEIVE = list(streams.list_receive_calls(STREAM))
 SAMPLING = build_sampling_params(Sampling(max_tokens=1), Limits(max_model_len=8, max_num_seqs=1, vocab_size=9))
 SERVERS = [
     ServerConfig("model", 8),
@@ -82,7 +80,7 @@ def list_imports() -> set[str]:
 def test_every_imported_name_exists(version):
     imported = list_imports()
     assert imported, "the search for imports finds nothing"
-    for symbol in {*imported, *(f"{NCCL}.{name}" for name in streams._LIBRARIES["nccl"][1:])}:
+    for symbol in {*imported, *(f"{NCCL}.{name}" for name in senders._LIBRARIES["nccl"][1:])}:
         describe(version, symbol)
 
 
@@ -192,7 +190,7 @@ def test_a_source_of_weights_has_what_is_read(version):
 def test_our_client_takes_the_calls_that_a_sender_makes(version):
     members = describe(version, "vllm.distributed.weight_transfer.base.VLLMWeightSyncClient")["members"]
     for name, text in members.items():
-        ours = inspect.signature(getattr(streams.ToldBySidecar, name))
+        ours = inspect.signature(getattr(senders.ToldBySidecar, name))
         assert list(ours.parameters) == list(signature(text).parameters)
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError
-from megatron_rl.sidecar.vllm import maps
-from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
+from megatron_rl.sidecar.vllm import received
+from megatron_rl.sidecar.vllm.received import Maps, map_file_tensors
 
 TENSORS = {"b.weight": torch.arange(12.0).view(4, 3), "a.bias": torch.arange(5).to(torch.bfloat16)}
 
@@ -45,7 +45,7 @@ def test_tensors_are_found_in_the_order_in_which_they_lie_and_show_what_is_writt
 def test_two_folders_in_memory_stay_mapped_under_any_name_for_as_long_as_they_exist(memory: Path) -> None:
     one, two = made(memory / "one"), made(memory / "two")
     kept = Maps()
-    with mock.patch.object(maps, "_map", wraps=maps._map) as mapped:
+    with mock.patch.object(received, "_map", wraps=received._map) as mapped:
         first, second = kept.find(one), kept.find(two)
         for _ in range(3):
             one, two = one.rename(memory / "later"), two.rename(memory / "last")
@@ -72,7 +72,7 @@ def test_a_removed_map_is_released(memory: Path) -> None:
 
 def test_files_that_are_not_in_memory_are_mapped_each_time(tmp_path: Path) -> None:
     folder, kept = made(tmp_path / "one"), Maps()
-    with mock.patch.object(maps, "_map", wraps=maps._map) as mapped:
+    with mock.patch.object(received, "_map", wraps=received._map) as mapped:
         kept.find(folder)
         kept.find(folder)
     assert mapped.call_count == 2

@@ -11,7 +11,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
-from megatron_rl.sidecar.vllm.proofs import read_started_from
+from megatron_rl.sidecar.vllm.received import read_started_from
 from megatron_rl.sidecar.vllm.stacked import join_projections, patch_stacked_experts
 from tests import hf_models
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.shared.protocol.wire import FileSource
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
@@ -20,10 +21,12 @@ from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongW
 from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
+from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.parts import encode_places
+from megatron_rl.sidecar.vllm.received import NotWritten, Refusal
 from megatron_rl.sidecar.vllm.routes import WorkersCall
-from megatron_rl.sidecar.vllm.worker import NotWritten, Refusal, WorkerExtension, answered
+from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
 from tests.unit.test_streams import (
     DIGESTS,
     FINGERPRINT,
@@ -129,7 +132,7 @@ def copying_worker(tmp_path) -> tuple[WorkerExtension, list[str]]:
         loads.append("vLLM")
         reload(weights_iterator)
 
-    extension.megatron_rl_in_place_on = ("cpu",)
+    extension.megatron_rl_held.in_place_on = ("cpu",)
     assert extension.megatron_rl_learn_order() == {"unknown": [], "obstacles": []}
     extension.reload_weights = load_by_vllm
     return extension, loads
@@ -170,7 +173,7 @@ def test_a_worker_leaves_loads_to_vllm_for_a_reason_that_it_gives(tmp_path, by):
         assert extension.megatron_rl_leave_loads_to_vllm("the reason") == {}
         obstacles = ["the reason"]
     elif by == "its device":
-        extension.megatron_rl_in_place_on = WorkerExtension.megatron_rl_in_place_on
+        extension.megatron_rl_held.in_place_on = HeldModel.in_place_on
         obstacles = ["its device type is cpu"]
     elif by == "its quantization":
         extension.vllm_config.model_config.quantization = "fp8"
@@ -197,7 +200,7 @@ def test_tensors_must_be_those_of_the_checkpoint_that_the_engine_started_from(tm
     shapes = {spec.name: spec.shape for spec in SPECS} | changes
     specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items() if shape is not None]
     with contextlib.nullcontext() if message is None else pytest.raises(Refusal, match=message):
-        worker(tmp_path).megatron_rl_check_complete(specs)
+        worker(tmp_path).megatron_rl_held.check_complete(specs)
 
 
 def test_each_load_in_place_is_proved_by_what_the_parameters_hold_then_wherever_they_lie(tmp_path, monkeypatch):
@@ -232,9 +235,9 @@ def test_a_worker_reports_no_version_that_its_parameters_do_not_hold(tmp_path):
     extension, _ = copying_worker(tmp_path)
     assert load(extension, tmp_path)["compared"] == 2
     expected = put_version(tmp_path, 1)
-    extension.megatron_rl_memory = SimpleNamespace(copy=lambda opened, places: None)
+    extension.megatron_rl_held.memory = SimpleNamespace(copy=lambda opened, places: None)
     with pytest.raises(NotHeld, match="were copied from the trainer's devices; --publish-through files"):
-        extension.megatron_rl_load_offered(SimpleNamespace(specs=SPECS), read_digests(tmp_path), expected)
+        extension.megatron_rl_held.load_offered(SimpleNamespace(specs=SPECS), read_digests(tmp_path), expected)
     assert extension.megatron_rl_report() == {"fingerprint": ""}
     model = extension.model_runner.get_model()
     type(model).load_weights, takes = lambda model, weights: {name for name, _ in weights}, type(model).load_weights
@@ -253,7 +256,7 @@ def test_tensors_that_came_with_other_numbers_are_not_taken_for_what_a_model_hol
     put_wrong_files(tmp_path)
     if not is_compared:
         for extension in extensions:
-            extension.megatron_rl_learn = lambda specs: None
+            extension.megatron_rl_held.learn = lambda specs: None
     answers = [load(extension, tmp_path) for extension in extensions]
     refused = [answer for answer in answers if "error" in answer]
     # If the held tensors prove nothing, each tensor is digested by one worker.
@@ -278,7 +281,7 @@ def test_a_tensor_that_one_worker_cannot_prove_is_digested_though_another_proves
     put_wrong_files(tmp_path)
     for extension, proved in zip(extensions, ([], ["a.bias"]), strict=True):
         proof = LoadProof(0, 2, ("a.bias", "b.weight"), {}, (), frozenset(proved))
-        extension.megatron_rl_compared = lambda record, digests, proof=proof: proof
+        extension.megatron_rl_held.compare = lambda record, digests, proof=proof: proof
     answers = [load(extension, tmp_path) for extension in extensions]
     assert ["error" in answer for answer in answers] == [False, True]
 
@@ -309,7 +312,7 @@ def test_a_tensor_that_workers_hold_wrongly_together_is_laid_to_the_engine_only_
 
     engine = VllmEngine("e", "/no/socket")
     engine._connection.send = send
-    weights = msgspec.structs.replace(WEIGHTS, transport="shm", location="/folder")
+    weights = msgspec.structs.replace(WEIGHTS, source=FileSource(folder="/folder"))
     with pytest.raises(WrongWeights if are_files_right else EngineRefused, match="b.weight") as caught:
         asyncio.run(engine.load(weights))
     assert type(caught.value) is (WrongWeights if are_files_right else EngineRefused)

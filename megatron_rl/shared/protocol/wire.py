@@ -247,21 +247,41 @@ Transport = Literal["shm", "nccl", "hccl"]
 """The transport of weights to engines, as docs/rollout.md describes it."""
 
 
+BUFFER_BYTES, NUM_BUFFERS = 1 << 28, 2
+"""The size and the number of the buffers in which tensors are streamed to engines; the last tensor may exceed it."""
+STREAM_BUFFERS: dict[str, Any] = {
+    "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "packed_num_buffers": NUM_BUFFERS,
+}  # fmt: skip
+"""vLLM's settings of both ends of a stream over NCCL: tensors travel in buffers."""
+
+
+class FileSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="files"):
+    """Weights in safetensors files, which engines may read while they are written."""
+
+    folder: str
+
+
+class StreamSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stream"):
+    """Weights that rank 0 of the trainer sends to all workers of engines, in a group that it opens."""
+
+    transport: Literal["nccl", "hccl"]
+    address: str
+    """The host:port at which rank 0 opens the group."""
+    manifest: list[tuple[str, str, list[int]]]
+    """The names, dtypes and shapes in the order in which they are sent; files carry their own."""
+    world_size: int
+    """The size of the group: rank 0 and all workers of engines."""
+
+
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A version of the policy as a transport delivers it to engines."""
+    """A version of the policy, and the source from which engines load it."""
 
     wire: int = WIRE_VERSION
     run: str
     version: int
     fingerprint: str
-    transport: Transport
+    source: FileSource | StreamSource
     dtype: str
-    location: str = ""
-    """The folder of the safetensors files with shm, the master's host:port with nccl and hccl."""
-    manifest: list[tuple[str, str, list[int]]] = []
-    """The names, dtypes and shapes in the order in which a stream sends them; files carry their own."""
-    world_size: int = 0
-    """The size of the group that the trainer opens for a stream: rank 0 and all workers of engines."""
     base: str = ""
     """The fingerprint of the base, if only adapters come: `fingerprint` covers both. Empty for whole weights."""
     probe: bytes = b""
@@ -269,6 +289,21 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deadline_seconds: float | None = None
     """Seconds that engines may load, and that the trainer may compute the probe; the sidecar's own bounds if None."""
     proof: Proof = "digests"
+
+    @property
+    def is_streamed(self) -> bool:
+        return isinstance(self.source, StreamSource)
+
+    @property
+    def stream(self) -> StreamSource:
+        assert isinstance(self.source, StreamSource)
+        return self.source
+
+    @property
+    def folder(self) -> str:
+        """The folder of the files."""
+        assert isinstance(self.source, FileSource)
+        return self.source.folder
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

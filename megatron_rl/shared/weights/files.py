@@ -2,7 +2,7 @@
 
 One process lays the files out (`create`), every process fills its slices (`Writer.put`), and when all are done one
 process renames the folder (`put_in_place`). Until then the folder has another name, so that no reader finds half a
-file. Only readers that follow the writers (`arrival.py`) learn the name before.
+file. Only readers that follow the writers (`folders.py`) learn the name before.
 """
 
 import contextlib
@@ -18,14 +18,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights import scaled_blocks
 from megatron_rl.shared.weights.families.quantization import BLOCK
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
-from megatron_rl.shared.weights.laid_out import DIGESTS_FILE
-from megatron_rl.shared.weights.laid_out import create as create
-from megatron_rl.shared.weights.laid_out import put_in_place as put_in_place
+from megatron_rl.shared.weights.folders import DIGESTS_FILE
+from megatron_rl.shared.weights.folders import create as create
+from megatron_rl.shared.weights.folders import put_in_place as put_in_place
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
-from megatron_rl.shared.weights.stacks import BLOCKS, SCALES, StackedPlace, describe_mxfp4, find_place, stack_specs
+from megatron_rl.shared.weights.stored_forms import (
+    BLOCKS,
+    SCALE_SUFFIX,
+    SCALED_CODE,
+    SCALED_DTYPE,
+    SCALES,
+    StackedPlace,
+    describe_mxfp4,
+    find_place,
+    shape_factors,
+    stack_specs,
+    unpack_scaled,
+)
 
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # A file takes one write at a time: with several files, ranks that begin at different ones do not wait for each other.
@@ -214,7 +225,7 @@ _MAX_UNPACKED = 3
 class Checkpoint:
     """The safetensors files of a folder. A tensor's pages are read when they are used.
 
-    Weights in scaled blocks (`scaled_blocks.py`) are read as their products.
+    Weights in scaled blocks (`stored_forms.py`) are read as their products.
     """
 
     def __init__(self, folder: Path | str):
@@ -264,18 +275,18 @@ class Checkpoint:
         if name not in self._unpacked:
             while len(self._unpacked) >= _MAX_UNPACKED:
                 del self._unpacked[next(iter(self._unpacked))]
-            factors = name + scaled_blocks.SUFFIX
-            self._unpacked[name] = scaled_blocks.unpack(
+            factors = name + SCALE_SUFFIX
+            self._unpacked[name] = unpack_scaled(
                 self._file_of[name].get_tensor(name), self._file_of[factors].get_tensor(factors)
             )
         return self._unpacked[name]
 
     def _is_scaled(self, name: str) -> bool:
-        is_small = self._file_of[name].get_slice(name).get_dtype() == scaled_blocks.CODE
-        return is_small and name + scaled_blocks.SUFFIX in self._file_of
+        is_small = self._file_of[name].get_slice(name).get_dtype() == SCALED_CODE
+        return is_small and name + SCALE_SUFFIX in self._file_of
 
     def _are_factors(self, name: str) -> bool:
-        scaled = name.removesuffix(scaled_blocks.SUFFIX)
+        scaled = name.removesuffix(SCALE_SUFFIX)
         return scaled != name and scaled in self._file_of and self._is_scaled(scaled)
 
     def spec(self, name: str) -> TensorSpec:
@@ -283,13 +294,13 @@ class Checkpoint:
         piece = self._file_of[name].get_slice(name)
         if self._is_scaled(name):
             self._check_factors(name, tuple(piece.get_shape()))
-            return TensorSpec(name, tuple(piece.get_shape()), scaled_blocks.DTYPE)
+            return TensorSpec(name, tuple(piece.get_shape()), SCALED_DTYPE)
         dtype = STORED_DTYPES.get(piece.get_dtype())
         if dtype is None:
             raise InputError(
                 f"{name} in {self.folder} is stored as {piece.get_dtype()}, and quantized checkpoints cannot be "
-                f"trained: use one in {', '.join(STORED_DTYPES.values())}, or in {scaled_blocks.CODE} with "
-                f"{name}{scaled_blocks.SUFFIX}"
+                f"trained: use one in {', '.join(STORED_DTYPES.values())}, or in {SCALED_CODE} with "
+                f"{name}{SCALE_SUFFIX}"
             )
         return TensorSpec(name, tuple(piece.get_shape()), dtype)
 
@@ -298,9 +309,9 @@ class Checkpoint:
         return [self.spec(name) for name in self.names() if mapping.is_left_out(name)]
 
     def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
-        factors = name + scaled_blocks.SUFFIX
+        factors = name + SCALE_SUFFIX
         found = self._file_of[factors].get_slice(factors)
-        wanted = scaled_blocks.shape_factors(shape)
+        wanted = shape_factors(shape)
         if len(shape) != 2 or tuple(found.get_shape()) != wanted or found.get_dtype() != _CODES["float32"]:
             raise InputError(
                 f"{factors} in {self.folder} has shape {found.get_shape()} in {found.get_dtype()}, and must have "

@@ -86,7 +86,7 @@ class Mapping:
 
     @property
     def stacks_experts(self) -> bool:
-        """Check if files store all experts of a layer in one tensor (`stacks.py`)."""
+        """Check if files store all experts of a layer in one tensor (`stored_forms.py`)."""
         return self._family.stacks_experts
 
     def manifest(self, dtype: str | None = None) -> list[TensorSpec]:

@@ -6,12 +6,14 @@ Letters: R rows, C columns of a tensor seen as a matrix (all dimensions but the 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.files import Checkpoint, FilePlan, Writer
 from megatron_rl.shared.weights.fingerprint import DTYPES, NUM_LANES, digest, digest_each, digests_by_row
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
@@ -23,6 +25,8 @@ _SMALL_ELEMENTS = 1 << 17
 _SHARDS_AT_A_TIME = 256
 
 Put = Callable[[str, int, int, torch.Tensor], None]
+Count = Callable[[str, int], None]
+"""A function that learns how many elements of a tensor have been written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,94 +274,128 @@ def divide_small(
     return read(), others
 
 
+class Export(Protocol):
+    """Exports of a rank's shards by one plan, again and again."""
+
+    @property
+    def plan(self) -> FilePlan: ...
+
+    def add_digests(self, digests: Digests) -> None:
+        """Add the digests of all that this rank owns."""
+        ...
+
+    def write(self, folder: Path, count: Count | None = None) -> None:
+        """Write all that this rank owns into files; `count` learns of the elements of each tensor that have arrived."""
+        ...
+
+    def forget_files(self) -> None:
+        """Release what is kept of files between publishes; a later publish makes it again."""
+        ...
+
+
+class HostExport:
+    """Exports one parameter after the other, in blocks: from the host, and of values that must be computed first."""
+
+    def __init__(self, shards: Sequence[Shard], plan: FilePlan, start: float = 0):
+        """Without a count, write this share of the shards last: ranks begin at different files, and do not wait."""
+        self.plan = plan
+        self._shards = shards
+        self._start = start
+
+    def add_digests(self, digests: Digests) -> None:
+        digests.add_shards(self._shards)
+
+    def write(self, folder: Path, count: Count | None = None) -> None:
+        specs = self.plan.specs
+        small, others = divide_small(self._shards, specs)
+        with Writer(folder, self.plan) as writer:
+            for some in small:
+                writer.put_whole(some)
+                if count is not None:
+                    for name, tensor in some:
+                        count(name, tensor.numel())
+            if count is None:
+                export(others, list(specs.values()), [writer.put], int(len(others) * self._start))
+            else:
+                # Readers take the first tensors first.
+                export(others, list(specs.values()), [writer.put, _count_blocks(count)])
+
+    def forget_files(self) -> None:
+        pass
+
+
+def _count_blocks(count: Count) -> Put:
+    return lambda name, first_row, first_column, block: count(name, block.numel())
+
+
 Bucket = list[tuple[str, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
-class StageRank:
-    """A rank of the stage, with the names of its parameters; everything else follows from its coordinates."""
+class Peer:
+    """A rank, with the names of its parameters if it owns any; everything else follows from its coordinates."""
 
-    rank: int
     coordinates: Coordinates
     parameter_names: tuple[str, ...]
 
 
 class WeightStream:
-    """The buckets of one pipeline stage, laid out once and gathered at every export."""
+    """All tensors in buckets, laid out once and gathered on rank 0 at every export."""
 
     def __init__(
         self,
         mapping: Mapping,
-        peers: Sequence[StageRank],
+        rank: int,
+        peers: Sequence[Peer],
         padded_vocab_size: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
         dtype: str | None = None,
         bucket_bytes: int = 1 << 28,
     ):
-        self._peers = peers
-        self._group = group
-        self._device = device
-        owned = [_owned_pieces(mapping, peer, padded_vocab_size) for peer in peers]
-        held = {piece.name for pieces in owned for _, piece in pieces}
-        specs = [spec for spec in mapping.manifest(dtype) if spec.name in held]
+        manifest = mapping.manifest(dtype)
         # A bucket travels as one tensor, of one dtype. Tensors of another dtype than the first come last.
-        first_dtype = specs[0].dtype if specs else ""
-        specs.sort(key=lambda spec: spec.dtype != first_dtype)
-        self._buckets = _split(specs, bucket_bytes)
-        self._bucket_of = {spec.name: i for i, bucket in enumerate(self._buckets) for spec in bucket}
-        self._pieces = [self._by_bucket(pieces) for pieces in owned]
-
-    @property
-    def specs(self) -> list[list[TensorSpec]]:
-        """The tensors of each bucket."""
-        return self._buckets
+        self.specs = _split(sorted(manifest, key=lambda spec: spec.dtype != manifest[0].dtype), bucket_bytes)
+        self._rank = rank
+        bucket_of = {spec.name: number for number, bucket in enumerate(self.specs) for spec in bucket}
+        self._pieces: dict[int, list[list[tuple[str, Piece]]]] = {}
+        """The owned pieces of each bucket, with the names of their parameters: rank 0's of all ranks, another's own."""
+        for number, peer in enumerate(peers):
+            if rank in (0, number):
+                self._pieces[number] = [[] for _ in self.specs]
+                for name in peer.parameter_names:
+                    shard_map = mapping.shard(name, peer.coordinates, padded_vocab_size)
+                    for piece in shard_map.pieces if shard_map.owned else ():
+                        self._pieces[number][bucket_of[piece.name]].append((name, piece))
 
     def buckets(self, shards: Sequence[Shard]) -> Iterator[Bucket]:
-        """Gather each bucket on the stage's first rank."""
+        """Gather each bucket on rank 0; yield empty ones on other ranks."""
         by_name = {shard.parameter_name: shard for shard in shards}
-        me = next(i for i, peer in enumerate(self._peers) if peer.rank == dist.get_rank())
-        for index, specs in enumerate(self._buckets):
+        for index, specs in enumerate(self.specs):
             dtype = DTYPES[specs[0].dtype]
-            values = {name: by_name[name].values() for name, _ in self._pieces[me][index]}
-            mine = [
-                values[name].narrow(piece.dim, piece.target, piece.length).to(dtype)
-                for name, piece in self._pieces[me][index]
-            ]
-            if me != 0:
-                if mine:
-                    flat = torch.cat([part.reshape(-1) for part in mine])
-                    dist.send(flat, self._peers[0].rank, group=self._group)
-                yield []
+            owned = self._pieces[self._rank][index]
+            values = {name: by_name[name].values() for name, _ in owned}
+            parts = [values[name].narrow(piece.dim, piece.target, piece.length).to(dtype) for name, piece in owned]
+            if self._rank == 0:
+                yield self._assemble(index, parts, shards[0].parameter.device)
             else:
-                yield self._assemble(index, specs, mine)
+                if parts:
+                    dist.send(torch.cat([part.reshape(-1) for part in parts]), 0)
+                yield []
 
-    def _assemble(self, index: int, specs: Sequence[TensorSpec], mine: list[torch.Tensor]) -> Bucket:
-        device, dtype = self._device, DTYPES[specs[0].dtype]
+    def _assemble(self, index: int, parts: Sequence[torch.Tensor], device: torch.device) -> Bucket:
+        specs = self.specs[index]
+        dtype = DTYPES[specs[0].dtype]
         whole = {spec.name: torch.empty(spec.shape, dtype=dtype, device=device) for spec in specs}
-        for (_, piece), part in zip(self._pieces[0][index], mine, strict=True):
-            whole[piece.name].narrow(piece.dim, piece.source, piece.length).copy_(part)
-        for peer, pieces in zip(self._peers[1:], self._pieces[1:], strict=True):
-            targets = [whole[p.name].narrow(p.dim, p.source, p.length) for _, p in pieces[index]]
-            if targets:
+        for rank, pieces in self._pieces.items():
+            targets = [whole[piece.name].narrow(piece.dim, piece.source, piece.length) for _, piece in pieces[index]]
+            if rank == 0:
+                for target, part in zip(targets, parts, strict=True):
+                    target.copy_(part)
+            elif targets:
                 flat = torch.empty(sum(target.numel() for target in targets), dtype=dtype, device=device)
-                dist.recv(flat, peer.rank, group=self._group)
-                for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+                dist.recv(flat, rank)
+                for target, part in zip(targets, flat.split([one.numel() for one in targets]), strict=True):
                     target.copy_(part.view(target.shape))
         return [(spec.name, whole[spec.name]) for spec in specs]
-
-    def _by_bucket(self, pieces: list[tuple[str, Piece]]) -> list[list[tuple[str, Piece]]]:
-        buckets: list[list[tuple[str, Piece]]] = [[] for _ in self._buckets]
-        for name, piece in pieces:
-            buckets[self._bucket_of[piece.name]].append((name, piece))
-        return buckets
-
-
-def _owned_pieces(mapping: Mapping, peer: StageRank, padded_vocab_size: int) -> list[tuple[str, Piece]]:
-    maps: list[tuple[str, ShardMap]] = [
-        (name, mapping.shard(name, peer.coordinates, padded_vocab_size)) for name in peer.parameter_names
-    ]
-    return [(name, piece) for name, shard_map in maps if shard_map.owned for piece in shard_map.pieces]
 
 
 def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

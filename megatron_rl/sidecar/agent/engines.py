@@ -27,7 +27,8 @@ import msgspec
 
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.shared.weights.arrival import is_being_written
+from megatron_rl.shared.protocol.wire import FileSource
+from megatron_rl.shared.weights.folders import is_being_written
 from megatron_rl.sidecar.agent.messages import (
     PROTOCOL,
     Arrived,
@@ -236,7 +237,7 @@ class HostEngines:
         lease, arrived = self._lease, self._find_arrived(passing.weights.version)
         if lease is None or arrived is None or not arrived.is_of(passing.weights):
             return PassedOn(has_begun=False)
-        weights = msgspec.structs.replace(passing.weights, location=arrived.folder)
+        weights = msgspec.structs.replace(passing.weights, source=FileSource(folder=arrived.folder))
         key = lease.token.encode()
         return PassedOn(has_begun=await asyncio.to_thread(redeliver, weights, passing.target, key, passing.lease))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.arrival import is_being_written
+from megatron_rl.shared.weights.folders import is_being_written
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WeightsPlace
 
 # No connection is kept: the server may close an idle one at the moment of its next use.
@@ -43,16 +43,16 @@ class OwnHost:
         return True
 
     async def has_copy(self, weights: Weights) -> bool:
-        return weights.transport == "shm" and Path(weights.location).is_dir()
+        return not weights.is_streamed and Path(weights.folder).is_dir()
 
     async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
-        return (WeightsPlace(weights.location, os.getuid()),)
+        return (WeightsPlace(weights.folder, os.getuid()),)
 
     def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
         return error
 
     def is_being_written(self, weights: Weights) -> bool:
-        return weights.transport == "shm" and is_being_written(Path(weights.location))
+        return not weights.is_streamed and is_being_written(Path(weights.folder))
 
 
 OWN_HOST = OwnHost()

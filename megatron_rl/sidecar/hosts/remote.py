@@ -273,12 +273,12 @@ class RemoteHost:
         return Forwarded(self, address, self._transport, self._authorization, self._sending)
 
     async def is_given(self, weights: Weights) -> bool:
-        if weights.transport != "shm":
+        if weights.is_streamed:
             return await self.answers()
         return self._shares_folder or await self._arrives(weights)
 
     async def has_copy(self, weights: Weights) -> bool:
-        if weights.transport != "shm":
+        if weights.is_streamed:
             return False
         if self._shares_folder:
             return await OWN_HOST.has_copy(weights)
@@ -309,7 +309,7 @@ class RemoteHost:
         return NotGiven(f"{error}: host {self.name} was not given all of version {weights.version}{why}")
 
     def is_being_written(self, weights: Weights) -> bool:
-        if weights.transport != "shm":
+        if weights.is_streamed:
             return False
         if self._shares_folder:
             return OWN_HOST.is_being_written(weights)

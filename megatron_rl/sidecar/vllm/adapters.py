@@ -12,27 +12,17 @@ Letters: O outputs, I inputs, K the adapters' rank.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.shared.weights.families import read_architecture
-from megatron_rl.shared.weights.files import Checkpoint
-from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest, digest_each
-from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
+from megatron_rl.shared.weights.fingerprint import DTYPES, digest_each
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld, Rectangle
-from megatron_rl.sidecar.vllm.proofs import LoadProver, describe_proof
 from megatron_rl.sidecar.vllm.received import (
-    Record,
     Refusal,
-    arriving,
-    list_specs,
-    must_be_announced,
-    must_be_those_of,
 )
 
 _MERGED = "write --publish-lora merged"
@@ -244,92 +234,3 @@ def _list_stacks(layer: Any) -> list[torch.Tensor]:
         for stack in (stacks if isinstance(stacks, tuple | list) else (stacks,))
         if isinstance(stack, torch.Tensor)
     ]
-
-
-class AdapterLoader(LoadProver):
-    """The part of our extension of vLLM's workers that loads adapters, and proves them and their base."""
-
-    # The fingerprint of the base that was loaded and compared; empty before, and once all workers together refute it.
-    megatron_rl_base: str = ""
-    # The proof, and digests of the tensors that are left for all workers together to prove.
-    megatron_rl_base_proof: tuple[LoadProof, dict[str, list[int]]]
-    megatron_rl_slot: AdapterSlot | None = None
-
-    megatron_rl_fingerprint: str
-    megatron_rl_map: Callable[[Path], Mapping[str, torch.Tensor]]
-    megatron_rl_replace_weights: Callable[..., Record]
-    megatron_rl_find_obstacles: Callable[[list[TensorSpec]], tuple[str, ...]]
-
-    def megatron_rl_forget_base(self) -> None:
-        """Hold no adapters, because the base changes."""
-        self.megatron_rl_base = ""
-        if self.megatron_rl_slot is not None:
-            self.megatron_rl_slot.clear()
-
-    def megatron_rl_load_adapters(
-        self, folder: Path, digests: Mapping[str, list[int]], expected: str, base: str, number: int
-    ) -> dict[str, Any]:
-        """Put the adapters in a folder's files into the slot that requests name by the number, and prove both parts."""
-        self.megatron_rl_fingerprint = ""
-        slot = self.megatron_rl_slot = self.megatron_rl_slot or AdapterSlot(self.model_runner)
-        received = self.megatron_rl_map(folder)
-        specs = list_specs(received)
-        must_be_announced(specs, digests, expected, base)
-        of_base, shared = self.megatron_rl_prove_base(base, specs[0].dtype)
-        with arriving(folder, received, specs) as tensors:
-            given = dict(tensors)
-        slot.put(number, given)
-        try:
-            proof = slot.prove(specs, digests)
-        except NotHeld as error:
-            # If the files are wrong, the slot is not.
-            must_be_those_of(received, digests, error.tensors)
-            raise
-        self.megatron_rl_fingerprint = expected
-        answer = describe_proof(join_proofs(of_base, proof), {**shared, **digests})
-        return {"fingerprint": expected, "obstacles": [], **answer}
-
-    def megatron_rl_prove_base(self, base: str, dtype: str) -> tuple[LoadProof, dict[str, list[int]]]:
-        """Prove once that the parameters hold the base, by loading the engine's own checkpoint.
-
-        Return the proof, and digests of the tensors that it leaves for all workers together to prove. Each answer has
-        these, because a worker does not learn whether the others' parts were compared with its own.
-        """
-        if self.megatron_rl_base == base:
-            return self.megatron_rl_base_proof
-        folder = Path(self.vllm_config.model_config.model)
-        mapping = WeightMapping(read_architecture(folder))
-        digests: dict[str, list[int]] = {}
-        with Checkpoint(folder) as checkpoint:
-            checkpoint.check(mapping)
-            specs = mapping.manifest(dtype)
-
-            def read() -> Iterator[tuple[str, torch.Tensor]]:
-                for spec in specs:
-                    tensor = checkpoint.tensor(spec.name).to(DTYPES[spec.dtype])
-                    digests[spec.name] = digest(tensor).tolist()
-                    yield spec.name, tensor
-
-            record = self.megatron_rl_replace_weights(read(), not self.megatron_rl_find_obstacles(specs))
-        found = compute_fingerprint(specs, digests)
-        if found != base:
-            raise Refusal(
-                f"{folder}, which the engine started from, has fingerprint {found[:12]}, and the adapters' base has "
-                f"{base[:12]}: start engines from the trainer's --hf-model"
-            )
-        proof = self.megatron_rl_compared(record, digests)
-        self.megatron_rl_base_proof = proof, {name: digests[name] for name in proof.shares}
-        self.megatron_rl_base = base
-        return self.megatron_rl_base_proof
-
-
-def join_proofs(of_base: LoadProof, of_adapters: LoadProof) -> LoadProof:
-    """Return what both prove."""
-    return LoadProof(
-        of_base.num_compared + of_adapters.num_compared,
-        of_base.num_parameters + of_adapters.num_parameters,
-        (*of_base.uncompared, *of_adapters.uncompared),
-        {**of_base.shares, **of_adapters.shares},
-        of_base.unheld,
-        of_base.proved | of_adapters.proved,
-    )

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Coroutine
 from typing import Any, ClassVar
@@ -16,10 +17,19 @@ from typing import Any, ClassVar
 import httpx
 import msgspec
 
-from megatron_rl.sidecar.engines import EngineBusy, EngineLost, EngineRefused
+from megatron_rl.shared.protocol.wire import Drafts
+from megatron_rl.sidecar.engines import (
+    EngineBusy,
+    EngineLost,
+    EngineRefused,
+    RefusalCode,
+    WeightsNotWritten,
+    WrongWeights,
+)
 from megatron_rl.sidecar.engines.hosts import STEP
 from megatron_rl.sidecar.launcher import Handle
-from megatron_rl.sidecar.vllm.server import find_cause
+from megatron_rl.sidecar.vllm.routes import WORKERS, WorkersCall
+from megatron_rl.sidecar.vllm.server_log import find_cause
 
 METRICS_PREFIX = "vllm:"
 
@@ -223,3 +233,77 @@ class CoreProgress:
         self.longest = max(self.longest, now - self._since)
         self._reported, self._since = reported, now
         return 0.0
+
+
+_REFUSALS: dict[str, type[EngineRefused]] = {
+    RefusalCode.REFUSED: EngineRefused,
+    RefusalCode.NOT_WRITTEN: WeightsNotWritten,
+    RefusalCode.WRONG_WEIGHTS: WrongWeights,
+}
+"""The error to raise for each code of a worker's refusal."""
+
+Answer = dict[str, Any]
+
+
+class Workers:
+    """The workers of the engine `name`, called through its server."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self._name = name
+        self._connection = connection
+
+    async def __call__(self, step: str, method: str, *arguments: str) -> list[Answer]:
+        """Call a method in every worker, for a step; raise a worker's refusal as the error that its code stands for."""
+        call = msgspec.msgpack.encode(WorkersCall(method, list(arguments)))
+        return self.check(step, msgspec.msgpack.decode(await self._connection.send(step, WORKERS, call)))
+
+    def check(self, step: str, answers: list[Answer]) -> list[Answer]:
+        """Return the workers' answers to a call for a step; raise a refusal among them."""
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                code, text = answer.get("code"), f"engine {self._name}, worker {rank}, {step}: {answer['error']}"
+                if code not in _REFUSALS:
+                    raise EngineRefused(f"{text} (code {code!r} is unknown: run the same megatron_rl on both sides)")
+                raise _REFUSALS[code](text)
+        return answers
+
+    def get_common(self, step: str, answers: list[Answer], key: str) -> str:
+        """Return the value that all answers have."""
+        values = {str(answer[key]) for answer in answers}
+        if len(values) != 1:
+            raise EngineRefused(f"engine {self._name}, {step}: its workers differ in their {key}: {sorted(values)}")
+        return values.pop()
+
+
+def count_drafts(metrics: str) -> Drafts:
+    """Count the drafts of an engine since its start."""
+    count, drafted, accepted = (
+        sum(int(float(count)) for count in re.findall(rf"^vllm:spec_decode_num_{name}_total\b.* (\S+)$", metrics, re.M))
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    return Drafts(count=count, drafted=drafted, accepted=accepted)
+
+
+class DraftMeter:
+    """Counts the drafts of the engine `name` for each version."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self._name = name
+        self._connection = connection
+        self._before = Drafts()
+        """The counts when the last version ended."""
+
+    async def count(self) -> Drafts | None:
+        """Count the drafts since the last version ended; None if the engine does not answer."""
+        metrics = await self._connection.read_metrics()
+        return None if metrics is None else count_drafts(metrics) - self._before
+
+    async def end_version(self, version: int) -> None:
+        """Log how many drafted tokens were accepted with this version, and begin to count those of the next one."""
+        since = await self.count()
+        if since is not None and since.drafted:
+            self._before += since
+            _log.info(
+                "engine %s: %d of %d drafted tokens were accepted (%.0f %%), with version %d",
+                self._name, since.accepted, since.drafted, 100 * since.accepted / since.drafted, version,
+            )  # fmt: skip

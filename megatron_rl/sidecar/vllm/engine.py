@@ -41,8 +41,7 @@ from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.launcher import Handle
 from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
-from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress
-from megatron_rl.sidecar.vllm.draft_counts import DraftMeter
+from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress, DraftMeter, Workers
 from megatron_rl.sidecar.vllm.parts import encode_places
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import (
@@ -59,9 +58,8 @@ from megatron_rl.sidecar.vllm.routes import (
     GroupCall,
 )
 from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_ROTATION
-from megatron_rl.sidecar.vllm.start_parts import describe_start, measure_server
+from megatron_rl.sidecar.vllm.server_log import describe_start, measure_server
 from megatron_rl.sidecar.vllm.updates import Updates
-from megatron_rl.sidecar.vllm.workers import Workers
 
 _log = logging.getLogger(__name__)
 
@@ -219,15 +217,14 @@ class VllmEngine:
         return await self._drafts.count() if self.facts.get("has_drafts") else None
 
     async def reach(self, weights: Weights) -> None:
-        host, port = streams.split_address(weights.location, weights.transport)
+        host, port = streams.split_address(weights.stream)
         await self._workers("reach", "megatron_rl_reach", host, str(port))
 
     async def load(self, weights: Weights) -> WeightReport:
         self.state = EngineState.DIRTY
         # Until the next commit, the tokens that it samples belong to no version.
         self._version, self._tag, self._has_adapters = -1, "", bool(weights.base)
-        load = self._load_files if weights.transport == "shm" else self._load_stream
-        answers = await load(weights)
+        answers = await (self._load_stream(weights) if weights.is_streamed else self._load_files(weights))
         way = _find_way(weights, answers)
         if wrong := sorted(set(find_wrongly_shared(answers))):
             if way == "files":
@@ -416,13 +413,14 @@ class VllmEngine:
         return answers
 
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
+        source = weights.stream
         if self.stream_place is None:
             raise EngineRefused(
-                f"engine {self.name} has no place in a stream: start it with --rollout-transport {weights.transport}"
+                f"engine {self.name} has no place in a stream: start it with --rollout-transport {source.transport}"
             )
-        await self._join(streams.list_join_calls(weights, self.stream_place), weights.location)
+        await self._join(streams.list_join_calls(source, self.stream_place), source.address)
         await self._workers("load", "megatron_rl_begin_stream")
-        await self._receive(streams.list_receive_calls(weights), weights.location)
+        await self._receive(streams.list_receive_calls(source), source.address)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
 
     async def _join(self, calls: Iterable[streams.EngineCall], location: str) -> None:
@@ -499,6 +497,6 @@ class VllmEngine:
 
 def _find_way(weights: Weights, answers: Sequence[Mapping[str, Any]]) -> Way:
     """Return the way in which weights reached an engine's workers; files if any worker read some."""
-    if weights.transport != "shm":
+    if weights.is_streamed:
         return "stream"
     return "ipc" if all(answer["through"] == "ipc" for answer in answers) else "files"

@@ -7,7 +7,7 @@ Some layers, as on a CPU, pack a parameter into a layout of their own and free i
 that. All others are read in place, after the load.
 
 Layers that quantize are read before it too. What they then hold must be what follows from that by definition
-(`quantized.py`), bit for bit, at the end of the load.
+(`derived.py`), bit for bit, at the end of the load.
 
 Letters: R rows and C columns of a parameter, or of a tensor, seen as a matrix.
 """
@@ -24,13 +24,15 @@ from megatron_rl.ops.slices import Slice, build_digester
 from megatron_rl.shared.weights.fingerprint import DTYPES, digest, digests_by_row
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.vllm.answers import is_sum
-from megatron_rl.sidecar.vllm.quantized import define
+from megatron_rl.sidecar.vllm.derived import define
 
 T = TypeVar("T")
 
 # Parameters of several dimensions that hold the biases of experts.
 _VECTORS = (".w13_bias", ".w2_bias")
 Lanes = tuple[int, ...]
+TIED = "lm_head.weight"
+"""A tied output layer, which is one tensor in our exports and may be stored twice in a checkpoint."""
 
 
 class Rectangle(NamedTuple):
@@ -210,6 +212,28 @@ class LoadProof:
     """Tensors of which this worker holds no part."""
     proved: frozenset[str]
     """Tensors that this worker was proved to hold whole."""
+
+    def describe(self, digests: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return what a worker answers about the load of tensors with these digests."""
+        return {
+            "compared": self.num_compared,
+            "parameters": self.num_parameters,
+            "uncompared": self.uncompared,
+            "shares": {name: {"whole": list(digests[name]), "parts": parts} for name, parts in self.shares.items()},
+            "unheld": [name for name in self.unheld if name != TIED],
+        }
+
+
+def join_proofs(of_base: LoadProof, of_adapters: LoadProof) -> LoadProof:
+    """Return what both prove."""
+    return LoadProof(
+        of_base.num_compared + of_adapters.num_compared,
+        of_base.num_parameters + of_adapters.num_parameters,
+        (*of_base.uncompared, *of_adapters.uncompared),
+        {**of_base.shares, **of_adapters.shares},
+        of_base.unheld,
+        of_base.proved | of_adapters.proved,
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from megatron_rl.ops.invariant import rows
 from megatron_rl.ops.invariant.attention import NUM_KEYS, Tiles, attend, pad_keys
 from megatron_rl.ops.invariant.trial import check_operations
 from megatron_rl.ops.log_probs.invariant import list_widths, log_softmax, multiply_in_blocks
-from megatron_rl.sidecar.vllm.quantized import find_quantizing
+from megatron_rl.sidecar.vllm.derived import find_quantizing
 
 _TILES = "megatron_rl_tiles"
 # Modules that only call others, as in vLLM 0.32.

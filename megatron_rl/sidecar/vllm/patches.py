@@ -1,4 +1,4 @@
-"""Patches of vLLM on CPUs, each applied only if the installed version has the fault.
+"""Patches of vLLM on CPUs, each applied only if the installed version has the fault, and trials of what has no patch.
 
 - Experts that are updated in place compute nonsense, because the CPU kernel needs their weights in a layout of its own.
   When the model is loaded, vLLM 0.32 packs them. It copies later updates unpacked into memory that is read as packed.
@@ -13,10 +13,24 @@
 - Drafted tokens are sampled at a temperature that is read from memory never written. vLLM 0.32 gives each drafted token
   the temperature of its request, but on a CPU writes them to a copy. With `patch_temperatures_of_drafts` they are given
   by plain operations of torch.
+- The products of adapters copy both factors once for each token, since each token may name others. An engine of ours
+  holds the adapters of one version, so two plain products of matrices give the same. With `patch_products_of_adapters`
+  only a step whose tokens name several adapters, or none, is left to vLLM.
+- Multi-latent attention gives the rotation for CPUs [tokens, heads, columns], and it takes each head for a token: it
+  rotates heads by the positions of other tokens, and reads and writes past the ends of tensors. `server.PLAIN_ROTATION`
+  makes vLLM rotate in torch, and `find_wrong_rotations` tries the result.
+
+A worker on a CPU also closes files and sockets that other processes could open, once they have been used.
+
+Letters: T tokens, I inputs, K the slot's rank, O outputs.
 """
 
 import importlib
 import inspect
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,3 +214,168 @@ def _is_right(expand: Any, values: torch.Tensor) -> bool:
     found = expand(values, ends, 6, replace_from=0, replace_to=1)
     expected = [values[index] if values[index] != 0 else torch.tensor(1.0) for index in (0, 0, 1, 2, 2, 2)]
     return bool(found.equal(torch.stack(expected)))
+
+
+_NUM_TOKENS, _NUM_HEADS = 3, 2
+# A wrong rotation differs by about 1, and bfloat16 rounds by less.
+_TOLERANCE = 0.05
+
+
+def find_wrong_rotations(model: torch.nn.Module) -> list[str]:
+    """Find the layers of multi-latent attention that rotate queries or keys unlike vLLM's definition in torch.
+
+    Layers that share a rope are tried once, and named by the first of them.
+    """
+    tried = set()
+    wrong = []
+    for name, layer in model.named_modules():
+        rotary = getattr(layer, "rotary_emb", None)
+        if rotary is None or not hasattr(layer, "mla_attn") or id(rotary) in tried:
+            continue
+        tried.add(id(rotary))
+        if not _rotates_rightly(layer):
+            wrong.append(name)
+    return wrong
+
+
+def _rotates_rightly(layer: Any) -> bool:
+    """Rotate parts of wider rows, as the layer does, and compare them with vLLM's definition."""
+    rotary, width, plain = layer.rotary_emb, layer.qk_rope_head_dim, layer.qk_nope_head_dim
+    # Quantized models have their norms in the dtype that they compute in.
+    like = layer.kv_a_layernorm.weight
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(like)
+
+    # The operation reads past the positions that it is given.
+    positions = torch.arange(1, 1 + _NUM_TOKENS * _NUM_HEADS, device=like.device)[:_NUM_TOKENS]
+    queries = draw(_NUM_TOKENS, _NUM_HEADS, plain + width)[..., plain:]
+    keys = draw(_NUM_TOKENS, layer.kv_lora_rank + width)[:, layer.kv_lora_rank :].unsqueeze(1)
+    wanted = rotary.forward_native(positions, queries.clone(), keys.clone())
+    found = rotary(positions, queries, keys)
+    return all(torch.allclose(a, b, rtol=0, atol=_TOLERANCE) for a, b in zip(found, wanted, strict=True))
+
+
+_PRODUCTS_MARK = "megatron_rl_products_patch"
+_SLOT = "megatron_rl_slot_of_step"
+# As in vLLM 0.32.
+_ADD = ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs")
+_UPDATE = ("self", "mapping", "lora_index_to_id", "max_loras", "vocab_size", "kwargs")
+
+
+def patch_products_of_adapters(lora: Any) -> str:
+    """Have vLLM compute the products plainly, given its settings of adapters; return a report."""
+    if lora is None:
+        return "not needed: no adapters"
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "not needed: not a CPU"
+    return patch_wrapper(importlib.import_module("vllm.lora.punica_wrapper.punica_cpu").PunicaWrapperCPU)
+
+
+def patch_wrapper(wrapper: Any) -> str:
+    """Patch vLLM's class that computes the products; return a report of the patch."""
+    if getattr(wrapper, _PRODUCTS_MARK, False):
+        return "applied before"
+    add, update = wrapper.add_lora_linear, wrapper.update_metadata
+    if [tuple(inspect.signature(function).parameters) for function in (add, update)] != [_ADD, _UPDATE]:
+        return f"{NOT_APPLIED}: this vLLM computes adapters in another way"
+    wrapper.add_lora_linear, wrapper.update_metadata = _adding_plainly(add), _noting_slot(update)
+    setattr(wrapper, _PRODUCTS_MARK, True)
+    return "applied"
+
+
+def add_products(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a_factors: Sequence[torch.Tensor],
+    b_factors: Sequence[torch.Tensor],
+    scale: float,
+    widths: Sequence[int],
+) -> None:
+    """Add to columns of `y`, of these widths, the products of `x` with A (K, I) and B (O, K) of each module.
+
+    As in vLLM, the first product is in float32 and the second in the dtype of `y`.
+    """
+    x_TI, y_TO = x.reshape(-1, x.shape[-1]).float(), y.view(-1, y.shape[-1])
+    for part_TO, a_KI, b_OK in zip(y_TO.split(list(widths), 1), a_factors, b_factors, strict=True):
+        inner_TK = x_TI @ a_KI.float().T
+        part_TO.addmm_(inner_TK.to(y.dtype), b_OK.to(y.dtype).T, alpha=scale)
+
+
+def _noting_slot(update: Any) -> Any:
+    def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
+        update(self, *args, **kwargs)
+        slots = set(self.token_lora_indices.tolist())
+        # A token without adapters has the slot -1.
+        setattr(self, _SLOT, slots.pop() if len(slots) == 1 and min(slots) >= 0 else None)
+
+    return update_metadata
+
+
+def _adding_plainly(add: Any) -> Any:
+    def add_lora_linear(
+        self: Any, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        slot = getattr(self, _SLOT, None)
+        if slot is None or kwargs:
+            return add(self, y, x, lora_a_stacked, lora_b_stacked, *rest, **kwargs)
+        a_factors, b_factors = ([stack[slot, 0] for stack in stacks] for stacks in (lora_a_stacked, lora_b_stacked))
+        return add_products(y, x, a_factors, b_factors, *rest)
+
+    return add_lora_linear
+
+
+_FOLDER = Path("/dev/shm")
+# The prefix of files that vLLM's kernels make. Python's own tracker process removes the files that Python makes.
+_PREFIX = "vllm_dist_"
+
+
+def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER) -> int:
+    """Unlink the kernels' shared-memory files that this process maps; return their number."""
+    mapped = {Path(fields[5]) for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    # Another worker may have unlinked a file already.
+    found = [path for path in mapped if path.parent == folder and path.name.startswith(_PREFIX) and path.exists()]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def close_listeners() -> int:
+    """Close every listening TCP socket of this process; return their number.
+
+    An unconnected socket takes over each file descriptor, because gloo still uses the number as its own.
+    """
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    listening = [number for number in numbers if _listens(number)]
+    for number in listening:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            os.dup2(ours.fileno(), number, inheritable=False)
+    return len(listening)
+
+
+def _listens(number: int) -> bool:
+    try:
+        copy = socket.socket(fileno=os.dup(number))
+    except OSError:
+        return False
+    with copy:
+        is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def describe_draft_model(runner: Any) -> dict[str, Any] | None:
+    """Describe the model that drafts in a worker, by its parameters; None if there is none, or vLLM hides it.
+
+    A publish writes the policy's parameters. A draft that shares some of them follows the policy there.
+    """
+    find = getattr(runner, "get_draft_model", None)
+    model = None if find is None else find()
+    if model is None:
+        return None
+    own = {id(parameter) for parameter in runner.get_model().parameters()}
+    shared = [name for name, parameter in model.named_parameters() if id(parameter) in own]
+    return {"num_parameters": sum(1 for _ in model.parameters()), "shared": shared}

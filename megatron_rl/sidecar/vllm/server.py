@@ -1,21 +1,15 @@
-"""A vLLM server seen from outside: how it is started, which models it cannot run, and why it ended.
+"""A vLLM server seen from outside: how it is started, and which models and settings it cannot run.
 
 The limits on models are taken from vLLM 0.32's sources, because vLLM may be installed in another environment. They are
 checked before an engine starts; vLLM reports the rest in its log.
-
-When one process fails, several print a traceback. The API server's says to look above, the core's repeats a worker's
-error, and the worker's has the cause. So the first traceback of the innermost process counts: the other workers only
-lose a peer.
 """
 
 import dataclasses
-import datetime
 import json
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +24,15 @@ from megatron_rl.sidecar.engines.hosts import SERVER_KEEPS_SECONDS
 from megatron_rl.sidecar.launcher import ProcessSpec
 from megatron_rl.sidecar.temporary import SOCKET_FOLDER_BYTES
 from megatron_rl.sidecar.vllm import parts as vllm_parts
-from megatron_rl.sidecar.vllm.flags import FLAG, list_memory_flags, names_flag, split_flags
+from megatron_rl.sidecar.vllm.flags import (
+    FLAG,
+    FLAGS_OF_DRAFTS,
+    FLAGS_OF_STAGES,
+    find_flag,
+    list_memory_flags,
+    names_flag,
+    split_flags,
+)
 from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
@@ -47,7 +49,7 @@ EXPERTS_FLAG = "--enable-return-routed-experts"
 TEXT_FLAG = "--language-model-only"
 COMPILATION_FLAG = "--compilation-config"
 PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
-"""The value of that flag with which vLLM rotates queries and keys in torch (`rotation.py`)."""
+"""The value of that flag with which vLLM rotates queries and keys in torch (`patches.find_wrong_rotations`)."""
 # On a CPU with AMX, vLLM would choose a backend for bfloat16 alone, which drops weights that a publish must replace.
 _ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
@@ -386,89 +388,26 @@ def find_longest(model: Architecture) -> int:
     return int(model.max_position_embeddings * scale)
 
 
-# "(Worker_TP0 pid=77) ERROR 11-22 07:43:06 [multiproc_executor.py:1063] text", or without the fields of logging.
-_LINE = re.compile(
-    r"(?P<process>\((?P<name>[^()]*?) ?pid=\d+[^()]*\)) ?"
-    r"(?:(?P<level>[A-Z]+) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] ?)?(?P<text>.*)"
-)
-_BEGIN = "Traceback (most recent call last)"
-# The prefixes of the names of a server's processes, from the outermost to the innermost.
-_KINDS = (("", "server"), ("EngineCore", "core"), ("Worker", "worker"), ("VllmWorker", "worker"))
-# Only errors from the server's last minute may be the cause of its end: it survived the earlier ones.
-_TOGETHER = datetime.timedelta(seconds=60)
-_NUM_FRAMES = 2
-# The most lines to keep of an error message that continues, indented, after its first line.
-_MOST_MESSAGE_LINES = 8
-_NUM_LAST_LINES = 10
+_INVARIANT_FLAG = "--batch-invariant"
+_VARYING_FLAGS = (("--worker-cls",), FLAGS_OF_DRAFTS, ("--enable-lora",), FLAGS_OF_STAGES)
 
 
-@dataclasses.dataclass
-class _Report:
-    """A traceback, or a line that was logged as an error."""
-
-    depth: int
-    time: datetime.datetime
-    lines: list[str]
-    is_traceback: bool
-
-
-def find_cause(log: Sequence[str]) -> str:
-    """Name the process that failed first, with the end of its traceback; return the last lines if there is none."""
-    reports, latest = _reports(log)
-    recent = [report for report in reports if latest - report.time <= _TOGETHER]
-    if not recent:
-        return "\n".join([line for line in log if line.strip()][-_NUM_LAST_LINES:])
-    deepest = max(report.depth for report in recent)
-    of_deepest = [report for report in recent if report.depth == deepest]
-    first = next((report for report in of_deepest if report.is_traceback), of_deepest[0])
-    # Another process reports the death of a process, in a single line.
-    deaths = [line for report in recent for line in report.lines if "died unexpectedly" in line][:1]
-    lines = _end(first.lines) if first.is_traceback else first.lines
-    return "\n".join([f"in its {_KINDS[first.depth][1]}:", *deaths, *(line for line in lines if line not in deaths)])
-
-
-def _reports(log: Iterable[str]) -> tuple[list[_Report], datetime.datetime]:
-    """Collect tracebacks and errors; return them with the time of the last line that has a time."""
-    reports: list[_Report] = []
-    # The incomplete tracebacks, by process: lines of several processes are interleaved.
-    open_ones: dict[str, _Report] = {}
-    time = datetime.datetime.min
-    for line in log:
-        match = _LINE.match(line)
-        process, text = (match["process"], match["text"]) if match else ("", line)
-        if match and match["time"]:
-            # Logs do not name the year; a leap year has every day.
-            time = datetime.datetime.strptime(f"2000-{match['time']}", "%Y-%m-%d %H:%M:%S")
-        if match and match["level"] not in (None, "ERROR", "CRITICAL"):
-            open_ones.pop(process, None)
-        elif text.startswith(_BEGIN):
-            open_ones[process] = _Report(_depth(match), time, [text], is_traceback=True)
-            reports.append(open_ones[process])
-        elif process in open_ones:
-            if not _continues(open_ones[process].lines, text):
-                del open_ones[process]
-            else:
-                open_ones[process].lines.append(text)
-        elif match and match["level"] and text:
-            reports.append(_Report(_depth(match), time, [text], is_traceback=False))
-    return reports, time
-
-
-def _continues(lines: Sequence[str], text: str) -> bool:
-    """Check whether the next line of a process still belongs to the traceback that has these lines so far."""
-    said = next((index for index, line in enumerate(lines[1:], 1) if not line.startswith(" ")), None)
-    if said is None:
-        return True
-    return text.startswith(" ") and bool(text.strip()) and len(lines) - said < _MOST_MESSAGE_LINES
-
-
-def _end(lines: Sequence[str]) -> list[str]:
-    """Return the last frames of a traceback, and the error that was raised."""
-    kept = [line for line in lines[1:] if set(line.strip()) - set("^~")]
-    frames = [index for index, line in enumerate(kept) if line.startswith("  File ")]
-    return kept[frames[-_NUM_FRAMES] :] if len(frames) >= _NUM_FRAMES else kept
-
-
-def _depth(match: re.Match[str] | None) -> int:
-    name = match["name"] if match else ""
-    return max(depth for depth, (begin, _) in enumerate(_KINDS) if name.startswith(begin))
+def find_invariance_problems(rollout: RolloutConfig, device: str) -> Iterator[str]:
+    """Yield each setting with which engines could not compute each token's log-prob to the same bits."""
+    if not rollout.is_batch_invariant:
+        return
+    if rollout.engine != "vllm":
+        yield f"{_INVARIANT_FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
+    elif device == "npu":
+        yield f"{_INVARIANT_FLAG} is for engines on a CPU or on CUDA: drop it"
+    for flag, is_given in (
+        ("--rollout-tensor-parallel-size above 1", rollout.tensor_parallel_size > 1),
+        ("--rollout-speculative", rollout.speculative is not None),
+        ("--rollout-lora-rank", rollout.lora_rank > 0),
+        *((f"{FLAG} with {flag}", True) for flags in _VARYING_FLAGS if (flag := find_flag(rollout.vllm_args, *flags))),
+    ):
+        if is_given and device == "cpu":
+            yield (
+                f"{_INVARIANT_FLAG} and {flag} cannot be given together, because sums would have other orders: drop "
+                "one of them"
+            )

@@ -5,7 +5,7 @@ is accepted with probability min(1, p(x) / q(x)), and otherwise one is drawn fro
 policy's distribution p whatever is drafted. Drafts decide the speed alone, and a publish need not prove them.
 
 A model that drafts comes from its own folder, or is the checkpoint's prediction layers. A publish writes neither. Only
-parameters that it shares with the policy follow it (`draft_counts.describe_draft_model`).
+parameters that it shares with the policy follow it (`patches.describe_draft_model`).
 """
 
 import dataclasses

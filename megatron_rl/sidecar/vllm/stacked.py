@@ -1,8 +1,8 @@
 """vLLM's GPT-OSS, taught to load the tensors of each expert, and its sinks, in a model that computes already.
 
-Its files store the experts of a layer in one tensor (`shared.weights.stacks`). A trainer publishes the tensors of each
-expert. vLLM 0.32 can load one expert at a time, under names of its own: gates and ups in one tensor, and the down
-projection, both transposed. These are made here, so that no more than an expert is copied.
+Its files store the experts of a layer in one tensor (`shared/weights/stored_forms.py`). A trainer publishes the tensors
+of each expert. vLLM 0.32 can load one expert at a time, under names of its own: gates and ups in one tensor, and the
+down projection, both transposed. These are made here, so that no more than an expert is copied.
 
 When vLLM loads sinks at its start, it copies them into the parameter. In a later update the parameter is a placeholder
 without memory, so that the copy has no effect and the old sinks stay, without an error. Here its loader is called, as
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.shared.weights.stacks import parse_part
+from megatron_rl.shared.weights.stored_forms import parse_part
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 
 _MARK = "megatron_rl_stacked_patch"

@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_rl.sidecar.engines import EngineRefused, ProbeReport, WrongWeights
-from megatron_rl.sidecar.vllm.connection import Connection
+from megatron_rl.sidecar.vllm.connection import Answer, Connection
 from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.routes import PAUSE
-from megatron_rl.sidecar.vllm.workers import Answer
 
 _log = logging.getLogger(__name__)
 

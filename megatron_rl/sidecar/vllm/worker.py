@@ -1,56 +1,24 @@
-"""Our extension of vLLM's workers: it receives, loads and proves weights, and reports which weights it holds.
+"""Our extension of vLLM's workers: the remote calls that prepare a worker, and load and prove its weights.
 
 vLLM mixes this class into its worker. Its methods are called with strings, and answer plain data. A refusal is the
 answer `{"error": ..., "code": ...}` and not an exception, because vLLM would report an exception only as "worker
-failed".
-
-This module has these methods, and the ways in which weights reach the parameters. A load is proved before the worker
-reports its weights (`proofs.py`). If a load breaks off in the model, the worker is torn and reports nothing.
-
-On some devices the worker copies files into the parameters in place (`in_place.py`). Anything else is loaded by vLLM.
-Where it copies in place, it takes weights from the trainer's own devices if these are offered (`offered.py`): then it
-reads no file but that of the digests.
+failed". What the calls do to weights is in `held_model.py`.
 """
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_rl import platforms
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.ops.triton_support import without_compile_hook
-from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
-from megatron_rl.shared.weights.files import read_digests
-from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.engines import RefusalCode
-from megatron_rl.sidecar.vllm.adapters import AdapterLoader
-from megatron_rl.sidecar.vllm.closing import close_listeners, take_names_off
+from megatron_rl.sidecar.vllm.derived import describe_quantization
 from megatron_rl.sidecar.vllm.held import NotHeld
-from megatron_rl.sidecar.vllm.in_place import Places, find_misfits, find_obstacles
-from megatron_rl.sidecar.vllm.maps import Maps, map_file_tensors
-from megatron_rl.sidecar.vllm.offered import OpenedMemory, OpenedOffer, find_unheld
-from megatron_rl.sidecar.vllm.order_cache import recall_or_learn
+from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.parts import pick_place
-from megatron_rl.sidecar.vllm.patches import pack_tied_layers
-from megatron_rl.sidecar.vllm.proofs import TIED, describe_proof, read_started_from
-from megatron_rl.sidecar.vllm.quantized import describe_quantization
-from megatron_rl.sidecar.vllm.reaching import must_be_reached
-from megatron_rl.sidecar.vllm.received import (
-    NotWritten,
-    Record,
-    Refusal,
-    arriving,
-    list_specs,
-    must_be_announced,
-    must_be_private,
-    must_be_those_of,
-)
+from megatron_rl.sidecar.vllm.received import NotWritten, must_be_reached
 
 RpcAnswer = dict[str, Any]
 
@@ -76,21 +44,22 @@ def answered(method: Callable[..., RpcAnswer]) -> Callable[..., RpcAnswer]:
     return call
 
 
-class WorkerExtension(AdapterLoader):
+class WorkerExtension:
     """Mixed into vLLM's worker, which owns `rank`, `vllm_config`, `model_runner` and `reload_weights`."""
 
-    # The fingerprint of the weights that the worker holds, and whether a load in it failed half-way.
-    megatron_rl_fingerprint: str = ""
-    megatron_rl_is_torn: bool = False
-    megatron_rl_stream: Any = None
-    megatron_rl_maps: Maps | None = None
-    # The memory of the trainer's devices; None until it is offered.
-    megatron_rl_memory: OpenedMemory | None = None
-    # The types of devices on which files are copied in place, and why vLLM loads them all the same, if it does.
-    megatron_rl_in_place_on: tuple[str, ...] = ("cuda",)
-    megatron_rl_obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
+    megatron_rl_model: type[HeldModel] = HeldModel
 
+    rank: int
+    vllm_config: Any
+    model_runner: Any
     reload_weights: Callable[..., None]
+
+    @property
+    def megatron_rl_held(self) -> HeldModel:
+        if "megatron_rl_kept" not in self.__dict__:
+            self.__dict__["megatron_rl_kept"] = self.megatron_rl_model(self)
+        held: HeldModel = self.__dict__["megatron_rl_kept"]
+        return held
 
     @answered
     def megatron_rl_prepare(self, scoring: str = "ours") -> RpcAnswer:
@@ -102,16 +71,18 @@ class WorkerExtension(AdapterLoader):
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
 
-        from megatron_rl.sidecar.vllm.adapter_products import patch_products_of_adapters
-        from megatron_rl.sidecar.vllm.draft_counts import describe_draft_model
         from megatron_rl.sidecar.vllm.patches import (
+            close_listeners,
+            describe_draft_model,
+            find_wrong_rotations,
             has_experts,
             patch_experts_updated_in_place,
+            patch_products_of_adapters,
             patch_seeded_partial_prefill,
             patch_temperatures_of_drafts,
             returns_experts,
+            take_names_off,
         )
-        from megatron_rl.sidecar.vllm.rotation import find_wrong_rotations
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
         from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
 
@@ -139,7 +110,7 @@ class WorkerExtension(AdapterLoader):
             "draft_model": describe_draft_model(self.model_runner),
             "draft_patch": patch_temperatures_of_drafts(self.vllm_config.speculative_config),
             "moe_patch": patch_experts_updated_in_place(model),
-            "stacked_patch": patch_stacked_experts(model, self.megatron_rl_find_tensor_rank()),
+            "stacked_patch": patch_stacked_experts(model, self.megatron_rl_held.tensor_rank),
             "wrong_rotations": find_wrong_rotations(model) if current_platform.is_cpu() else [],
             "scoring_patch": use_own_scoring(scoring, has_new_runner, device, config.dtype),
             "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
@@ -148,137 +119,34 @@ class WorkerExtension(AdapterLoader):
 
     @answered
     def megatron_rl_load(self, places: str, expected: str, base: str = "", number: str = "0") -> RpcAnswer:
-        """Load the weights in its host's folder, if they have the announced fingerprint and no tensor is missing.
-
-        They are copied from the trainer's devices if these are offered and can be opened, and else from files. With the
-        fingerprint of a base, they are adapters on it, which requests name by the number.
-        """
-        path, user = pick_place(places, self.vllm_config.parallel_config)
-        must_be_private(path, user)
-        digests = read_digests(path)
-        reasons: Sequence[str] = ()
-        if base:
-            answer = self.megatron_rl_load_adapters(path, digests, expected, base, int(number))
-            return {**answer, "through": "files", "reasons": []}
-        with taken(path) as offer:
-            if offer is not None:
-                opened, reasons = self.megatron_rl_open(offer)
-                if opened is not None:
-                    answer = self.megatron_rl_load_offered(opened, digests, expected)
-                    return {**answer, "through": "ipc", "reasons": []}
-        return {**self.megatron_rl_load_files(path, digests, expected), "through": "files", "reasons": list(reasons)}
-
-    def megatron_rl_load_files(self, folder: Path, digests: Mapping[str, list[int]], expected: str) -> RpcAnswer:
-        """Load the tensors in a folder's files, each once it has arrived."""
-        received = self.megatron_rl_map(folder)
-        specs = list_specs(received)
-        must_be_announced(specs, digests, expected)
-        self.megatron_rl_check_complete(specs)
-        self.megatron_rl_learn(specs)
-        with arriving(folder, received, specs) as tensors:
-            obstacles = self.megatron_rl_find_obstacles(specs)
-            record = self.megatron_rl_replace_weights(tensors, not obstacles)
-        proof = self.megatron_rl_prove_files(record, received, digests)
-        self.megatron_rl_fingerprint = expected
-        return {"fingerprint": expected, "obstacles": list(obstacles), **describe_proof(proof, digests)}
-
-    def megatron_rl_map(self, folder: Path) -> Mapping[str, torch.Tensor]:
-        """Map the tensors of a folder's files."""
-        if self.megatron_rl_maps is None:
-            device = next(self.model_runner.get_model().parameters()).device
-            self.megatron_rl_maps = Maps(platforms.select("cuda") if device.type == "cuda" else None)
-        return self.megatron_rl_maps.find(folder)
-
-    def megatron_rl_open(self, offer: Offer) -> tuple[OpenedOffer | None, Sequence[str]]:
-        """Open the memory that is offered; if this worker must read files instead, return the reasons."""
-        sharing = self.megatron_rl_find_sharing()
-        if sharing is None:
-            return None, ["the engine's device type has no memory that processes share"]
-        if self.megatron_rl_obstacles or self.megatron_rl_order is None:
-            return None, ["the engine does not copy weights in place"]
-        if self.megatron_rl_memory is None:
-            self.megatron_rl_memory = OpenedMemory(sharing)
-        try:
-            opened = self.megatron_rl_memory.open(offer)
-        except CannotShare as refusal:
-            return None, [str(refusal)]
-        specs = list(opened.specs)
-        reasons = [*self.megatron_rl_find_obstacles(specs), *find_unheld(self.megatron_rl_order, specs, TIED)]
-        return None if reasons else opened, reasons
-
-    def megatron_rl_find_sharing(self) -> DeviceSharing | None:
-        """Return how this worker opens the memory of other processes' devices; None if it cannot."""
-        device = next(self.model_runner.get_model().parameters()).device
-        return platforms.select("cuda").device_sharing() if device.type == "cuda" else None
-
-    def megatron_rl_load_offered(
-        self, opened: OpenedOffer, digests: Mapping[str, list[int]], expected: str
-    ) -> RpcAnswer:
-        """Copy weights from the trainer's devices, and compare the parameters with the digests that came."""
-        assert self.megatron_rl_memory is not None
-        specs = list(opened.specs)
-        must_be_announced(specs, digests, expected)
-        self.megatron_rl_check_complete(specs)
-        self.megatron_rl_fingerprint = ""
-        with self.megatron_rl_loading(), torch.no_grad():
-            record, places = self.megatron_rl_begin_copy()
-            for spec in specs:
-                record.note(spec)
-            self.megatron_rl_memory.copy(opened, places)
-            self.megatron_rl_end_copy(record, places)
-        try:
-            proof = self.megatron_rl_compared(record, digests)
-        except NotHeld as error:
-            text = f"{error} (they were copied from the trainer's devices; --publish-through files takes files)"
-            raise NotHeld(text, error.tensors) from None
-        self.megatron_rl_fingerprint = expected
-        return {"fingerprint": expected, "obstacles": [], **describe_proof(proof, digests)}
+        """Load the weights in its host's folder (`HeldModel.load`)."""
+        folder, user = pick_place(places, self.vllm_config.parallel_config)
+        return self.megatron_rl_held.load(folder, user, expected, base, int(number))
 
     @answered
     def megatron_rl_check_files(self, places: str, *names: str) -> RpcAnswer:
-        """Refuse files of which these tensors, which the workers hold wrongly, do not match their digests.
-
-        Those of a base that engines keep are in no file: the base is loaded again with the next adapters.
-        """
-        path, _ = pick_place(places, self.vllm_config.parallel_config)
-        received, digests = map_file_tensors(path), read_digests(path)
-        if set(names) - received.keys():
-            self.megatron_rl_forget_base()
-        must_be_those_of(received, digests, self.megatron_rl_pick_share(received.keys() & set(names)))
+        """Refuse files of which these tensors, which the workers hold wrongly, do not match their digests."""
+        folder, _ = pick_place(places, self.vllm_config.parallel_config)
+        self.megatron_rl_held.check_files(folder, names)
         return {}
 
     @answered
     def megatron_rl_learn_order(self) -> RpcAnswer:
-        """Learn the places of tensors in the parameters, if the engine's checkpoint lists the tensors.
-
-        The engine holds no real weights afterwards.
-        """
-        specs = list_specs(read_started_from(Path(self.vllm_config.model_config.model)))
-        if specs:
-            self.megatron_rl_learn(specs)
-            self.megatron_rl_obstacles = self.megatron_rl_list_obstacles(specs)
-        order = self.megatron_rl_order
-        return {
-            "unknown": None if order is None else list(order.unknown),
-            "obstacles": list(self.megatron_rl_obstacles),
-        }
+        """Learn the places of tensors in the parameters. The engine holds no real weights afterwards."""
+        held = self.megatron_rl_held
+        held.learn_order()
+        return {"unknown": None if held.order is None else list(held.order.unknown), "obstacles": list(held.obstacles)}
 
     @answered
     def megatron_rl_reload_checkpoint(self, by: str = "") -> RpcAnswer:
-        """Replace the weights by those of the checkpoint that this engine started from, if they can be loaded.
-
-        They are copied in place if they can be, unless `by` is "vllm". Only the rules of quantization are tried again.
-        """
-        tensors = read_started_from(Path(self.vllm_config.model_config.model))
-        if tensors:
-            record = self.megatron_rl_replace_weights(tensors.items(), not (by or self.megatron_rl_obstacles))
-            self.megatron_rl_try_derived(record)
-        return {"reloaded": bool(tensors), "obstacles": list(self.megatron_rl_obstacles)}
+        """Replace the weights by those that this engine started from; `by` is "vllm" if nothing is copied in place."""
+        held = self.megatron_rl_held
+        return {"reloaded": held.reload_checkpoint(is_by_vllm=bool(by)), "obstacles": list(held.obstacles)}
 
     @answered
     def megatron_rl_leave_loads_to_vllm(self, reason: str) -> RpcAnswer:
         """Copy no weights in place from now on."""
-        self.megatron_rl_obstacles = (reason,)
+        self.megatron_rl_held.obstacles = (reason,)
         return {}
 
     @answered
@@ -290,124 +158,20 @@ class WorkerExtension(AdapterLoader):
     @answered
     def megatron_rl_begin_stream(self) -> RpcAnswer:
         """Digest all tensors that vLLM's own transfer engine passes to the model, before they are loaded."""
-        self.megatron_rl_end_recording()
-        if self.megatron_rl_is_torn:
-            raise Refusal("an earlier update broke off in this worker: it has to be started again")
-        self.megatron_rl_is_torn = True
-        self.megatron_rl_fingerprint = ""
-        self.megatron_rl_stream = self.megatron_rl_recorded(with_digests=True)
-        self.megatron_rl_stream_record = self.megatron_rl_stream.__enter__()
+        self.megatron_rl_held.begin_stream()
         return {}
 
     @answered
     def megatron_rl_end_stream(self, expected: str) -> RpcAnswer:
         """Check that all of the announced weights arrived."""
-        if self.megatron_rl_stream is None:
-            raise Refusal("no stream was begun")
-        record = self.megatron_rl_stream_record
-        with torch.no_grad():
-            pack_tied_layers(self.model_runner.get_model())
-        self.megatron_rl_end_recording()
-        digests = record.read_digests()
-        must_be_announced(record.specs, digests, expected)
-        self.megatron_rl_check_complete(record.specs)
-        record.check_all_loaded()
-        self.megatron_rl_is_torn = False
-        proof = self.megatron_rl_compared(record, digests)
-        self.megatron_rl_fingerprint = expected
-        return {"fingerprint": expected, **describe_proof(proof, digests)}
+        answer = self.megatron_rl_held.end_stream(expected)
+        del answer["obstacles"]
+        return answer
 
     @answered
     def megatron_rl_report(self) -> RpcAnswer:
-        """Answer with the fingerprint of the weights that this worker holds; empty if an update failed half-way."""
-        return {"fingerprint": "" if self.megatron_rl_is_torn else self.megatron_rl_fingerprint}
-
-    def megatron_rl_replace_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], is_in_place: bool) -> Record:
-        """Replace all weights of the model."""
-        self.megatron_rl_fingerprint = ""
-        self.megatron_rl_forget_base()
-        with self.megatron_rl_loading(), torch.no_grad():
-            if is_in_place:
-                return self.megatron_rl_copy(tensors)
-            with self.megatron_rl_recorded() as recorded:
-                self.megatron_rl_reload(tensors)
-                recorded.check_all_loaded()
-            return recorded
-
-    def megatron_rl_copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Record:
-        """Copy tensors into the parameters in place.
-
-        Unlike vLLM's reload this clears no cache of encoders, since an engine of ours has none.
-        """
-        record, places = self.megatron_rl_begin_copy()
-        for name, tensor in record.noted(tensors, with_digests=False):
-            places.put(name, tensor)
-        self.megatron_rl_end_copy(record, places)
-        return record
-
-    def megatron_rl_begin_copy(self) -> tuple[Record, Places]:
-        order = self.megatron_rl_order
-        assert order is not None
-        return Record(set(order.rows)), Places(self.model_runner.get_model(), order)
-
-    def megatron_rl_end_copy(self, record: Record, places: Places) -> None:
-        """Wait for the copies, and digest the parameters."""
-        places.wait()
-        self.megatron_rl_digest_in_place(record)
-
-    def megatron_rl_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.reload_weights(weights_iterator=iter(tensors))
-        pack_tied_layers(self.model_runner.get_model())
-
-    def megatron_rl_list_obstacles(self, specs: list[TensorSpec]) -> tuple[str, ...]:
-        """List why vLLM must load this model's weights; learning the order came before."""
-        model, order, config = self.model_runner.get_model(), self.megatron_rl_order, self.vllm_config
-        assert order is not None
-        device = next(model.parameters()).device.type
-        held = {tensor for rows in order.rows.values() for tensor in rows.tensors}
-        # Other workers may hold what this one does not.
-        is_alone = config.parallel_config.world_size == 1
-        unheld = {spec.name for spec in specs} - held - {TIED} if is_alone else ()
-        return (
-            *([] if device in self.megatron_rl_in_place_on else [f"its device type is {device}"]),
-            *([f"it quantizes its weights ({kind})"] if (kind := config.model_config.quantization) else []),
-            *find_obstacles(model, order, unheld),
-        )
-
-    def megatron_rl_find_obstacles(self, specs: list[TensorSpec]) -> tuple[str, ...]:
-        """List why vLLM must load these tensors."""
-        if self.megatron_rl_obstacles or self.megatron_rl_order is None:
-            return self.megatron_rl_obstacles
-        return tuple(find_misfits(self.model_runner.get_model(), self.megatron_rl_order, specs))
-
-    @contextlib.contextmanager
-    def megatron_rl_loading(self) -> Iterator[None]:
-        """Mark the worker as torn if a load fails half-way.
-
-        vLLM cannot resume the load, so a torn worker never loads or reports again.
-        """
-        if self.megatron_rl_is_torn:
-            raise Refusal("an earlier update broke off in this worker: it has to be started again")
-        self.megatron_rl_is_torn = True
-        yield
-        self.megatron_rl_is_torn = False
-
-    def megatron_rl_end_recording(self) -> None:
-        stream, self.megatron_rl_stream = self.megatron_rl_stream, None
-        if stream is not None:
-            stream.__exit__(None, None, None)
-
-    def megatron_rl_learn(self, specs: list[TensorSpec]) -> None:
-        """Learn the places of tensors; once is enough, because they do not change."""
-        if self.megatron_rl_order is not None:
-            return
-        self.megatron_rl_fingerprint = ""
-        dtype = self.vllm_config.model_config.dtype
-        with self.megatron_rl_loading(), torch.no_grad():
-            model = self.model_runner.get_model()
-            self.megatron_rl_order = recall_or_learn(
-                model, specs, dtype, lambda tensors: self.megatron_rl_reload(tensors.items()), self.megatron_rl_facts()
-            )
+        """Answer with the fingerprint of the weights that this worker holds."""
+        return {"fingerprint": self.megatron_rl_held.fingerprint}
 
 
 def _eos_token_ids(config: Any) -> set[int]:

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,6 @@ from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import PublishAnswer
-from megatron_rl.sidecar import streams
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.trainer.data.prompts import PromptSource
 from megatron_rl.trainer.data.slots import Identity
@@ -28,10 +27,13 @@ from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
 from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
 from megatron_rl.trainer.loop.saver import RunState, StartPoint
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
+from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.probe import Probe
-from megatron_rl.trainer.mcore.publish.shared_memory import Publisher, SharedMemoryPublisher
-from megatron_rl.trainer.mcore.publish.stream import StreamPublisher
+from megatron_rl.trainer.mcore.publish.publisher import Publisher, Transport
+from megatron_rl.trainer.mcore.publish.senders import find_library
+from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 from megatron_rl.trainer.mcore.step.roles import build_roles
 
@@ -171,42 +173,52 @@ def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
 def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publisher:
     settings, session = rank.settings, rank.session
     receiver = client if session.rank == 0 else None
-    publish, run = settings.publish, settings.name
-    transport, dtype = settings.rollout.transport, publish.dtype
-    deadline = datetime.timedelta(minutes=publish.deadline_minutes)
-    sizes = settings.sizes
-    longest = sizes.longest_prompt + sizes.longest_response
+    publish, sizes = settings.publish, settings.sizes
     weights = policy.weights
     if policy.base is not None and publish.lora == "adapter":
-        weights = policy.base.weights.without_base(policy.base.adapters, dtype)
+        weights = policy.base.weights.without_base(policy.base.adapters, publish.dtype)
     probe = Probe(
         policy.chunks,
         session,
-        run,
-        longest,
+        settings.name,
+        sizes.longest_prompt + sizes.longest_response,
         sizes.multiple_of,
         publish.probe_bound,
         publish.agreement_bound,
         publish.is_base_proved,
     )
-    if transport == "shm":
-        folder = find_shared_folder(settings)
-        of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
-        hosts = Deliveries(weights, session, receiver, run, of_hosts, deadline.total_seconds())
-        return SharedMemoryPublisher(
-            weights, session, receiver, run, folder, dtype, deadline, probe, publish.proof, publish.through,
-            hosts,
-        )  # fmt: skip
+    transport = _TRANSPORTS[settings.rollout.transport](rank, weights, receiver)
+    deadline = datetime.timedelta(minutes=publish.deadline_minutes)
+    return Publisher(
+        weights, session, receiver, settings.name, transport, publish.dtype, deadline, probe, publish.proof
+    )
+
+
+def _build_files(rank: Rank, weights: ModelWeights, receiver: RolloutClient | None) -> Transport:
+    settings, publish = rank.settings, rank.settings.publish
+    of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
+    hosts = Deliveries(weights, rank.session, receiver, settings.name, of_hosts, publish.deadline_minutes * 60)
+    return FilesTransport(find_shared_folder(settings), publish.through, hosts)
+
+
+def _build_stream(rank: Rank, weights: ModelWeights, receiver: RolloutClient | None) -> Transport:
+    transport, session = rank.settings.rollout.transport, rank.session
+    assert transport != "shm"
     if transport not in session.platform.weight_transports:
         raise UsageError(
             f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
             f"{', '.join(session.platform.weight_transports)}"
         )
-    session.run_or_raise_everywhere(lambda: streams.find_library(transport) if session.rank == 0 else None)
-    make = streams.open_sender
-    return StreamPublisher(
-        policy.weights, session, receiver, run, transport, make, dtype, deadline, probe, publish.proof
-    )
+    session.run_or_raise_everywhere(lambda: find_library(transport) if session.rank == 0 else None)
+    return StreamTransport(transport)
+
+
+_TRANSPORTS: Mapping[str, Callable[[Rank, ModelWeights, RolloutClient | None], Transport]] = {
+    "shm": _build_files,
+    "nccl": _build_stream,
+    "hccl": _build_stream,
+}
+"""The transports of weights to engines, by the values of --rollout-transport."""
 
 
 def _build_learner(rank: Rank, policy: Policy, reference: Reference | None, log: RunLog) -> Learner:

@@ -81,7 +81,6 @@ class Session:
         )
         # Everything but tensors (errors, digests, agreement) travels over the host, on every platform.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
-        self.stage_group = self._new_stage_group(timeout)
         self.replica_group = self._new_replica_group(timeout)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.coordinates = find_coordinates()
@@ -183,18 +182,6 @@ class Session:
                 kind, text = failure
                 raise kind(text)
         return result, [shared for _, shared in outcomes]
-
-    def _new_stage_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
-        """Make the group of this rank's pipeline stage, over all replicas."""
-        own = None
-        per_stage = self.world_size // self.sizes.pipeline
-        for stage in range(self.sizes.pipeline):
-            ranks = list(range(stage * per_stage, (stage + 1) * per_stage))
-            group = dist.new_group(ranks, timeout=timeout, backend=self.platform.collective_backend)
-            if self.rank in ranks:
-                own = group
-        assert own is not None
-        return own
 
     def _new_replica_group(self, timeout: datetime.timedelta) -> ReplicaGroup | None:
         """Make the group of this rank's replica; return None if the rank is alone in it."""

@@ -4,6 +4,11 @@ A host is *complete* when it says so. It is *lost* if it refuses, gives up, or i
 if it gets portions by way of a host that is lost or does not reach it. It also is if it has begun the version from
 scratch, which its senders may not know. Then another round brings it the rest by another tree. What it holds already is
 not sent again.
+
+Of hosts that forward to others, invariants: each host gets the version from one other; up to `_MOST_DIRECT` hosts get
+it from the trainer, and of more than these, two do; no host forwards it to more than one. So beyond that number the
+trainer's link carries the weights twice, and a host's link once in each direction. A host that forwarded to two would
+take twice as long as one that receives, however many hosts the trainer has.
 """
 
 import threading
@@ -14,7 +19,6 @@ import msgspec
 
 from megatron_rl.shared.weights.delivery.channel import Channel, FrameKind, connect
 from megatron_rl.shared.weights.delivery.messages import Begin, Contents, DeliveryError, Hello, Refused, Target
-from megatron_rl.shared.weights.delivery.tree import list_below, plan_tree
 
 _PAUSE_SECONDS = 0.3
 _BEGIN_SECONDS = 60.0
@@ -234,3 +238,20 @@ class Control:
     def _build_begin(self, children: Sequence[str]) -> Begin:
         digests, num_streams, contents = self._shared
         return Begin(digests, tuple(self._hosts[name].target for name in children), num_streams, contents)
+
+
+_MOST_DIRECT = 8
+_NUM_CHAINS = 2
+
+
+def plan_tree(names: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the hosts that the trainer sends to, and those that each host forwards to."""
+    if len(names) <= _MOST_DIRECT:
+        return list(names), {name: [] for name in names}
+    children = {name: list(names[place + _NUM_CHAINS : place + _NUM_CHAINS + 1]) for place, name in enumerate(names)}
+    return list(names[:_NUM_CHAINS]), children
+
+
+def list_below(name: str, children: dict[str, list[str]]) -> list[str]:
+    """List all hosts that get a version by way of this one."""
+    return [one for child in children[name] for one in (child, *list_below(child, children))]

@@ -19,14 +19,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from megatron_rl.shared.weights import arrival
-from megatron_rl.shared.weights.arrival import Counter
+from megatron_rl.shared.weights import folders
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, FrameKind
 from megatron_rl.shared.weights.delivery.mapped import BLOCK_BYTES, MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Begin, Contents, Hello, Portion, Refused, Target, pack_numbers
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
-from megatron_rl.shared.weights.laid_out import DIGESTS_FILE, create, put_in_place
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
+from megatron_rl.shared.weights.folders import DIGESTS_FILE, Counter, create, put_in_place
 from megatron_rl.shared.weights.mapping import TensorSpec
 
 _CHILD_PATIENCE_SECONDS = 20.0
@@ -240,7 +238,7 @@ def lay_out(folder: Path, hello: Hello, begin: Begin, spare: Path | None) -> Inc
         path = staged / DIGESTS_FILE
         path.touch(mode=0o600)
         path.write_bytes(begin.digests)
-        opened.enter_context(arrival.writing(staged, len(begin.contents.tensors), begin.contents.num_writers))
+        opened.enter_context(folders.writing(staged, len(begin.contents.tensors), begin.contents.num_writers))
         put_in_place(staged, folder)
         return Incoming(folder, hello, begin.contents, opened)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The quantization_config of a config.json: one format is read, that of DeepSeek-V3 (`scaled_blocks.py`)."""
+"""The quantization_config of a config.json: one format is read, that of DeepSeek-V3 (`stored_forms.py`)."""
 
 from collections.abc import Mapping
 from typing import Any

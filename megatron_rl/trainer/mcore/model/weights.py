@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import json
 import logging
 import shutil
@@ -10,26 +12,25 @@ from collections.abc import Mapping as MappingABC
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl.errors import InputError, find_no_room, room_checked
-from megatron_rl.shared.weights import arrival, files
-from megatron_rl.shared.weights.arrival import Counter
-from megatron_rl.shared.weights.device_files import Count
-from megatron_rl.shared.weights.device_weights import DeviceWeights
+from megatron_rl.shared.weights import files, folders
+from megatron_rl.shared.weights.device_export import DeviceExport
 from megatron_rl.shared.weights.end_tokens import add_end_tokens
 from megatron_rl.shared.weights.families import derive_config
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint
+from megatron_rl.shared.weights.folders import Counter
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.shared.weights.shards import (
     Bucket,
+    Count,
     Digests,
+    Export,
+    HostExport,
+    Peer,
     Put,
     Shard,
-    StageRank,
     WeightStream,
-    divide_small,
     export,
     load_shards,
     map_shards,
@@ -57,9 +58,8 @@ class ModelWeights:
         self.dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
         """The dtype of the parameters. The architecture has the dtype of the Hugging Face folder."""
         self._padded_vocab_size = chunks[0].vocab_size
-        self._device_weights: dict[str | None, DeviceWeights] = {}
-        # The layout of published files, by their dtype.
-        self._plans: dict[str | None, files.FilePlan] = {}
+        # By the dtype of published files.
+        self._exports: dict[str | None, Export] = {}
         self._writers: list[int] | None = None
         self._stream: WeightStream | None = None
         self._stream_settings: tuple[str | None, int] | None = None
@@ -93,7 +93,7 @@ class ModelWeights:
 
     def _forget_plans(self) -> None:
         """Forget what follows from the tensors and their places."""
-        self._device_weights, self._plans, self._stream, self._writers = {}, {}, None, None
+        self._exports, self._stream, self._writers = {}, None, None
 
     def list_specs(self, dtype: str | None = None) -> list[TensorSpec]:
         """List the tensors that are exported."""
@@ -201,12 +201,12 @@ class ModelWeights:
     ) -> "FilesBegun":
         """Lay out files for the tensors, readable by this user alone, and write the tensors' digests beside them.
 
-        The tensors are written in the context that this returns. If the folder is read early, `arrival.Arrival` tells
+        The tensors are written in the context that this returns. If the folder is read early, `folders.Arrival` tells
         readers which tensors have arrived. `instead_of` is a folder that an earlier call wrote with the same dtype: it
         is renamed, and its files are overwritten. Ranks other than rank 0 lay files out too if `is_laid_out_here`: a
         folder of another host, which only gets what that host's ranks own.
         """
-        plan = self._plan_files(dtype)
+        plan = self._get_export(dtype).plan
         digests, session, writers = self._digest(dtype), self._session, self._find_writers()
         opened = contextlib.ExitStack()
         lays_out = session.rank == 0 if is_laid_out_here is None else is_laid_out_here
@@ -222,7 +222,7 @@ class ModelWeights:
                 with room_checked(staged):
                     files.write_digests(staged, digests)
                     if is_read_early:
-                        opened.enter_context(arrival.writing(staged, len(digests), len(writers)))
+                        opened.enter_context(folders.writing(staged, len(digests), len(writers)))
                 files.put_in_place(staged, folder)
             except BaseException:
                 opened.close()
@@ -233,11 +233,9 @@ class ModelWeights:
         return FilesBegun(self, session, folder, plan, dtype, digests, writers, is_read_early, opened, lays_out)
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
-        digests = Digests(list(self._plan_files(dtype).specs.values()))
-        if self._is_exported_from_host:
-            digests.add_shards(self.shards)
-        else:
-            self._on_device(dtype).add_digests(digests)
+        exports = self._get_export(dtype)
+        digests = Digests(list(exports.plan.specs.values()))
+        exports.add_digests(digests)
         return digests.combine(self._session.control_group)
 
     def _find_writers(self) -> list[int]:
@@ -247,30 +245,23 @@ class ModelWeights:
             self._writers = [rank for rank, is_writer in enumerate(are_writers) if is_writer]
         return self._writers
 
-    def _plan_files(self, dtype: str | None) -> files.FilePlan:
-        if dtype not in self._plans:
-            self._plans[dtype] = files.FilePlan(self.list_specs(dtype))
-        return self._plans[dtype]
-
-    @property
-    def _is_exported_from_host(self) -> bool:
-        """Check if exports take one parameter after the other: kernels read parameters, and no merged weights."""
-        return self._session.platform.device_type == "cpu" or self.adapters is not None
-
-    def _on_device(self, dtype: str | None) -> DeviceWeights:
-        """Return what a device other than the host does for exports in this dtype."""
-        if dtype not in self._device_weights:
-            plan = files.FilePlan(self.mapping.manifest(dtype))
-            self._device_weights[dtype] = DeviceWeights(self._session.platform, self.shards, plan)
-        return self._device_weights[dtype]
+    def _get_export(self, dtype: str | None) -> Export:
+        """Return what exports in this dtype: a device by kernels, unless numbers must be computed from several."""
+        if dtype not in self._exports:
+            session, plan = self._session, files.FilePlan(self.list_specs(dtype))
+            if session.platform.device_type == "cpu" or self.adapters is not None:
+                self._exports[dtype] = HostExport(self.shards, plan, self._find_start())
+            else:
+                self._exports[dtype] = DeviceExport(session.platform, self.shards, plan)
+        return self._exports[dtype]
 
     def forget_files(self) -> None:
         """Release what is kept of files between publishes; a later publish makes it again."""
-        for device_weights in self._device_weights.values():
-            device_weights.forget_files()
+        for one in self._exports.values():
+            one.forget_files()
 
     def stream(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> Iterator[Bucket]:
-        """Yield the tensors of this rank's stage in buckets, which are empty on all but the stage's first rank."""
+        """Yield all tensors in buckets, which are empty on all ranks but rank 0; every rank takes part."""
         return self._stream_of(dtype, bucket_bytes).buckets(self.shards)
 
     def stream_specs(self, dtype: str | None = None, bucket_bytes: int = 1 << 28) -> list[list[TensorSpec]]:
@@ -280,19 +271,12 @@ class ModelWeights:
     def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
         if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
             self._stream_settings = (dtype, bucket_bytes)
-            session, size = self._session, self._padded_vocab_size
-            group, device = session.stage_group, session.device
-            self._stream = WeightStream(self.mapping, self._find_peers(), size, group, device, dtype, bucket_bytes)
+            session = self._session
+            names = session.gather(tuple(shard.parameter_name for shard in self.shards if shard.map.owned))
+            peers = [Peer(*of_rank) for of_rank in zip(session.all_coordinates, names, strict=True)]
+            size = self._padded_vocab_size
+            self._stream = WeightStream(self.mapping, session.rank, peers, size, dtype, bucket_bytes)
         return self._stream
-
-    def _find_peers(self) -> list[StageRank]:
-        """Find the ranks of this rank's stage, and the parameters of each."""
-        session = self._session
-        names = session.gather(tuple(shard.parameter_name for shard in self.shards))
-        return [
-            StageRank(rank, session.all_coordinates[rank], names[rank])
-            for rank in dist.get_process_group_ranks(session.stage_group)
-        ]
 
     def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put]) -> None:
         """Write the tensors that this rank owns, and hand them to `puts` too."""
@@ -300,36 +284,19 @@ class ModelWeights:
         if not self.is_written_here:
             return
         with _writing_to(folder), files.Writer(folder, plan) as writer:
-            export(self.shards, list(plan.specs.values()), [writer.put, *puts], self._find_first(self.shards))
+            first = int(len(self.shards) * self._find_start())
+            export(self.shards, list(plan.specs.values()), [writer.put, *puts], first)
 
-    def _find_first(self, shards: Sequence[Shard]) -> int:
-        """Return the shard to write first: ranks that begin at different files do not wait for each other."""
+    def _find_start(self) -> float:
+        """Return the share of shards that are written last: ranks begin at different files, and do not wait."""
         coordinates = self._session.coordinates
-        return len(shards) * coordinates.tensor_rank // coordinates.tensor_size
+        return coordinates.tensor_rank / coordinates.tensor_size
 
-    def _write_for_engines(self, folder: Path, plan: files.FilePlan, dtype: str | None, count: Count | None) -> None:
+    def write_owned(self, folder: Path, dtype: str | None, count: Count | None) -> None:
         """Write the tensors that this rank owns; `count` learns of the elements that have been written."""
-        if not self.is_written_here:
-            return
-        with _writing_to(folder):
-            if not self._is_exported_from_host:
-                self._on_device(dtype).write(folder, count)
-                return
-            with files.Writer(folder, plan) as writer:
-                self._write_from_host(writer, plan, count)
-
-    def _write_from_host(self, writer: files.Writer, plan: files.FilePlan, count: Count | None) -> None:
-        small, others = divide_small(self.shards, plan.specs)
-        for some in small:
-            writer.put_whole(some)
-            if count is not None:
-                for name, tensor in some:
-                    count(name, tensor.numel())
-        if count is None:
-            export(others, list(plan.specs.values()), [writer.put], self._find_first(others))
-            return
-        # Readers take the first tensors first.
-        export(others, list(plan.specs.values()), [writer.put, _put(count)])
+        if self.is_written_here:
+            with _writing_to(folder):
+                self._get_export(dtype).write(folder, count)
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
         config = dict(_source_config(source) or derive_config(self.architecture))
@@ -347,59 +314,50 @@ class ModelWeights:
                 shutil.copyfile(Path(source) / name, staged / name)
 
 
+@dataclasses.dataclass
 class FilesBegun:
     """Files whose tensors all ranks have yet to write; the rank that laid them out removes them if that fails."""
 
-    def __init__(
-        self,
-        weights: ModelWeights,
-        session: Session,
-        folder: Path,
-        plan: files.FilePlan,
-        dtype: str | None,
-        digests: MappingABC[str, Sequence[int]],
-        writers: Sequence[int],
-        is_read_early: bool,
-        opened: contextlib.ExitStack,
-        lays_out: bool,
-    ):
-        """Count what the ranks `writers` write if it is read early; close `opened` when all ranks have written."""
-        self.fingerprint = compute_fingerprint(plan.specs.values(), digests, weights.base)
-        self.folder, self.plan, self.writers = folder, plan, writers
-        self.digests = digests
-        self._weights = weights
-        self._session = session
-        self._dtype = dtype
-        self._is_read_early = is_read_early
-        self._opened = opened
-        self._lays_out = lays_out
+    weights: ModelWeights
+    session: Session
+    folder: Path
+    plan: files.FilePlan
+    dtype: str | None
+    digests: MappingABC[str, Sequence[int]]
+    writers: Sequence[int]
+    """The ranks that write tensors."""
+    is_read_early: bool
+    """True if readers follow counts of what has been written."""
+    opened: contextlib.ExitStack
+    """Closed when all ranks have written."""
+    lays_out: bool
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return compute_fingerprint(self.plan.specs.values(), self.digests, self.weights.base)
 
     def __enter__(self) -> "FilesBegun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._opened.close()
-        if kind is not None and self._lays_out:
+        self.opened.close()
+        if kind is not None and self.lays_out:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, note: Count | None = None) -> None:
         """Write all tensors; every rank calls it. `note` learns of the elements of each tensor that are written."""
-        self._session.run_or_raise_everywhere(lambda: self._write(note))
+        self.session.run_or_raise_everywhere(lambda: self._write(note))
 
     def _write(self, note: Count | None) -> None:
-        rank, specs = self._session.rank, list(self.plan.specs.values())
+        rank, specs = self.session.rank, list(self.plan.specs.values())
         if rank not in self.writers:
             return
-        if not self._is_read_early:
-            self._weights._write_for_engines(self.folder, self.plan, self._dtype, note)
+        if not self.is_read_early:
+            self.weights.write_owned(self.folder, self.dtype, note)
             return
         writer, num_writers = self.writers.index(rank), len(self.writers)
         with room_checked(self.folder), Counter(self.folder, specs, writer, num_writers) as counter:
-            self._weights._write_for_engines(self.folder, self.plan, self._dtype, _count_twice(counter.add, note))
-
-
-def _put(count: Count) -> Put:
-    return lambda name, first_row, first_column, block: count(name, block.numel())
+            self.weights.write_owned(self.folder, self.dtype, _count_twice(counter.add, note))
 
 
 def _count_twice(count: Count, note: Count | None) -> Count:

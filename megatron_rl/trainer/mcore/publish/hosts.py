@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -20,9 +20,8 @@ from megatron_rl.shared.protocol.hosts import DeliveryHosts
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles, identify
 from megatron_rl.shared.weights.delivery.messages import Contents, DeliveryError, File, Hello, Target
-from megatron_rl.shared.weights.delivery.portions import describe_contents, list_portions
-from megatron_rl.shared.weights.delivery.sender import HostSender
-from megatron_rl.shared.weights.delivery.supply import Supply
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
+from megatron_rl.shared.weights.parcels import describe_contents, list_portions
 from megatron_rl.trainer.mcore.model.weights import FilesBegun, ModelWeights
 from megatron_rl.trainer.mcore.session import Session
 
@@ -127,7 +126,8 @@ class Deliveries:
                 return None
             return HostSender(target, key, of_stream, contents, mapped, supply, self._settings.num_streams, patience)
 
-        delivery = Delivery(session, directory, self._settings, self._deadline, control, targets, send, version, supply)
+        named = {target.name: target for target in targets}
+        delivery = Delivery(session, directory, self._settings, self._deadline, control, named, send, version, supply)
         try:
             delivery.start()
             yield delivery
@@ -165,31 +165,23 @@ class Deliveries:
         return mapped
 
 
+@dataclasses.dataclass
 class Delivery:
-    """The delivery of one version. Every rank calls each method but `note`."""
+    """The delivery of one version. Every rank calls each method but `note`; rank 0 has directory and control."""
 
-    def __init__(
-        self,
-        session: Session,
-        directory: HostDirectory | None,
-        settings: HostSettings,
-        deadline_seconds: float,
-        control: Control | None,
-        targets: Sequence[Target],
-        send: Callable[[Target], HostSender | None],
-        version: int,
-        supply: Supply | None,
-    ):
-        """Rank 0 has the directory and the control."""
-        self._session = session
-        self._directory = directory
-        self._settings = settings
-        self._end = time.monotonic() + (deadline_seconds if settings.lost_host == "wait" else settings.seconds)
-        self._control = control
-        self._targets = {target.name: target for target in targets}
-        self._send = send
-        self._version = version
-        self._supply = supply
+    session: Session
+    directory: HostDirectory | None
+    settings: HostSettings
+    deadline_seconds: float
+    control: Control | None
+    targets: Mapping[str, Target]
+    send: Callable[[Target], HostSender | None]
+    version: int
+    supply: Supply | None
+
+    def __post_init__(self) -> None:
+        seconds = self.deadline_seconds if self.settings.lost_host == "wait" else self.settings.seconds
+        self._end = time.monotonic() + seconds
         self._senders: list[HostSender] = []
         self._told: set[str] = set()
 
@@ -197,18 +189,18 @@ class Delivery:
         """Wait until hosts have begun, and start to send to them."""
 
         def await_begun() -> list[str]:
-            if self._control is None:
+            if self.control is None:
                 return []
-            self._control.await_begun()
+            self.control.await_begun()
             self._settle()
-            return self._control.roots
+            return self.control.roots
 
         self._send_to(self._on_rank_0(await_begun))
 
     def note(self, name: str, num_elements: int) -> None:
         """Note elements that this rank has written."""
-        if self._supply is not None:
-            self._supply.note(name, num_elements)
+        if self.supply is not None:
+            self.supply.note(name, num_elements)
 
     def finish(self, is_over: Callable[[], bool]) -> None:
         """Wait until each host holds the version or is left out, or until `is_over`."""
@@ -221,10 +213,10 @@ class Delivery:
 
     def _finish_round(self, is_over: Callable[[], bool]) -> list[str] | None:
         """Return the hosts that ranks send to in another round; None if this one runs on, an empty list at the end."""
-        failures = self._session.gather({sender.host: sender.failure for sender in self._senders if sender.failure})
+        failures = self.session.gather({sender.host: sender.failure for sender in self._senders if sender.failure})
 
         def await_round() -> list[str] | None:
-            control, left = self._control, self._end - time.monotonic()
+            control, left = self.control, self._end - time.monotonic()
             if control is None:
                 return []
             reasons = {name: reason for of_rank in failures for name, reason in of_rank.items()}
@@ -245,17 +237,17 @@ class Delivery:
 
     def close(self) -> None:
         """End all that has not ended."""
-        if self._control is not None:
-            for name in self._control.list_open():
-                self._control.give_up(name, "the trainer ended the publish")
-            self._control.close()
+        if self.control is not None:
+            for name in self.control.list_open():
+                self.control.give_up(name, "the trainer ended the publish")
+            self.control.close()
         self._stop()
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
-        return self._session.broadcast(self._session.run_or_raise_everywhere(action))
+        return self.session.broadcast(self.session.run_or_raise_everywhere(action))
 
     def _send_to(self, names: Sequence[str]) -> None:
-        senders = [self._send(self._targets[name]) for name in names]
+        senders = [self.send(self.targets[name]) for name in names]
         self._senders = [sender for sender in senders if sender is not None]
 
     def _stop(self) -> None:
@@ -265,15 +257,15 @@ class Delivery:
 
     def _settle(self) -> None:
         """Name the hosts that are lost, and have the sidecar leave them out, if they may be."""
-        assert self._control is not None and self._directory is not None
-        lost = self._control.list_lost()
+        assert self.control is not None and self.directory is not None
+        lost = self.control.list_lost()
         new = {name: reason for name, reason in lost.items() if name not in self._told}
-        if new and self._settings.lost_host == "wait":
+        if new and self.settings.lost_host == "wait":
             raise DeliveryError(
-                f"version {self._version} was not delivered to every host: {'; '.join(new.values())}. Fix or remove "
+                f"version {self.version} was not delivered to every host: {'; '.join(new.values())}. Fix or remove "
                 "these hosts, or write --publish-lost-host leave"
             )
         for name, reason in new.items():
-            _log.warning("version %d is not delivered to %s: %s", self._version, name, reason)
-            self._directory.lose_host(name, self._version, reason)
+            _log.warning("version %d is not delivered to %s: %s", self.version, name, reason)
+            self.directory.lose_host(name, self.version, reason)
         self._told |= set(new)

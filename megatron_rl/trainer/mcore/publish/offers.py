@@ -1,7 +1,7 @@
 """The trainer's half of a publish from device to device on one host: its ranks offer engines their own memory.
 
-Engines copy what they hold from there (`sidecar/vllm/offered.py`), while files are written for engines that cannot, and
-for those that are restarted later.
+Engines copy what they hold from there (`sidecar/vllm/in_place.py`), while files are written for engines that cannot,
+and for those that are restarted later.
 """
 
 import logging
@@ -15,8 +15,15 @@ import torch
 from megatron_rl.errors import UsageError
 from megatron_rl.platforms.device_sharing import CannotShare
 from megatron_rl.shared.protocol.wire import PublishAnswer
-from megatron_rl.shared.weights.offer import Offer, RankOffer, identify_host, withdraw_offer, write_offer
-from megatron_rl.shared.weights.offered_shards import OfferedShards, find_other_dtypes
+from megatron_rl.shared.weights.offer import (
+    Offer,
+    OfferedShards,
+    RankOffer,
+    find_other_dtypes,
+    identify_host,
+    withdraw_offer,
+    write_offer,
+)
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.session import Session
 

@@ -1,4 +1,4 @@
-"""The trainer's half of a publish that streams: rank 0 sends the tensors to the engines' devices while they load them.
+"""Versions that stream: rank 0 sends the tensors to the engines' devices while they load them.
 
 The sidecar tells the engines to join the sender's group and to receive. Rank 0 sends with the engines' library, so both
 ends speak the same protocol. Every publish makes a group of its own, because a restarted engine is not a member of an
@@ -6,25 +6,20 @@ old one.
 """
 
 import concurrent.futures
-import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.platforms import Platform
 from megatron_rl.shared.protocol.client import RolloutError, WorkersChanged
-from megatron_rl.shared.protocol.wire import ProbeAnswer, Proof, PublishAnswer, Weights
-from megatron_rl.shared.weights.fingerprint import DTYPES
-from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.protocol.wire import PublishAnswer, StreamSource
 from megatron_rl.shared.weights.shards import Bucket
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
-from megatron_rl.trainer.mcore.publish.own_address import find_free_port, find_own_address
-from megatron_rl.trainer.mcore.publish.probe import Probe
-from megatron_rl.trainer.mcore.publish.shared_memory import in_background
+from megatron_rl.trainer.mcore.publish.publisher import Publisher, in_background
+from megatron_rl.trainer.mcore.publish.senders import Sender, find_free_port, find_own_address, open_sender
 from megatron_rl.trainer.mcore.session import Session
 
 T = TypeVar("T")
@@ -33,64 +28,18 @@ _RETRY_SECONDS = 1.0
 _REASON_SECONDS = 5.0
 
 
-class StreamReceiver(Protocol):
-    """The rollout client, which tells the engines to receive."""
-
-    def num_workers(self) -> int: ...
-
-    def find_engine_hosts(self) -> list[str]: ...
-
-    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
-
-    def probed(self, answer: ProbeAnswer) -> None: ...
-
-
-class Sender(Protocol):
-    """Rank 0 of the group that the engines' workers are in."""
-
-    def send_weights(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
 class WholeModel:
-    """The tensors of all stages, stage after stage. Iterating yields them on rank 0, and nothing on other ranks.
+    """The tensors to send. Iterating yields them on rank 0, and nothing on other ranks, and all ranks take part."""
 
-    Every iteration over them is a collective of all ranks.
-    """
-
-    def __init__(self, weights: ModelWeights, session: Session, dtype: str | None, bucket_bytes: int = 1 << 28):
+    def __init__(self, weights: ModelWeights, session: Session, dtype: str | None):
         self._weights = weights
-        self._session = session
-        self._settings = (dtype, bucket_bytes)
-        stage_size = session.world_size // session.sizes.pipeline
-        by_rank = session.gather(weights.stream_specs(dtype, bucket_bytes))
-        self._roots = range(0, session.world_size, stage_size)
-        self._specs = [by_rank[root] for root in self._roots]
-        self._stage = session.rank // stage_size
-
-    @property
-    def manifest(self) -> list[TensorSpec]:
-        """The specs of the tensors that rank 0 gets, in order."""
-        return [spec for stage in self._specs for bucket in stage for spec in bucket]
+        self._platform = session.platform
+        self._dtype = dtype
+        self.manifest = [spec for bucket in weights.stream_specs(dtype) for spec in bucket]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for stage, root in enumerate(self._roots):
-            if stage == self._stage:
-                for bucket in self._weights.stream(*self._settings):
-                    if root == 0:
-                        yield from _hand_over(bucket, self._session.platform)
-                    elif bucket:
-                        dist.send(torch.cat([tensor.reshape(-1) for _, tensor in bucket]), 0)
-            elif self._session.rank == 0:
-                for specs in self._specs[stage]:
-                    yield from _hand_over(self._receive(specs, root), self._session.platform)
-
-    def _receive(self, specs: Sequence[TensorSpec], root: int) -> Bucket:
-        sizes = [spec.num_elements for spec in specs]
-        flat = torch.empty(sum(sizes), dtype=DTYPES[specs[0].dtype], device=self._session.device)
-        dist.recv(flat, root)
-        return [(spec.name, part.view(spec.shape)) for spec, part in zip(specs, flat.split(sizes), strict=True)]
+        for bucket in self._weights.stream(self._dtype):
+            yield from _hand_over(bucket, self._platform)
 
 
 def _hand_over(bucket: Bucket, platform: Platform) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,39 +65,21 @@ MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
 """The function that opens a sender, from transport, address, port, group size and model; it waits for the workers."""
 
 
-class StreamPublisher:
-    """Publishes from device to device. Rank 0 talks to the sidecar, and sends."""
+class StreamTransport:
+    """A stream from device to device. Rank 0 sends."""
 
-    def __init__(
-        self,
-        weights: ModelWeights,
-        session: Session,
-        receiver: StreamReceiver | None,
-        run: str,
-        transport: Literal["nccl", "hccl"],
-        make_sender: MakeSender,
-        dtype: str | None = None,
-        deadline: datetime.timedelta = datetime.timedelta(minutes=10),
-        probe: Probe | None = None,
-        proof: Proof = "digests",
-    ):
-        """Compare the engines' log-probs with `probe`; without it, only with each other."""
-        self.answer = PublishAnswer()
-        self._probe = probe
-        self._proof: Proof = proof
-        self._weights = weights
-        self._session = session
-        self._receiver = receiver
-        self._run = run
+    def __init__(self, transport: Literal["nccl", "hccl"], make_sender: MakeSender = open_sender):
         self._transport: Literal["nccl", "hccl"] = transport
-        self._dtype = dtype
-        self._deadline = deadline.total_seconds()
         self._make_sender = make_sender
-        self._model = WholeModel(weights, session, dtype)
 
-    def publish(self, version: int) -> str:
-        """Publish the weights to all engines, and return their fingerprint."""
-        fingerprint = self._weights.fingerprint(self._dtype)
+    def open(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._session = publisher.session
+        self._model = WholeModel(publisher.weights, publisher.session, publisher.dtype)
+
+    def send(self, version: int) -> tuple[str, PublishAnswer]:
+        publisher = self._publisher
+        fingerprint = publisher.weights.fingerprint(publisher.dtype)
         joined = self._session.run_or_raise_everywhere(lambda: self._join(version, fingerprint))
         if joined is None:
             for _ in self._model:
@@ -157,24 +88,21 @@ class StreamPublisher:
             self._send(version, *joined)
         self._session.barrier()
         # The engines have all weights and wait for the probe. No work of the sender is left on the device's queues.
-        if self._probe is not None:
-            self._probe.send(version, fingerprint, self._receiver)
-        taken = self._session.gather_or_raise_everywhere(
+        publisher.prove(version, fingerprint)
+        answer = self._session.gather_or_raise_everywhere(
             lambda: None if joined is None else self._await_answer(version, *joined)
         )[0]
-        assert taken is not None
-        self.answer = taken
-        return fingerprint
+        assert answer is not None
+        return fingerprint, answer
 
     def close(self) -> None:
-        """Do nothing, since this publisher keeps nothing between versions."""
+        """Do nothing, since nothing is kept between versions."""
 
     def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[PublishAnswer]] | None:
         """Have the engines told to receive, and wait until their workers are in the group."""
         if self._session.rank != 0:
             return None
-        assert self._receiver is not None
-        deadline = time.monotonic() + self._deadline
+        deadline = time.monotonic() + self._publisher.deadline_seconds
         while True:
             try:
                 return self._try_to_join(version, fingerprint, deadline)
@@ -185,7 +113,7 @@ class StreamPublisher:
                 time.sleep(_RETRY_SECONDS)
 
     def _try_to_join(self, version: int, fingerprint: str, deadline: float) -> tuple[Sender, Future[PublishAnswer]]:
-        receiver = self._receiver
+        receiver = self._publisher.receiver
         assert receiver is not None
         world_size = 1 + receiver.num_workers()
         if world_size == 1:
@@ -193,20 +121,11 @@ class StreamPublisher:
         # Asked after the workers were counted: the hosts of all that were counted are among these.
         host = find_own_address(receiver.find_engine_hosts())
         port = find_free_port(host)
-        message = Weights(
-            run=self._run,
-            version=version,
-            fingerprint=fingerprint,
-            transport=self._transport,
-            dtype=self._dtype or self._weights.architecture.dtype,
-            location=f"{host}:{port}",
-            probe=b"" if self._probe is None else self._probe.tokens(version),
-            manifest=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest],
-            world_size=world_size,
-            deadline_seconds=self._deadline,
-            proof=self._proof,
+        manifest = [(spec.name, spec.dtype, list(spec.shape)) for spec in self._model.manifest]
+        source = StreamSource(
+            transport=self._transport, address=f"{host}:{port}", manifest=manifest, world_size=world_size
         )
-        told = in_background(lambda: receiver.publish(message, self._deadline))
+        told = self._publisher.announce(version, fingerprint, source)
         opened = self._on_device(lambda: self._make_sender(self._transport, host, port, world_size, self._model))
         futures: list[Future[Any]] = [opened, told]
         concurrent.futures.wait(futures, deadline - time.monotonic(), concurrent.futures.FIRST_COMPLETED)
@@ -215,20 +134,21 @@ class StreamPublisher:
         if not opened.done():
             raise RolloutError(
                 f"version {version} was not published: {world_size - 1} workers of engines did not connect to "
-                f"{message.location} within {self._deadline:g} s; check that the engines' hosts reach this host"
+                f"{source.address} within {self._publisher.deadline_seconds:g} s; check that the engines' hosts reach "
+                "this host"
             )
         try:
             return opened.result(), told
         except (OSError, RuntimeError) as error:
             raise RolloutError(
-                f"version {version} was not published: rank 0 could not open a group at {message.location}: {error}"
+                f"version {version} was not published: rank 0 could not open a group at {source.address}: {error}"
             ) from None
 
     def _send(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> None:
         """Send all tensors and wait for the end; if the engines fail, raise the sidecar's error."""
         sent = self._on_device(sender.send_weights)
         futures: list[Future[Any]] = [sent, told]
-        concurrent.futures.wait(futures, self._deadline, concurrent.futures.FIRST_COMPLETED)
+        concurrent.futures.wait(futures, self._publisher.deadline_seconds, concurrent.futures.FIRST_COMPLETED)
         if told.done() and not told.exception():
             # The engines may have received everything before the sending thread reports its end.
             concurrent.futures.wait([sent], _REASON_SECONDS)
@@ -238,17 +158,21 @@ class StreamPublisher:
         if told.done():
             told.result()
         if not sent.done():
-            raise _not_taken(version, self._deadline)
+            raise self._build_late(version)
         sent.result()
 
     def _await_answer(self, version: int, sender: Sender, told: Future[PublishAnswer]) -> PublishAnswer:
         """Wait until all engines hold the version."""
-        concurrent.futures.wait([told], self._deadline)
+        concurrent.futures.wait([told], self._publisher.deadline_seconds)
         if not told.done():
-            raise _not_taken(version, self._deadline)
+            raise self._build_late(version)
         answer = told.result()
         sender.shutdown()
         return answer
+
+    def _build_late(self, version: int) -> RolloutError:
+        seconds = self._publisher.deadline_seconds
+        return RolloutError(f"the engines did not receive version {version} within {seconds:g} s")
 
     def _on_device(self, action: Callable[[], T]) -> Future[T]:
         def run() -> T:
@@ -257,7 +181,3 @@ class StreamPublisher:
             return action()
 
         return in_background(run)
-
-
-def _not_taken(version: int, seconds: float) -> RolloutError:
-    return RolloutError(f"the engines did not receive version {version} within {seconds:g} s")

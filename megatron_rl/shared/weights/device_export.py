@@ -1,4 +1,4 @@
-"""Files that a device fills: what `files.Writer` writes block by block from the host's memory.
+"""Exports from a device: digests, and files that it fills, as `shards.HostExport` does block by block.
 
 The device packs one parcel while it copies the one before, from two buffers of its own into the files' memory. The host
 waits once a parcel, and touches none of its bytes. This needs files whose memory is page-locked in this process. They
@@ -9,25 +9,32 @@ divided by columns, the copies go to a buffer that is page-locked, from which th
 import collections
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.slices import Placed, SlicePacker, build_slice_packer
+from megatron_rl.ops.slices import (
+    Digester,
+    Placed,
+    Slice,
+    SlicePacker,
+    build_digester,
+    build_slice_packer,
+    list_reasons_against_kernels,
+)
 from megatron_rl.platforms import Platform
 from megatron_rl.shared.weights.files import FilePlan, map_bytes
 from megatron_rl.shared.weights.fingerprint import DTYPES
-from megatron_rl.shared.weights.parcels import MOST_BYTES, Parcel, Part, plan_parcels
-from megatron_rl.shared.weights.shards import Shard, find_addresses
+from megatron_rl.shared.weights.parcels import MOST_BYTES, Parcel, Part, list_slices, plan_parcels
+from megatron_rl.shared.weights.shards import Count, Digests, Shard, find_addresses
 
 _NUM_BUFFERS = 2
 _NUM_FOLDERS = 2
 """The folders that take turns: engines may still read one while the other is written."""
 _log = logging.getLogger(__name__)
 
-Count = Callable[[str, int], None]
 _FileId = tuple[int, int]
 
 
@@ -48,7 +55,7 @@ class DeviceFiles:
     def __init__(self, platform: Platform, shards: Sequence[Shard], plan: FilePlan, most_bytes: int = MOST_BYTES):
         self._platform = platform
         self._shards = shards
-        self._plan = plan
+        self.plan = plan
         self._dtypes = {name: DTYPES[spec.dtype] for name, spec in plan.specs.items()}
         self._parcels = plan_parcels(shards, plan, most_bytes)
         self._buffer_bytes = max((parcel.num_bytes for parcel in self._parcels), default=0)
@@ -91,8 +98,8 @@ class DeviceFiles:
             copies.synchronize()
             raise
 
-    def close(self) -> None:
-        """Unlock all files."""
+    def forget_files(self) -> None:
+        """Unlock the files that are kept between publishes."""
         self._folders.clear()
         self._forget_old_files()
 
@@ -161,7 +168,7 @@ class DeviceFiles:
         files = {}
         for name, file_id in ids.items():
             if file_id not in self._locked:
-                mapped = map_bytes(folder / name, self._plan.sizes[name])
+                mapped = map_bytes(folder / name, self.plan.sizes[name])
                 self._lock(mapped)
                 self._locked[file_id] = mapped
             files[name] = self._locked[file_id]
@@ -201,3 +208,47 @@ def _copy_rows(staged: torch.Tensor, file: torch.Tensor, part: Part) -> None:
     rows = staged[part.first_byte : part.first_byte + part.num_bytes].view(part.num_rows, part.row_bytes)
     places = file.as_strided((part.num_rows, part.row_bytes), (part.pitch_bytes, 1), part.file_byte)
     places.copy_(rows)
+
+
+class DeviceExport(DeviceFiles):
+    """Exports of shards on a device, with few launches and waits, whatever the number of tensors.
+
+    What follows from the places of parameters is kept between publishes.
+    """
+
+    def __init__(self, platform: Platform, shards: Sequence[Shard], plan: FilePlan):
+        super().__init__(platform, shards, plan)
+        self._tensors = list(plan.specs)
+        self._digesters: list[Digester] = []
+        self._digested: list[int] = []
+        self._counts = torch.zeros(len(self._tensors), dtype=torch.int64)
+        slices = list_slices(shards, self._tensors)
+        for one in slices:
+            self._counts[one.tensor] += one.values_RC.numel()
+        reasons = [
+            reason
+            for dtype, some in self._by_dtype(slices).items()
+            for reason in list_reasons_against_kernels(some, dtype)
+        ]
+        if reasons:
+            _log.warning(
+                "weights are digested and packed without kernels, which takes longer: %s",
+                "; ".join(dict.fromkeys(reasons)),
+            )
+
+    def add_digests(self, digests: Digests) -> None:
+        """Add the digests of all that this rank owns. The host waits once."""
+        addresses = find_addresses(self._shards)
+        if not self._digesters or addresses != self._digested:
+            by_dtype = self._by_dtype(list_slices(self._shards, self._tensors))
+            self._digesters = [build_digester(some, dtype, len(self._tensors)) for dtype, some in by_dtype.items()]
+            self._digested = addresses
+        first, *others = [digester.digest() for digester in self._digesters]
+        digests.add_all(sum(others, first).cpu(), self._counts)
+
+    def _by_dtype(self, slices: Sequence[Slice]) -> dict[torch.dtype, list[Slice]]:
+        """Divide slices by the dtype of their tensor; a rank that owns none has an empty list of the first dtype."""
+        by_dtype: dict[torch.dtype, list[Slice]] = {}
+        for one in slices:
+            by_dtype.setdefault(self._dtypes[self._tensors[one.tensor]], []).append(one)
+        return by_dtype or {self._dtypes[self._tensors[0]]: []}

@@ -1,9 +1,14 @@
-"""Experts that a checkpoint's files store in one tensor a layer: seen as tensors of their own, read and written.
+"""Forms in which a checkpoint's files store tensors that everything else knows in another one.
 
-Everything but files knows the gate, up and down projection of each expert as tensors of their own. The files have a
-tensor of the gates and ups of all experts, row after row in turn and transposed, and one of their downs.
+Experts may be stored together. Everything but files knows the gate, up and down projection of each expert as tensors of
+their own. The files have, for each layer, a tensor of the gates and ups of all experts, row after row in turn and
+transposed, and one of their downs.
+
+Weights may be 8-bit floats with a factor for each block of 128 x 128 numbers, as DeepSeek-V3's. The factors of a tensor
+are in a tensor whose name has a suffix. The weights themselves are the products.
 
 Letters: E experts, R rows of an expert's projection, C its columns, B blocks of 32 numbers.
+In scaled blocks: B blocks in a column of blocks, D blocks in a row of blocks.
 """
 
 import dataclasses
@@ -14,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.shared.weights.families.quantization import BLOCK as SCALED_BLOCK
 from megatron_rl.shared.weights.mapping import TensorSpec
 
 _NAME = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -120,3 +126,25 @@ def unpack_mxfp4(blocks_RBN: torch.Tensor, scales_RB: torch.Tensor) -> torch.Ten
     pairs_RBN2 = torch.stack((blocks_RBN & 0xF, blocks_RBN >> 4), dim=-1).int()
     exponents_RB11 = (scales_RB.int() - _EXPONENT_BIAS)[..., None, None]
     return torch.ldexp(numbers[pairs_RBN2], exponents_RB11).flatten(1)
+
+
+SCALE_SUFFIX = "_scale_inv"
+SCALED_CODE = "F8_E4M3"
+"""The format's code for such floats."""
+SCALED_DTYPE = "bfloat16"
+"""The dtype of the products."""
+
+
+def shape_factors(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the factors of a tensor; the last blocks may be smaller."""
+    return tuple(-(-length // SCALED_BLOCK) for length in shape)
+
+
+def unpack_scaled(stored_RC: torch.Tensor, factors_BD: torch.Tensor) -> torch.Tensor:
+    """Return the products [R, C], which are computed in float32 and rounded once."""
+    num_columns = stored_RC.shape[1]
+    product_RC = torch.empty(stored_RC.shape, dtype=getattr(torch, SCALED_DTYPE))
+    for block, factors_D in enumerate(factors_BD.float()):
+        rows = slice(block * SCALED_BLOCK, (block + 1) * SCALED_BLOCK)
+        product_RC[rows] = stored_RC[rows].float() * factors_D.repeat_interleave(SCALED_BLOCK)[:num_columns]
+    return product_RC

@@ -1,13 +1,14 @@
-"""The products of adapters on CPUs, against their definition in float64, and the steps that are left to vLLM."""
+"""The patches of vLLM on CPUs: what they change, and the forms of vLLM that they leave alone."""
 
+import mmap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl.sidecar.vllm.adapter_products import patch_wrapper
-from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
+from megatron_rl.sidecar.vllm.patches import NOT_APPLIED, patch_method, patch_wrapper, take_names_off
 
 TOKENS, INPUTS, WIDTHS, RANK, SLOTS, SCALE = 5, 24, (16, 8, 8), 4, 3, 0.5
 
@@ -76,3 +77,64 @@ def test_a_vllm_of_another_form_is_left_as_it_is() -> None:
     assert vars(other) == kept
     kind = make_wrapper()
     assert [patch_wrapper(kind), patch_wrapper(kind)] == ["applied", "applied before"]
+
+
+class Experts:
+    """vLLM's method for experts, with the parts that the patch reads."""
+
+    def __init__(self) -> None:
+        self.moe_kernel = None
+        self.packed = []
+
+    def process_weights_after_loading(self, layer):
+        self._setup_kernel(layer)
+
+    def _setup_kernel(self, layer):
+        is_weight_update = self.moe_kernel is not None
+        if not is_weight_update:
+            self.moe_kernel = SimpleNamespace(
+                fused_experts=SimpleNamespace(process_weights_after_loading=self.packed.append)
+            )
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def test_weights_of_experts_are_packed_once_each_time_they_are_loaded():
+    method = type("Method", (Experts,), {})
+    assert patch_method(method) == "applied"
+    assert patch_method(method) == "applied before"
+    experts = method()
+    for load in range(3):
+        experts.process_weights_after_loading(load)
+    assert experts.packed == [0, 1, 2]
+
+
+def test_a_method_that_packs_updates_itself_is_left_alone():
+    class Mended(Experts):
+        def _setup_kernel(self, layer):
+            self.packed.append(layer)
+
+    process = Mended.process_weights_after_loading
+    assert patch_method(Mended).startswith(NOT_APPLIED)
+    assert Mended.process_weights_after_loading is process
+
+
+def test_the_method_of_the_vllm_that_is_installed_is_known():
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    copy = type("Copy", (UnquantizedFusedMoEMethod,), {})
+    assert patch_method(copy) == "applied"
+
+
+def test_memory_that_is_mapped_here_keeps_its_content_and_loses_its_name(tmp_path: Path) -> None:
+    names = ("vllm_dist_mine", "psm_other", "vllm_dist_of_others")
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * mmap.PAGESIZE)
+    opened = [(tmp_path / name).open("r+b") for name in names[:2]]
+    mapped = [mmap.mmap(file.fileno(), mmap.PAGESIZE) for file in opened]
+    assert take_names_off(folder=tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"psm_other", "vllm_dist_of_others"}
+    assert mapped[0][0] == ord("x")
+    # Another worker of the same engine comes second.
+    assert take_names_off(folder=tmp_path) == 0
+    for thing in (*mapped, *opened):
+        thing.close()
