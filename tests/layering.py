@@ -12,7 +12,7 @@ PACKAGE = "megatron_rl"
 LAYERS = (
     {"errors", "types"},
     {"versions", "flag"},
-    {"code_files"},
+    {"code_files", "confined"},
     {"algorithm"},
     {"config", "ops"},
     {"platforms"},

@@ -10,9 +10,10 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
-from megatron_rl.rewards.types import PoolSettings, RewardRequest, RewardResult
+from megatron_rl.rewards.types import RewardRequest, RewardResult
 
 
 def write(folder: Path, code: str, name: str = "mine.py") -> Path:
@@ -80,7 +81,7 @@ def open_files() -> dict[int, str]:
 
 def leftovers(marker: str | None = None, seconds: float = 60) -> list[str]:
     """Return what is left after `seconds`: this process's workers, and processes whose command line has the marker."""
-    marks = [f"rewards.worker {os.getpid()} ", *([marker] if marker else [])]
+    marks = [f".worker {os.getpid()} ", *([marker] if marker else [])]
     deadline = time.monotonic() + seconds
     while True:
         lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]

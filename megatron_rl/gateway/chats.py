@@ -1,7 +1,7 @@
 """Chats as tokens: whole ones, and what follows a turn of the policy, whose own tokens stay as they are."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from jinja2 import TemplateError
 
@@ -45,7 +45,7 @@ class TemplateChats:
         self._longest = max(map(len, tokenizer.get_vocab()))
 
     @classmethod
-    def load(cls, folder: str) -> "TemplateChats":
+    def load(cls, folder: str) -> Self:
         """Load the tokenizer of a checkpoint."""
         # Imported here: it takes a second, and scripted rehearsals do not need it.
         from transformers import AutoTokenizer

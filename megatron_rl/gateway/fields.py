@@ -110,6 +110,23 @@ def list_objects(values: list[Any], place: str) -> list[JSON]:
     return values
 
 
+def read_text(content: Any, place: str, joint: str, parts: str) -> str | None:
+    """Return a content that is text, or a list of parts that are text; None without it."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise CallRefused(f"{place} must be text or a list of {parts}", parameter="messages")
+    texts = []
+    for number, block in enumerate(list_objects(content, place)):
+        if block.get("type") != "text":
+            raise CallRefused(
+                f"{place}[{number}] has the type {block.get('type')!r}, and the policy reads text alone",
+                parameter="messages",
+            )
+        texts.append(need(block, "text", str, f"{place}[{number}]."))
+    return joint.join(texts)
+
+
 def check_end(messages: list[JSON]) -> list[JSON]:
     """Return the messages; refuse a chat that is empty, or that the policy would continue in its last message."""
     if not messages:

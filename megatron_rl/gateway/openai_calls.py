@@ -71,7 +71,8 @@ def _read_message(message: JSON, place: str) -> JSON:
     role = fields.need(message, "role", str, place)
     if role not in _ROLES:
         raise CallRefused(f"{place}role {role!r} must be one of {', '.join(_ROLES)}", parameter="messages")
-    read: JSON = {"role": _ROLES[role], "content": _read_content(message.get("content"), place)}
+    content = fields.read_text(message.get("content"), f"{place}content", "\n", "parts") or ""
+    read: JSON = {"role": _ROLES[role], "content": content}
     if name := fields.take(message, "name", str, place):
         read["name"] = name
     if role == "tool":
@@ -95,24 +96,6 @@ def _read_tool_call(call: JSON, place: str) -> JSON:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-
-
-def _read_content(content: Any, place: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise CallRefused(f"{place}content must be text or a list of parts", parameter="messages")
-    texts = []
-    for number, part in enumerate(fields.list_objects(content, f"{place}content")):
-        if part.get("type") != "text":
-            raise CallRefused(
-                f"{place}content[{number}] has the type {part.get('type')!r}, and the policy reads text alone",
-                parameter="messages",
-            )
-        texts.append(fields.need(part, "text", str, f"{place}content[{number}]."))
-    return "\n".join(texts)
 
 
 def write_answer(answer: Answer) -> JSON:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.settings import RewardConfig
+from megatron_rl.confined.confinement import find_environment_problems
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import suggest_nearest
-from megatron_rl.rewards.confinement import find_environment_problems
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.types import PoolSettings, RewardSpec
+from megatron_rl.rewards.types import RewardSpec
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPEC = re.compile(rf"(?P<source>.+?)(?:=(?P<weight>{_NUMBER}))?(?:@(?P<timeout>{_NUMBER}))?")

@@ -40,7 +40,7 @@ def check_offered(offered: Description, settings: SidecarSettings) -> None:
     if not offered.tools or rollout.engine == "scripted" or rollout.tool_parser is not None:
         return
     assert settings.hf_model is not None
-    known = suggest_parser(TokenizerTexts(str(settings.hf_model)).template)
+    known = suggest_parser(TokenizerTexts.load(str(settings.hf_model)).template)
     raise UsageError(
         f"{offered.name} has tools ({', '.join(tool['function']['name'] for tool in offered.tools)}), and "
         f"{TOOL_FLAG} is missing: write {known or 'the name of the parser that vLLM has for this model'}"

@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.confinement import NETWORK, landlock_version
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway.chats import NumberChats
-from megatron_rl.rewards.confinement import NETWORK, landlock_version
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.tool_calls import PlainReader
 from tests.reward_pools import leftovers
 
-WORKERS = f"gateway.worker {os.getpid()} "
 AGENT = '''
 import asyncio, contextlib, http.client, json, os, socket, time
 from urllib.parse import urlsplit
@@ -123,10 +121,11 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def acting(folder: Path, name: str = "act", **changes: Any) -> AsyncIterator[World]:
+async def acting(folder: Path, name: str = "act", text: str = AGENT, **changes: Any) -> AsyncIterator[World]:
+    """Start agents, each a call of this function of the text."""
     file = folder / "agent.py"
-    file.write_text(AGENT)
-    config = EnvironmentConfig(agent=f"{file}:{name}", **{"workers": 1, "agent_timeout": 20.0, **changes})
+    file.write_text(text)
+    config = EnvironmentConfig(agent=f"{file}:{name}", **{"workers": 1, "agent_timeout": 300.0, **changes})
     opening = GatewayOpening.open(config, PoolSettings(log=folder / "log"))
     world = World(opening, Engines())
     try:
@@ -194,7 +193,7 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
             assert (await world.act("finish"))[0].reward == 1.0
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_not_its_own(tmp_path: Path, caplog) -> None:
@@ -219,11 +218,11 @@ def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_not_its_
             assert list_workers(world) != [worker]
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def list_workers(world: World) -> list[Any]:
-    return world.opening.agents._pool._workers
+    return world.opening.agents._pool._processes
 
 
 async def wait_for_requests(world: World, number: int) -> None:
@@ -271,12 +270,12 @@ def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tmp_path
                 await hanging
             assert world.gateway.status()["gateway_rollouts"] == 0
             (worker,) = list_workers(world)
-            assert not worker.conversations
+            assert not worker.num_open
             assert not worker.is_worn
             assert (await world.act("finish"))[0].reward == 1.0
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def test_agents_reach_the_gateway_alone_unless_they_may_reach_all(tmp_path: Path) -> None:

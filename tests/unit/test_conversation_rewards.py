@@ -11,18 +11,17 @@ import pytest
 import transformers
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.chat import build_decoder
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import EvaluationRun
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer
 from megatron_rl.sidecar.texts import TokenizerTexts
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
@@ -236,7 +235,7 @@ async def judge_environment(
     folder: Path, name: str, specs: list[str], answers: dict[str, str], text: Any
 ) -> tuple[wire.Response, Engines]:
     (folder / "told.py").write_text(ENVIRONMENT)
-    engines, texts = Engines(load(folder), answers), TokenizerTexts(str(folder))
+    engines, texts = Engines(load(folder), answers), TokenizerTexts.load(str(folder))
     environments = EnvironmentPool(EnvironmentConfig(source=f"{folder / 'told.py'}:{name}", workers=1), PoolSettings())
     offered = await environments.start()
     holder = Conversations(

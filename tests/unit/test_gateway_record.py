@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_rl.gateway.record import CallRecord, cut_turn
+from megatron_rl.gateway.record import ConversationRecord, cut_turn
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
 
@@ -27,7 +27,7 @@ def turn(tokens: list[int], engine: str = "engine-0", first: float = -1.0, finge
 
 
 def build(calls: list[tuple[list[int], wire.Response]]) -> wire.Response:
-    record = CallRecord(np.asarray(PROMPT, dtype="<i4"))
+    record = ConversationRecord(np.asarray(PROMPT, dtype="<i4"), wire.Sampling(max_tokens=1000))
     for prompt, said in calls:
         record.add(np.asarray(prompt, dtype="<i4"), said)
     response = record.build_response(9, "stop", {"agent": 0.5, "other": 0.25})

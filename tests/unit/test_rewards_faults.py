@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 import megatron_rl
-from megatron_rl.errors import ExitCode, PlatformError
-from megatron_rl.rewards.confinement import (
+from megatron_rl.confined.confinement import (
     FILES,
     NETWORK,
     SIGNALS,
@@ -27,9 +26,10 @@ from megatron_rl.rewards.confinement import (
     landlock_version,
     plan_confinement,
 )
+from megatron_rl.errors import ExitCode, PlatformError
 from megatron_rl.rewards.types import RewardError
 from tests.processes import ROOT
-from tests.reward_pools import leftovers, request, score, with_pool
+from tests.reward_pools import request, score, with_pool
 
 pytestmark = pytest.mark.each_change
 
@@ -412,31 +412,6 @@ def test_attacks_of_a_reward_function_are_refused(tmp_path, token, namespace):
     assert token.read_text() == "s3cret"
 
 
-@pytest.mark.parametrize("namespace", [True, False])
-def test_processes_that_a_function_leaves_running_end_with_its_worker(tmp_path, namespace):
-    file = tmp_path / "mine.py"
-    marker = f"97{os.getpid()}"
-    file.write_text(
-        "import os, subprocess, time\n"
-        "def fn(completions, **kwargs):\n"
-        f"    subprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
-        "    if os.fork() == 0:\n"
-        "        os.setsid()\n"
-        "        if os.fork() == 0: time.sleep(900)\n"
-        "        os._exit(0)\n"
-        "    return [1.0] * len(completions)\n"
-    )
-
-    async def use(pool):
-        result = await pool.score(request())
-        # Keeper, worker, the program and the fork: the check that finds nothing afterwards can find them.
-        wait_until(lambda: len(leftovers(marker, 0)) == 4)
-        return result.rewards
-
-    assert with_pool([f"{file}:fn"], use, num_workers=1, namespace=namespace) == [1.0, 1.0]
-    assert leftovers(marker) == []
-
-
 def test_a_worker_that_is_told_to_end_many_times_still_ends_all_that_it_started(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
@@ -459,36 +434,6 @@ def test_a_worker_that_is_told_to_end_many_times_still_ends_all_that_it_started(
     with_pool([f"{file}:fn"], use, num_workers=4, namespace=False)
 
 
-@pytest.mark.parametrize("namespace", [True, False])
-def test_workers_end_with_a_parent_that_is_killed(tmp_path, namespace):
-    marker = f"98{os.getpid()}"
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import subprocess, time\n"
-        "def fn(completions, **kwargs):\n"
-        f"    subprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
-        "    time.sleep(900)\n"
-    )
-    code = (
-        "import asyncio\n"
-        "from tests.reward_pools import score, request\n"
-        f"score([{str(file)!r} + ':fn@900'], request(), namespace={namespace})\n"
-    )
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)})
-    try:
-        wait_until(lambda: leftovers(marker, 0))
-        family = psutil.Process(parent.pid).children(recursive=True)
-        assert len(family) >= 4
-    finally:
-        parent.kill()
-        parent.wait()
-    wait_until(lambda: not any(process.is_running() for process in family))
-    assert leftovers(marker) == []
-    assert list(scratch.iterdir()) == []
-
-
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -503,25 +448,9 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
-def test_confinement_that_the_kernel_lacks_is_said_and_refused_where_it_is_required(tmp_path, monkeypatch):
-    file = tmp_path / "mine.py"
-    file.write_text(CODE.format(body="pass"))
-
-    needs_landlock()
-
-    async def use(pool):
-        return pool.missing
-
-    assert with_pool([f"{file}:fn"], use) == {}
-    assert list(with_pool([f"{file}:fn"], use, namespace=False)) == ["processes"]
-    assert "everything" in with_pool([f"{file}:fn"], use, confine="off")
-    with pytest.raises(PlatformError, match=r"cannot be confined in processes \(no namespace .*; write auto"):
-        with_pool([f"{file}:fn"], use, confine="require", namespace=False)
-
-
 def test_a_kernel_without_the_calls_leaves_its_reasons():
     code = """
-from megatron_rl.rewards import confinement
+from megatron_rl.confined import confinement
 def refuse(*arguments): raise OSError(38, "Landlock: Function not implemented")
 confinement.landlock_version = confinement.restrict_sockets = refuse
 limits = confinement.Confinement((), (), (), (80,))

@@ -16,15 +16,14 @@ import pytest
 import transformers
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import find_span_problems, mask_sampled
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.tool_calls import PlainReader
 from tests import chat_models
 from tests.verifiers.server import needs_verifiers, serve_guessing
