@@ -13,7 +13,7 @@ from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
 from megatron_rl.environments.types import AGENT_FLAG, AGENT_PYTHON_FLAG, EnvironmentSpec
 from megatron_rl.gateway.gateway import PROCESS_KEY
 from megatron_rl.gateway.processes import end_strays, end_tree, find_unknown, list_children
-from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
+from megatron_rl.gateway.rollout_context import RolloutContext
 from megatron_rl.gateway.worker import build_variables
 
 
@@ -119,11 +119,7 @@ class FunctionAgents:
                     rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
         except TimeoutError:
-            raise AgentFailed(f"used more than {self._timeout:g} seconds of its own") from None
-        except ProcessEnded as ended:
-            raise AgentFailed(str(ended), is_to_be_repeated=True) from None
-        except CallFailed as failure:
-            raise AgentFailed(str(failure)) from None
+            raise CallFailed(f"used more than {self._timeout:g} seconds of its own") from None
 
     async def close(self) -> None:
         await self._pool.close()

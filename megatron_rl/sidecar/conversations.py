@@ -269,6 +269,11 @@ def _derive_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{turn}".encode(), digest_size=8).digest(), "little") >> 2
 
 
-def _describe(failure: CallFailed, prompt: wire.Prompt) -> MegatronRLError:
+def name_prompt(prompt: wire.Prompt, what: str) -> str:
+    """Name the environment or agent of a prompt."""
     row = f" ({prompt.row})" if prompt.row else ""
-    return MegatronRLError(f"the environment of prompt {prompt.index}{row} failed: {failure}")
+    return f"the {what} of prompt {prompt.index}{row}"
+
+
+def _describe(failure: CallFailed, prompt: wire.Prompt) -> MegatronRLError:
+    return MegatronRLError(f"{name_prompt(prompt, 'environment')} failed: {failure}")

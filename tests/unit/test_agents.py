@@ -22,6 +22,7 @@ from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.tool_calls import PlainReader
 from tests.reward_pools import leftovers
+from tests.turns import make_turn
 
 AGENT = '''
 import asyncio, contextlib, http.client, json, os, socket, time
@@ -89,17 +90,7 @@ class Engines:
         if len(request.prompt_tokens) > self.longest:
             await asyncio.sleep(3600)
         tokens = [len(request.prompt_tokens), request.seed % 50][: request.sampling.max_tokens]
-        return [
-            wire.Response(
-                tokens=wire.encode_tokens(tokens),
-                log_probs=wire.encode_log_probs([-1, -2][: len(tokens)]),
-                finish_reason="stop" if len(tokens) == 2 else "length",
-                seed=request.seed,
-                engine="engine-0",
-                spans=[wire.VersionSpan(version="1", start=0, end=len(tokens))],
-                fingerprint="weights-1",
-            )
-        ]
+        return [make_turn(tokens, seed=request.seed, finish_reason="stop" if len(tokens) == 2 else "length")]
 
 
 class World:

@@ -26,6 +26,7 @@ from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, P
 from megatron_rl.sidecar.texts import TokenizerTexts
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
+from tests.turns import make_turn
 
 END = "<|im_end|>"
 QUESTION = "What is 5 * 10?"
@@ -102,17 +103,7 @@ class Engines:
             await asyncio.sleep(0.01)
         tokens = [*self._tokenizer.encode(text), chat_models.find(END)]
         self.num_sampled += len(tokens)
-        return [
-            wire.Response(
-                tokens=wire.encode_tokens(tokens),
-                log_probs=wire.encode_log_probs([-0.5] * len(tokens)),
-                finish_reason="stop",
-                seed=request.seed,
-                engine="engine-0",
-                spans=[wire.VersionSpan(version="1", start=0, end=len(tokens))],
-                fingerprint="w",
-            )
-        ]
+        return [make_turn(tokens, seed=request.seed)]
 
 
 async def judge(

@@ -18,6 +18,7 @@ from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.texts import NumberTexts, TokenizerTexts
 from tests import chat_models
+from tests.turns import make_turn
 
 PROMPT = wire.Prompt(index=4, row="rows:4", tokens=wire.encode_tokens([7, 8]), text="7 8", columns={"answer": "3"})
 REQUEST = GroupRequest("run-1-4", (7, 8), 2, 100, wire.Sampling(max_tokens=12, max_turns=3), prompt=4)
@@ -34,17 +35,10 @@ class Engines:
     async def generate(self, request: GroupRequest) -> list[wire.Response]:
         self.requests.append(request)
         tokens = [len(request.prompt_tokens), request.seed % 50]
-        return [
-            wire.Response(
-                tokens=wire.encode_tokens(tokens),
-                log_probs=wire.encode_log_probs([-1, -2]),
-                finish_reason=self._ends.pop(0) if self._ends else "stop",  # type: ignore[arg-type]
-                seed=request.seed,
-                engine=f"engine-{len(request.prompt_tokens) % 2}",
-                spans=[wire.VersionSpan(version="1", start=0, end=2)],
-                fingerprint=self._fingerprints.pop(0) if self._fingerprints else "weights-1",
-            )
-        ]
+        end = self._ends.pop(0) if self._ends else "stop"
+        fingerprint = self._fingerprints.pop(0) if self._fingerprints else "weights-1"
+        engine = f"engine-{len(request.prompt_tokens) % 2}"
+        return [make_turn(tokens, seed=request.seed, engine=engine, finish_reason=end, fingerprint=fingerprint)]
 
 
 class Talk:

@@ -10,20 +10,13 @@ import pytest
 from megatron_rl.gateway.record import ConversationRecord, cut_turn
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
+from tests.turns import make_turn
 
 PROMPT = [1, 2, 3]
 
 
 def turn(tokens: list[int], engine: str = "engine-0", first: float = -1.0, fingerprint: str = "w") -> wire.Response:
-    return wire.Response(
-        tokens=wire.encode_tokens(tokens),
-        log_probs=wire.encode_log_probs([first - place for place in range(len(tokens))]),
-        finish_reason="stop",
-        seed=0,
-        engine=engine,
-        spans=[wire.VersionSpan(version="4", start=0, end=len(tokens))],
-        fingerprint=fingerprint,
-    )
+    return make_turn(tokens, first, "4", engine=engine, fingerprint=fingerprint)
 
 
 def build(calls: list[tuple[list[int], wire.Response]]) -> wire.Response:
