@@ -224,12 +224,11 @@ class OpenRollout:
                     number = self._choose(found, call.digests)
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
-                    turn = self.record.parts[number].turn
                     new = await self._write_chat(
                         self._chats.extend, call.messages[length:], call.tools, path.tolist(), calls
                     )
-                    assert turn is not None
-                    return np.concatenate([path, np.asarray(new, dtype=path.dtype)]), turn.engine
+                    prompt = np.concatenate([path, np.asarray(new, dtype=path.dtype)])
+                    return prompt, self.record.parts[number].engine
             tokens = await self._write_chat(self._chats.render, call.messages, call.tools)
             prompt = np.asarray(tokens, dtype=self.terms.prompt.dtype)
         except ChatTooLong:

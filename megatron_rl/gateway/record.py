@@ -14,7 +14,7 @@ Invariants:
 import dataclasses
 from array import array
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,15 +33,6 @@ class Transcript:
     """The messages after the prompt, in OpenAI's form; the last one is the policy's. None if no function reads them."""
 
 
-class SampledTurn(NamedTuple):
-    """The provenance of a turn."""
-
-    log_probs: bytes
-    spans: list[wire.VersionSpan]
-    engine: str
-    fingerprint: str
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallPart:
     """The tokens that a call added: those of its prompt that were not recorded, and then a turn."""
@@ -53,8 +44,11 @@ class CallPart:
     tokens: np.ndarray
     num_given: int
     """The number of its tokens that the policy did not sample, which stand first."""
-    turn: SampledTurn | None
-    """The turn; None for the group's prompt, which is part 0."""
+    log_probs: bytes = b""
+    """The provenance of the turn, as engines send it; empty for the group's prompt, which is part 0."""
+    spans: Sequence[wire.VersionSpan] = ()
+    engine: str = ""
+    fingerprint: str = ""
 
     @property
     def end(self) -> int:
@@ -66,8 +60,10 @@ class ConversationRecord:
     """The parts of a conversation, in the order in which they came."""
 
     def __init__(self, prompt: np.ndarray, sampling: wire.Sampling) -> None:
-        self.parts = [CallPart(0, 0, prompt, len(prompt), None)]
+        self.parts = [CallPart(0, 0, prompt, len(prompt))]
         self._sampling = sampling
+        self.num_tokens = 0
+        """The number of tokens of the response."""
         self._heard = prompt[:0]
         self._is_chain = True
 
@@ -77,15 +73,9 @@ class ConversationRecord:
         return len(self.parts) - 1
 
     @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the response."""
-        return sum(len(part.tokens) for part in self.parts[1:])
-
-    @property
     def last_engine(self) -> str | None:
         """The engine of the last turn; None before the first."""
-        turn = self.parts[-1].turn
-        return None if turn is None else turn.engine
+        return self.parts[-1].engine or None
 
     def count_left(self, prompt: np.ndarray) -> int:
         """Count the tokens that are left for a turn after `prompt`."""
@@ -103,12 +93,12 @@ class ConversationRecord:
         """Return all tokens before the next turn of a chain, and the number of tokens that are left for it."""
         tokens = np.concatenate([*(part.tokens for part in self.parts), self._heard])
         left = self._sampling.max_tokens + len(self.parts[0].tokens) - len(tokens)
-        return array("i", tokens.astype("=i4", copy=False).tobytes()), left
+        return array("i", tokens.tobytes()), left
 
     def say(self, turn: wire.Response) -> list[int]:
         """Add the next turn of a chain; return its tokens."""
         sampled = wire.decode_tokens(turn.tokens)
-        self._append(len(self.parts) - 1, self.parts[-1].end, self._heard, sampled, _get_provenance(turn))
+        self._append(len(self.parts) - 1, self.parts[-1].end, self._heard, sampled, turn)
         self._heard = self._heard[:0]
         return sampled.tolist()
 
@@ -145,16 +135,22 @@ class ConversationRecord:
 
     def add(self, prompt: np.ndarray, turn: wire.Response) -> int:
         """Add a turn that was sampled after `prompt`; return the number of its part."""
-        return self._add(prompt, wire.decode_tokens(turn.tokens), _get_provenance(turn))
+        return self._add(prompt, wire.decode_tokens(turn.tokens), turn)
 
-    def _add(self, prompt: np.ndarray, sampled: np.ndarray, turn: SampledTurn) -> int:
+    def _add(self, prompt: np.ndarray, sampled: np.ndarray, turn: wire.Response | CallPart) -> int:
         parent, after = self.find_shared(prompt)
         self._append(parent, after, prompt[after:], sampled, turn)
         return len(self.parts) - 1
 
-    def _append(self, parent: int, after: int, given: np.ndarray, sampled: np.ndarray, turn: SampledTurn) -> None:
+    def _append(
+        self, parent: int, after: int, given: np.ndarray, sampled: np.ndarray, turn: wire.Response | CallPart
+    ) -> None:
         self._is_chain &= parent == len(self.parts) - 1 and after == self.parts[parent].end
-        self.parts.append(CallPart(parent, after, np.concatenate([given, sampled]), len(given), turn))
+        tokens = np.concatenate([given, sampled])
+        self.parts.append(
+            CallPart(parent, after, tokens, len(given), turn.log_probs, turn.spans, turn.engine, turn.fingerprint)
+        )
+        self.num_tokens += len(given) + len(sampled)
 
     def build_response(
         self,
@@ -169,17 +165,15 @@ class ConversationRecord:
         `turn_rewards` are the rewards of the turns of a chain, but for those that called tools, which `have_calls`
         counts from 1.
         """
-        turns = [part.turn for part in self.parts if part.turn is not None]
         # A chain is in order as it is.
         layout = _lay_out(self if self._is_chain else self._sort())
         tokens = np.concatenate([part.tokens for part in layout.parts])
-        last = layout.parts[-1].turn
-        assert last is not None
+        last = layout.parts[-1]
         # A turn under other weights makes the whole response one: it is refused where the group is checked.
-        others = [turn.fingerprint for turn in turns if turn.fingerprint != last.fingerprint]
+        others = [part.fingerprint for part in self.parts[1:] if part.fingerprint != last.fingerprint]
         return wire.Response(
             tokens=wire.encode_tokens(tokens),
-            log_probs=wire.encode_log_probs(np.concatenate([_read_log_probs(part) for part in layout.parts])),
+            log_probs=b"".join(_read_log_probs(part) for part in layout.parts),
             finish_reason=reason,
             seed=seed,
             engine=last.engine,
@@ -208,9 +202,8 @@ class ConversationRecord:
 
     def get_order(self, number: int) -> tuple[Any, ...]:
         """Return a key that orders calls by their tokens: a call comes after those that it extends."""
-        prompt, turn = self._read_prompt(number), self.parts[number].turn
-        assert turn is not None
-        return len(prompt), prompt.tobytes(), self._read_sampled(number).tobytes(), turn.log_probs
+        prompt = self._read_prompt(number)
+        return len(prompt), prompt.tobytes(), self._read_sampled(number).tobytes(), self.parts[number].log_probs
 
     def get_depth(self, number: int) -> tuple[Any, ...]:
         """Return a key that orders calls by how far they continue the row's prompt; other calls come first."""
@@ -228,14 +221,9 @@ class ConversationRecord:
 
     def _sort(self) -> "ConversationRecord":
         """Add all turns again in an order that follows from their tokens: a call comes after those that it extends."""
-        calls = []
-        for number, part in enumerate(self.parts):
-            if part.turn is not None:
-                calls.append((self.get_order(number), self._read_prompt(number), self._read_sampled(number), part.turn))
-        calls.sort(key=lambda call: call[0])
         sorted_record = ConversationRecord(self.parts[0].tokens, self._sampling)
-        for _, prompt, sampled, turn in calls:
-            sorted_record._add(prompt, sampled, turn)
+        for number in sorted(range(1, len(self.parts)), key=self.get_order):
+            sorted_record._add(self._read_prompt(number), self._read_sampled(number), self.parts[number])
         return sorted_record
 
 
@@ -272,23 +260,18 @@ def _lay_out(record: ConversationRecord) -> _Layout:
 def _list_spans(parts: list[CallPart], engine: str) -> Iterator[wire.VersionSpan]:
     begin = 0
     for part in parts:
-        assert part.turn is not None
         sampled = begin + part.num_given
         if part.num_given:
             yield wire.VersionSpan(version=ENVIRONMENT, start=begin, end=sampled)
-        where = "" if part.turn.engine == engine else part.turn.engine
-        for span in part.turn.spans:
+        where = "" if part.engine == engine else part.engine
+        for span in part.spans:
             yield msgspec.structs.replace(span, start=sampled + span.start, end=sampled + span.end, engine=where)
         begin += len(part.tokens)
 
 
-def _read_log_probs(part: CallPart) -> np.ndarray:
-    assert part.turn is not None
-    return np.concatenate([np.zeros(part.num_given, dtype=np.float32), wire.decode_log_probs(part.turn.log_probs)])
-
-
-def _get_provenance(turn: wire.Response) -> SampledTurn:
-    return SampledTurn(turn.log_probs, turn.spans, turn.engine, turn.fingerprint)
+def _read_log_probs(part: CallPart) -> bytes:
+    """Return the log-probs of a part as they travel; 0 for tokens that the policy did not sample."""
+    return bytes(4 * part.num_given) + part.log_probs
 
 
 def _count_equal(one: np.ndarray, other: np.ndarray) -> int:
