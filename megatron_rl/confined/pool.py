@@ -3,7 +3,7 @@
 Invariants:
 
 - all processes run the same code, with the text that was read when the pool was made;
-- a process that is worn or has ended is lent to nobody; another one takes its place when one is needed;
+- a process that is worn or has ended is not lent; another one takes its place when one is needed;
 - no process that the user's code started outlives `close`.
 """
 
@@ -88,12 +88,12 @@ class Interpreter:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the processes of a pool run, and how messages name it."""
+    """The program that the processes of a pool run, and its names in messages."""
 
     module: str
     """The worker: a module that calls `confined.worker.run_worker`."""
     setup: Mapping[str, Any]
-    """What the worker reads in its set-up, besides its limits."""
+    """The content of the worker's set-up, besides its limits."""
     folders: tuple[Path, ...]
     """The folders of the user's files."""
     what: str
@@ -104,7 +104,7 @@ class Program:
     ports: tuple[int, ...] = ()
     """The only TCP ports that it may connect to; empty: any."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What is added to its environment."""
+    """Variables that are added to its environment."""
     interpreter: Interpreter = dataclasses.field(default_factory=Interpreter.find_own)
 
 

@@ -4,7 +4,7 @@ Invariants:
 
 - many calls may be open at once, each with its own deadline and answer;
 - after a call that took too long, or was broken off, a process is worn: it is given nothing new;
-- a process that ends, or sends what is no answer, ends all its calls with ProcessEnded;
+- a process that ends, or sends what is not an answer, ends all its calls with ProcessEnded;
 - `end` leaves no process that the user's code started, and no open pipe.
 """
 

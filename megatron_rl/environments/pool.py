@@ -59,7 +59,6 @@ class Conversation:
         return str(await self.call("tool", name=name, arguments=arguments))
 
     async def get_reward(self) -> float:
-        """Return the reward of the conversation."""
         return float(await self.call("reward"))
 
     async def close(self) -> None:
@@ -73,7 +72,6 @@ class Conversation:
             raise
 
     async def call(self, call: str, timeout: float | None = None, **content: Any) -> Any:
-        """Make a call of the process."""
         end = self._note(call)
         try:
             return await self._process.call(call, timeout or self._timeout, conversation=self._number, **content)

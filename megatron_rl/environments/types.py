@@ -51,7 +51,6 @@ class EnvironmentSpec:
         return cls(Path(file).resolve(), name, flag)
 
     def read(self) -> str:
-        """Read the file."""
         try:
             return self.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -59,7 +58,6 @@ class EnvironmentSpec:
 
 
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
-    """Find the mistakes in the flags of environments."""
     found: list[str] = []
     for source, flag in ((config.source, FLAG), (config.agent, AGENT_FLAG)):
         try:

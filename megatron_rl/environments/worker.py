@@ -53,7 +53,6 @@ class Environment:
         return _check_reward(self._run(instance.get_reward))
 
     def close(self) -> None:
-        """Let the environment end."""
         try:
             if callable(close := getattr(self._instance, "close", None)):
                 self._run(close)

@@ -42,7 +42,6 @@ class AgentProcess(ConfinedProcess):
             raise ProcessEnded(str(slow), had_call=True) from None
 
     def note_process(self, pid: int) -> None:
-        """Note the process of a rollout."""
         self._known.add(pid)
 
     def end_process(self, pid: int) -> None:

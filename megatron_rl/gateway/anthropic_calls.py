@@ -124,7 +124,6 @@ def _read_assistant(content: Any, place: str) -> JSON:
 
 
 def write_answer(answer: Answer) -> JSON:
-    """Write an answer whole."""
     return {
         **_head(answer),
         "content": [*_list_blocks(answer)],
@@ -134,7 +133,6 @@ def write_answer(answer: Answer) -> JSON:
 
 
 def stream_answer(answer: Answer) -> Iterator[str]:
-    """Yield the events of a streamed answer."""
     yield _event("message_start", {"message": {**_head(answer), "content": [], "usage": _count(answer, 0)}})
     for number, block in enumerate(_list_blocks(answer)):
         begun, deltas = _split(block)
@@ -148,7 +146,6 @@ def stream_answer(answer: Answer) -> Iterator[str]:
 
 
 def write_error(refused: CallRefused) -> JSON:
-    """Write a refusal."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = kinds.get(refused.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}

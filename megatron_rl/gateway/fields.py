@@ -60,7 +60,6 @@ def _check_field(name: str, value: Any, neutral: Mapping[str, tuple]) -> None:
 
 
 def check_temperature(body: JSON, temperature: float) -> None:
-    """Refuse another temperature than the run's."""
     given = body.get("temperature")
     if given is not None and given != temperature:
         raise CallRefused(
@@ -70,7 +69,6 @@ def check_temperature(body: JSON, temperature: float) -> None:
 
 
 def check_model(body: JSON, model: str) -> None:
-    """Refuse another model than the policy."""
     given = body.get("model")
     if given != model:
         raise CallRefused(f"model {given!r} is not served: write {model!r}", 404, "model_not_found", "model")

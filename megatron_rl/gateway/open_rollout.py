@@ -143,7 +143,6 @@ class OpenRollout:
         return _FRAME_BYTES + _BYTES_OF_TOKEN * (len(self.terms.prompt) + self.terms.sampling.max_tokens)
 
     def refuse_size(self, num_bytes: int) -> NoReturn:
-        """Refuse a call that has too many bytes."""
         self._refuse(f"a call of this rollout may have {self.most_bytes:,} bytes, and one has {num_bytes:,}")
 
     def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
@@ -173,7 +172,6 @@ class OpenRollout:
         raise CallRefused(str(self.fault), 401, "foreign_process")
 
     def break_off(self, reason: str) -> None:
-        """End the rollout because of a call."""
         self.broken = self.broken or reason
         self.end()
 

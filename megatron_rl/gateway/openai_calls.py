@@ -99,7 +99,6 @@ def _read_tool_call(call: JSON, place: str) -> JSON:
 
 
 def write_answer(answer: Answer) -> JSON:
-    """Write an answer whole."""
     message = write_said(answer.said)
     choice: JSON = {"index": 0, "message": message, "finish_reason": _name_end(answer)}
     choice["logprobs"] = _write_log_probs(answer)
@@ -107,7 +106,6 @@ def write_answer(answer: Answer) -> JSON:
 
 
 def stream_answer(answer: Answer, has_usage: bool) -> Iterator[str]:
-    """Yield the events of a streamed answer."""
     said = answer.said
     head = _head(answer, "chat.completion.chunk")
 
@@ -129,7 +127,6 @@ def stream_answer(answer: Answer, has_usage: bool) -> Iterator[str]:
 
 
 def write_error(refused: CallRefused) -> JSON:
-    """Write a refusal."""
     kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
     return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}
 

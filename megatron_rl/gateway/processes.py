@@ -64,7 +64,6 @@ def list_children(pid: int) -> list[int]:
 
 
 def list_tree(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
     yield pid
     for child in list_children(pid):
         yield from list_tree(child)

@@ -69,7 +69,6 @@ class ConversationRecord:
 
     @property
     def num_turns(self) -> int:
-        """The number of turns of the policy."""
         return len(self.parts) - 1
 
     @property

@@ -148,7 +148,6 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
 
 
 def read_source(file: str) -> str:
-    """Read a file of rewards."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -74,7 +74,6 @@ class RewardRequest:
     """The row's name in its file."""
 
     def encode(self) -> bytes:
-        """Encode the request as JSON."""
         # Imported here, because workers import this module too and do not need msgspec.
         import msgspec
 

@@ -25,6 +25,7 @@ from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
 from megatron_rl.environments.types import COMPONENT
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.chats import Texts, write_results
 from megatron_rl.gateway.record import ConversationRecord, Transcript
 from megatron_rl.gateway.said import write_said
 from megatron_rl.observe.trace import GROUPS, Recorder
@@ -32,7 +33,6 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.wire import EnvironmentTimes
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.texts import Texts, write_results
 from megatron_rl.tool_calls import JSON, PlainReader, Reader, Said
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import ON_ERROR_FLAG, Description
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
+from megatron_rl.gateway.chats import Chats, NumberChats, NumberTexts, TemplateChats, Texts, TokenizerTexts
 from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
@@ -49,7 +49,6 @@ from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_setti
 from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.texts import NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory

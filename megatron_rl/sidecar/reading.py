@@ -6,9 +6,9 @@ from pathlib import Path
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import UsageError
+from megatron_rl.gateway.chats import NumberReader, NumberTexts, Texts, TokenizerTexts
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar.settings import SidecarSettings
-from megatron_rl.sidecar.texts import NumberReader, NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.vllm.reader import TOOL_FLAG, Parsers, VllmReader, suggest_parser
 from megatron_rl.tool_calls import PlainReader, Reader
 

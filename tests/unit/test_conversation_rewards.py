@@ -13,7 +13,7 @@ import transformers
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.gateway.chats import TemplateChats
+from megatron_rl.gateway.chats import TemplateChats, TokenizerTexts
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.chat import build_decoder
@@ -23,7 +23,6 @@ from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer
-from megatron_rl.sidecar.texts import TokenizerTexts
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
 from tests.turns import make_turn

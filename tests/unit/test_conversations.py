@@ -10,13 +10,13 @@ import transformers
 
 from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.chats import NumberTexts, TokenizerTexts
 from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.selection import has_signal
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, find_span_problems, mask_sampled
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.texts import NumberTexts, TokenizerTexts
 from tests import chat_models
 from tests.turns import make_turn
 

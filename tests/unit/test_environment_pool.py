@@ -15,9 +15,9 @@ from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.errors import UsageError
+from megatron_rl.gateway.chats import NumberTexts
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Conversations
-from megatron_rl.sidecar.texts import NumberTexts
 from tests.reward_pools import leftovers
 from tests.unit.test_conversations import PROMPT, REQUEST, Engines
 

@@ -15,13 +15,13 @@ import transformers
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError, PlatformError, UsageError
+from megatron_rl.gateway.chats import NumberReader, NumberTexts, TokenizerTexts, write_results
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.main import _start_environments
 from megatron_rl.sidecar.reading import choose_reader
 from megatron_rl.sidecar.settings import parse
-from megatron_rl.sidecar.texts import NumberReader, NumberTexts, TokenizerTexts, write_results
 from megatron_rl.sidecar.vllm.reader import Parsers, VllmReader, suggest_parser
 from megatron_rl.tool_calls import JSON, PlainReader, Said, ToolCall
 from megatron_rl.trainer.data.prompts import read_prompts, tokenize_prompts
