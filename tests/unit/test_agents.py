@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.confined.confinement import NETWORK, landlock_version
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway.chats import NumberChats
@@ -25,7 +23,7 @@ from tests.reward_pools import leftovers
 from tests.turns import make_turn
 
 AGENT = '''
-import asyncio, contextlib, http.client, json, os, socket, time
+import asyncio, contextlib, http.client, json, os, time
 from urllib.parse import urlsplit
 
 def ask(base_url, api_key, model, messages, raw=None):
@@ -63,8 +61,6 @@ async def act(base_url, api_key, model, task, seed, **row):
     if task == "nan": return {"score": float("nan")}
     if task == "endless":
         while True: ask(*policy, messages)
-    if task.startswith("connect"):
-        socket.create_connection(("127.0.0.1", int(task.split()[1])), 5)
     said = ask(*policy, messages)
     if task == "parts": return {"turns": 2, "seed": seed % 10, "others": len(row)}
     return 1.0 if said else 0.0
@@ -267,22 +263,6 @@ def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tmp_path
 
     asyncio.run(run())
     assert not leftovers()
-
-
-def test_agents_reach_the_gateway_alone_unless_they_may_reach_all(tmp_path: Path) -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            task = f"connect {other.getsockname()[1]}"
-            async with acting(tmp_path) as world:
-                if landlock_version() < 4:
-                    assert NETWORK in world.opening.agents._pool.missing
-                    return
-                (response,) = await world.act(task)
-                assert response.finish_reason == "failed"
-            async with acting(tmp_path, agent_network="any") as world:
-                assert (await world.act(task))[0].reward == 1.0
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

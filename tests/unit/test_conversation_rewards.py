@@ -112,13 +112,8 @@ async def judge(
     pool = RewardPool(parse_specs(specs), PoolSettings(num_workers=1, log=folder / "log"))
     await pool.start()
     try:
-        prompt = wire.Prompt(
-            index=0,
-            row="row:0",
-            tokens=wire.encode_tokens(encode_prompt(engines._tokenizer)),
-            text=text,
-            columns=columns,
-        )
+        tokens = wire.encode_tokens(engines._tokenizer.encode(f"<|im_start|>user\n{QUESTION}"))
+        prompt = wire.Prompt(index=0, row="row:0", tokens=tokens, text=text, columns=columns)
         evaluation = wire.Evaluation(
             run="run", version=1, fingerprint="w", prompts=[prompt], group_size=1, deadline_seconds=300.0,
             sampling=wire.Sampling(max_tokens=400, max_turns=8, temperature=1.0),
@@ -130,10 +125,6 @@ async def judge(
         return made[0].responses[0]
     finally:
         await pool.close()
-
-
-def encode_prompt(tokenizer: Any) -> list[int]:
-    return list(tokenizer.encode(f"<|im_start|>user\n{QUESTION}"))
 
 
 def read_seen(folder: Path) -> list[Any]:

@@ -182,8 +182,6 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
         log = (file.parent / "log").read_text()
         closed = [line for line in log.splitlines() if line.startswith("closed")]
         assert sorted(closed) == [*["closed 5"] * 7, "closed None", "closed nothing"]
-        assert f'File "{file}", line 14, in step' in log
-        assert "\nRuntimeError: no such move\n" in log
         assert "KeyError" not in log
 
     asyncio.run(run())

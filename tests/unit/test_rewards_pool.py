@@ -12,7 +12,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.rewards import pool
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
-from megatron_rl.rewards.types import RewardError, RewardSpec
+from megatron_rl.rewards.types import RewardError
 from tests.reward_pools import request, score, with_pool, write
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "rewards"
@@ -242,11 +242,6 @@ def test_a_pool_without_functions_or_workers_is_refused():
         RewardPool([])
     with pytest.raises(UsageError, match="--reward-workers 0"):
         RewardPool(parse_specs(["exact"]), PoolSettings(num_workers=0))
-
-
-def test_a_spec_says_whether_it_is_a_file():
-    assert RewardSpec("f", "a.py", "f").is_file
-    assert not RewardSpec("exact", "exact").is_file
 
 
 TRIALS = {
