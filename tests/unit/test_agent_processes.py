@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_rl.confined.pool import Interpreter
+from megatron_rl.environments.types import AGENT_PYTHON_FLAG
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway import processes
 from megatron_rl.gateway.processes import list_children
@@ -174,12 +176,8 @@ def test_a_python_that_agents_cannot_run_in_is_refused_by_name(tmp_path: Path, p
     python.write_text(program)
     python.chmod(0o700)
 
-    async def run() -> None:
-        async with acting(tmp_path, "act_alone", AGENT, agent_python=python):
-            raise AssertionError("it started")
-
     with pytest.raises(UsageError, match=f"--rollout-agent-python .*{said}"):
-        asyncio.run(run())
+        Interpreter.ask(python, AGENT_PYTHON_FLAG)
 
 
 def test_clients_that_the_agents_file_makes_call_for_the_rollout_of_their_process(tmp_path: Path) -> None:

@@ -135,17 +135,12 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
             assert (tokens[0], tokens[4], first.finish_reason) == (2, 6, "stop")
             assert not first.branches
             assert world.engines.requests[0].prompt_tokens == (7, 8)
-            for task, reason, num_tokens in (
-                ("raise", "failed", 2),
-                ("malformed", "failed", 2),
-                ("text", "failed", 2),
-                ("nan", "failed", 2),
-            ):
+            for task in ("raise", "malformed", "text", "nan"):
                 (response,) = await world.act(task)
-                assert (response.finish_reason, response.reward) == (reason, -1.0)
+                assert (response.finish_reason, response.reward) == ("failed", -1.0)
                 assert response.failure
                 assert response.components == {"agent": -1.0}
-                assert len(response.tokens) // 4 == num_tokens
+                assert len(response.tokens) // 4 == 2
                 with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) failed: \S.*-on-error$"):
                     await world.act(task, on_error=None)
             # A refusal at a limit never ends the run.
@@ -167,10 +162,7 @@ def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> 
                 ("none", "returned None"),
                 ("mute", "left nothing to train on: it ended without a call"),
                 ("silent", r"agent of prompt 4 \(rows:4\) failed in each of 3 attempts: .*cannot begin.*; correct it$"),
-                (
-                    "refused",
-                    "to train on: its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would",
-                ),
+                ("refused", "its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
             ):
                 with pytest.raises(MegatronRLError, match=said):
                     await world.act(task)

@@ -1,7 +1,6 @@
 """The contract of confined processes, which the workers of rewards, environments and agents pass alike."""
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,7 +9,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.gateway.agents import AgentProcess
 from megatron_rl.rewards.types import RewardSpec
-from tests.reward_pools import leftovers
+from tests.reward_pools import leftovers, started
 
 # Seconds that no other program on this host sleeps.
 MARK = f"601.{os.getpid()}"
@@ -138,17 +137,6 @@ def build(kind: Kind, folder: Path, code: str = CODE, ports: tuple[int, ...] = (
     return pool
 
 
-@contextlib.asynccontextmanager
-async def started(pool: ConfinedPool) -> AsyncIterator[ConfinedPool]:
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
-        assert not pool._scratch.exists()
-        assert leftovers(f"sleep {MARK}") == []
-
-
 async def call(kind: Kind, pool: ConfinedPool, how: str, timeout: float = 300) -> Any:
     async with pool.lend() as process:
         return await kind.call(process, how, timeout)
@@ -176,6 +164,7 @@ def test_an_error_is_described_with_line_and_cause_and_its_traceback_is_in_the_l
     asyncio.run(run())
     log = (tmp_path / "log").read_text()
     assert 'code.py", line 11, in do' in log
+    assert "direct cause" in log
     assert "RuntimeError: no such move\n" in log
 
 
@@ -229,6 +218,7 @@ def test_all_that_was_started_ends_with_the_pool_and_calls_that_wait_fail(
             waiting = asyncio.create_task(call(kind, pool, "hang"))
             while not pool._processes[0]._waiting:
                 await asyncio.sleep(0.01)
+        assert leftovers(f"sleep {MARK}") == []
         with pytest.raises(CallFailed, match="its process was ended"):
             await waiting
 
@@ -277,6 +267,7 @@ def test_with_ports_no_other_can_be_reached(kind: Kind, tmp_path: Path) -> None:
     ("code", "reason"),
     [
         ("x = 1\ny = nothing", r"code.py:2 does not import: NameError: name 'nothing'"),
+        ("def f(:", "code.py:1 does not import: SyntaxError"),
         ("", "has no .*function"),
         ("import os; os._exit(4)", "a process that loads .* its process ended with exit code 4"),
         ("import time; time.sleep(60)", "did not finish importing within 0.5 seconds"),

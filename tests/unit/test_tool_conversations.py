@@ -71,16 +71,7 @@ class Reader:
 
 
 def hold(talk: Talk, reader: Reader | None, has_step: bool = False) -> wire.Response:
-    conversations = Conversations(
-        Engines(),
-        Pool(talk),
-        NumberTexts(),
-        0.0,
-        True,
-        has_step,
-        [ADD],
-        reader,  # type: ignore[arg-type]
-    )
+    conversations = Conversations(Engines(), Pool(talk), NumberTexts(), 0.0, True, has_step, [ADD], reader)
     request = type(REQUEST)(**{**vars(REQUEST), "group_size": 1, "sampling": wire.Sampling(max_tokens=40, max_turns=4)})
     (transcript,) = asyncio.run(conversations.hold_group(request, PROMPT))
     return transcript.response
