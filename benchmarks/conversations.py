@@ -23,13 +23,13 @@ import psutil
 from benchmarks import report
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.gateway.chats import NumberTexts
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.group_maker import Counters, GroupMaker, NoScorer
-from megatron_rl.sidecar.texts import NumberTexts
 from tests.sidecar.scripted_service import Engines, weights
 
 NUM_CONVERSATIONS, GROUP_SIZE, NUM_TURNS, NUM_TOKENS = 10_000, 8, 20, 32

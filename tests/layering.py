@@ -12,7 +12,7 @@ PACKAGE = "megatron_rl"
 LAYERS = (
     {"errors", "types"},
     {"versions", "flag"},
-    {"code_files", "flag_parser"},
+    {"code_files", "confined", "flag_parser"},
     {"algorithm"},
     {"config", "ops"},
     {"platforms"},

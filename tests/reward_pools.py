@@ -1,18 +1,22 @@
 """Pools of reward functions that a test writes, and the proof that they leave no process and no file open."""
 
 import asyncio
+import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+from megatron_rl.confined.pool import ConfinedPool, PoolSettings
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
-from megatron_rl.rewards.types import PoolSettings, RewardRequest, RewardResult
+from megatron_rl.rewards.types import RewardRequest, RewardResult
+
+Pool = TypeVar("Pool", bound=ConfinedPool)
 
 
 def write(folder: Path, code: str, name: str = "mine.py") -> Path:
@@ -29,6 +33,18 @@ def request(
     return RewardRequest(index, prompt, completions, [list(range(len(text))) for text in completions], columns)
 
 
+@contextlib.asynccontextmanager
+async def started(pool: Pool) -> AsyncIterator[Pool]:
+    """Start a pool; fail if it leaves a folder or a process once it is closed."""
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        assert not pool._scratch.exists()
+        assert leftovers() == []
+
+
 def with_pool(
     specs: Sequence[str],
     use: Callable[[RewardPool], Awaitable[Any]],
@@ -40,16 +56,9 @@ def with_pool(
     before = open_files()
 
     async def run() -> Any:
-        pool = RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))
-        await pool.start()
-        await pool.try_on(trials)
-        scratch = pool._scratch
-        try:
+        async with started(RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))) as pool:
+            await pool.try_on(trials)
             return await use(pool)
-        finally:
-            await pool.close()
-            assert not scratch.exists()
-            assert leftovers() == []
 
     try:
         return asyncio.run(run())
@@ -80,7 +89,7 @@ def open_files() -> dict[int, str]:
 
 def leftovers(marker: str | None = None, seconds: float = 60) -> list[str]:
     """Return what is left after `seconds`: this process's workers, and processes whose command line has the marker."""
-    marks = [f"rewards.worker {os.getpid()} ", *([marker] if marker else [])]
+    marks = [f".worker {os.getpid()} ", *([marker] if marker else [])]
     deadline = time.monotonic() + seconds
     while True:
         lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]

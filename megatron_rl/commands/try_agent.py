@@ -16,13 +16,12 @@ from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rollout import DataConfig
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import ExitCode
 from megatron_rl.gateway.chats import Chats, ChatTooLong, TemplateChats
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.tool_calls import JSON, Said, ToolCall
 from megatron_rl.trainer.data.prompt_files import read_rows
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.errors import UsageError
 from megatron_rl.flag import names_function
 from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.tool_calls import JSON
@@ -18,23 +18,6 @@ VERIFIERS_FLAG = "--rollout-verifiers"
 COMPONENT = "environment"
 AGENT_COMPONENT = "agent"
 ON_ERROR_FLAG = "--rollout-env-on-error"
-
-
-class EnvironmentFailed(MegatronRLError):
-    """The failure of an environment: it raised, was silent for too long, or said too much."""
-
-
-class TooSlow(EnvironmentFailed):
-    """An environment that does not answer a call in time."""
-
-
-class WorkerEnded(EnvironmentFailed):
-    """The end of the process that held an environment, with all others in it."""
-
-    def __init__(self, reason: str, had_call: bool) -> None:
-        super().__init__(reason)
-        self.had_call = had_call
-        """True if the conversation had a call then, which may be the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +51,6 @@ class EnvironmentSpec:
         return cls(Path(file).resolve(), name, flag)
 
     def read(self) -> str:
-        """Read the file."""
         try:
             return self.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -76,7 +58,6 @@ class EnvironmentSpec:
 
 
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
-    """Find the mistakes in the flags of environments."""
     found: list[str] = []
     for source, flag in ((config.source, FLAG), (config.agent, AGENT_FLAG)):
         try:

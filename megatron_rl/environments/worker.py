@@ -1,10 +1,8 @@
-"""A worker of environments: `python -m megatron_rl.environments.worker PARENT NAMESPACE`; see `rewards.worker`.
+"""A worker of environments: `python -m megatron_rl.environments.worker PARENT NAMESPACE`; see `confined.worker`.
 
-The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
-is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. The calls
-of a conversation run one after another, each in a thread, so that one that hangs keeps no other conversation waiting.
-A call that the parent has given up runs to its end too: "close" waits for it. A "ping" is answered at once, unless a
-call holds Python's lock.
+The calls of a conversation run one after another, each in a thread, so that one that hangs keeps no other conversation
+waiting. A call that the parent has given up runs to its end too: "close" waits for it. A "ping" is answered at once,
+unless a call holds Python's lock.
 """
 
 import asyncio
@@ -16,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import IO, Any
 
-from megatron_rl.rewards.worker import answer, read_setup, run_worker
+from megatron_rl.confined.worker import Setup, answer, load_named, report_error, run_worker, wait_for
 from megatron_rl.tool_calls import describe_methods, list_methods
 
 _MOST_THREADS = 1024
@@ -55,7 +53,6 @@ class Environment:
         return _check_reward(self._run(instance.get_reward))
 
     def close(self) -> None:
-        """Let the environment end."""
         try:
             if callable(close := getattr(self._instance, "close", None)):
                 self._run(close)
@@ -82,10 +79,6 @@ class Environment:
             return result
         self._loop = self._loop or asyncio.new_event_loop()
         return self._loop.run_until_complete(wait_for(result))
-
-
-async def wait_for(result: Any) -> Any:
-    return await result
 
 
 def _read_arguments(text: str) -> dict[str, Any]:
@@ -138,41 +131,11 @@ def describe(factory: Callable[[], Any], has_schemas: bool) -> dict[str, Any]:
     }
 
 
-def load(
-    setup: Mapping[str, Any],
-    answers: IO[bytes],
-    missing: dict[str, str],
-    describe: Callable[[Any, bool], dict[str, Any]],
-) -> Callable[..., Any] | None:
-    """Load the class or function of a set-up, and answer whether this worked; return None if it did not."""
-    # Imported here, after the confinement: the keeper does not need it.
-    from megatron_rl.rewards.calling import CannotLoad, load_module, name_line
-
-    file, name = setup["file"], setup["name"]
-    try:
-        loaded: Any = getattr(load_module(file, setup["source"]), name, None)
-        if not callable(loaded):
-            raise CannotLoad(f"{file} has no class or function {name}")
-        description = describe(loaded, setup["has_schemas"])
-    except CannotLoad as error:
-        answer(answers, {"cannot_load": str(error)})
-        return None
-    except BaseException as error:
-        # The class is the user's own.
-        answer(answers, {"cannot_load": f"{name} of {file}: {error}{name_line(error, file)}"})
-        return None
-    answer(answers, {"ready": True, "missing": missing, "description": description})
-    return loaded
+def _load(setup: Setup) -> tuple[Any, Any]:
+    return load_named(setup, lambda factory: describe(factory, setup["is_first"]))
 
 
-def serve_calls(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
-    """Load the class, and answer calls."""
-    from megatron_rl.rewards.calling import report_error
-
-    setup = read_setup(requests, missing)
-    factory = load(setup, answers, missing, describe)
-    if factory is None:
-        return
+def _serve(factory: Callable[[], Any], setup: Setup, requests: IO[bytes], answers: IO[bytes]) -> None:
     held: dict[int, Environment] = {}
     one_at_a_time = threading.Lock()
 
@@ -213,4 +176,4 @@ def serve_calls(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]
 
 
 if __name__ == "__main__":
-    run_worker(sys.argv[1:], serve_calls)
+    run_worker(sys.argv[1:], _load, _serve)

@@ -6,30 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.environments.interpreter import Interpreter
+from megatron_rl.confined.pool import Interpreter, PoolSettings
+from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
+from megatron_rl.confined.worker import find_parent
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
-from megatron_rl.environments.process import EnvironmentWorker
-from megatron_rl.environments.types import (
-    AGENT_FLAG,
-    AGENT_PYTHON_FLAG,
-    EnvironmentFailed,
-    EnvironmentSpec,
-    TooSlow,
-    WorkerEnded,
-)
+from megatron_rl.environments.types import AGENT_FLAG, AGENT_PYTHON_FLAG, EnvironmentSpec
 from megatron_rl.gateway.gateway import PROCESS_KEY
-from megatron_rl.gateway.processes import end_strays, end_tree, find_parent, find_unknown, list_children
-from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
+from megatron_rl.gateway.processes import end_strays, end_tree, find_unknown, list_children
+from megatron_rl.gateway.rollout_context import RolloutContext
 from megatron_rl.gateway.worker import build_variables
-from megatron_rl.rewards.process import WorkerFault
-from megatron_rl.rewards.types import PoolSettings
 
 
-class AgentWorker(EnvironmentWorker):
-    """A worker that forks a process for each rollout."""
-
-    MODULE = "megatron_rl.gateway.worker"
-    SHARES_LOCK = False
+class AgentProcess(ConfinedProcess):
+    """A process that forks another one for each rollout."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -37,23 +26,22 @@ class AgentWorker(EnvironmentWorker):
         # The processes of rollouts, and those that the agent's file started when it was imported.
         self._known: set[int] = set()
 
-    def follow(self) -> None:
+    async def set_up(self, setup: bytes, timeout: float) -> dict[str, Any]:
+        answer = await super().set_up(setup, timeout)
         # The keeper has one child.
         self._pid = next(iter(list_children(self._process.pid)), 0)
         self._known.update(list_children(self._pid))
-        super().follow()
+        return {**answer, "missing": answer.get("missing", {}) | find_unknown()}
 
-    async def call(self, content: Mapping[str, Any], timeout: float) -> Any:
+    async def call(self, call: str, timeout: float, encoded: Mapping[str, bytes] | None = None, **content: Any) -> Any:
         try:
-            return await super().call(content, timeout)
+            return await super().call(call, timeout, encoded, **content)
         except TooSlow as slow:
             # The function runs in processes of its own, so it is the worker that is stuck, with all its rollouts.
-            self._break_off(WorkerFault(str(slow), False))
-            self.kill()
-            raise WorkerEnded(str(slow), had_call=True) from None
+            self.break_off(str(slow))
+            raise ProcessEnded(str(slow), had_call=True) from None
 
     def note_process(self, pid: int) -> None:
-        """Note the process of a rollout."""
         self._known.add(pid)
 
     def end_process(self, pid: int) -> None:
@@ -68,32 +56,30 @@ class AgentWorker(EnvironmentWorker):
 class AgentConversation(Conversation):
     """A rollout: the conversation is with a process of its own."""
 
-    _worker: AgentWorker
+    _process: AgentProcess
 
-    def __init__(self, worker: EnvironmentWorker, number: int, timeout: float, note: Note) -> None:
+    def __init__(self, process: ConfinedProcess, number: int, timeout: float, note: Note) -> None:
         # The limit for calls of environments is not an agent's; the worker is slow to fork on a busy host alone.
-        super().__init__(worker, number, PoolSettings.start_timeout, note)
+        super().__init__(process, number, PoolSettings.start_timeout, note)
         self.process: int | None = None
 
     async def open(self, row: Mapping[str, Any], seed: int) -> None:
         self.process = int(await self.call("open", row=row, seed=seed))
-        self._worker.note_process(self.process)
+        self._process.note_process(self.process)
 
     async def close(self) -> None:
         """End the rollout's process, and every one that it started."""
-        if self.process is not None and self._worker.is_alive:
-            self._worker.end_process(self.process)
+        if self.process is not None and self._process.is_alive:
+            self._process.end_process(self.process)
         await super().close()
 
 
 class AgentPool(EnvironmentPool):
-    """A pool of workers that run agents."""
+    """A pool of processes that run agents."""
 
-    WORKER = AgentWorker
+    MODULE = "megatron_rl.gateway.worker"
+    PROCESS = AgentProcess
     CONVERSATION = AgentConversation
-
-    def _check_confinement(self, missing: dict[str, str]) -> None:
-        super()._check_confinement(missing | find_unknown())
 
 
 class FunctionAgents:
@@ -103,14 +89,14 @@ class FunctionAgents:
         """Make it; `port` and `address` are the gateway's."""
         spec = EnvironmentSpec.parse(config.agent or "", AGENT_FLAG)
         ports = (port,) if config.agent_network == "gateway" else ()
-        variables, interpreter = build_variables(address, PROCESS_KEY), None
+        variables, interpreter = build_variables(address, PROCESS_KEY), Interpreter.find_own()
         if config.agent_python is not None:
             interpreter = Interpreter.ask(config.agent_python, AGENT_PYTHON_FLAG)
             # The programs of its environment are found, as if it were activated.
             variables["PATH"] = os.pathsep.join(
                 [str(config.agent_python.absolute().parent), os.environ.get("PATH", "")]
             )
-        self._pool = AgentPool(config, settings, spec, ports, variables, interpreter)
+        self._pool = AgentPool(config, settings, spec, ports=ports, variables=variables, interpreter=interpreter)
         self._timeout = config.agent_timeout
         self._python = config.agent_python
 
@@ -132,11 +118,7 @@ class FunctionAgents:
                     rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
         except TimeoutError:
-            raise AgentFailed(f"used more than {self._timeout:g} seconds of its own") from None
-        except WorkerEnded as ended:
-            raise AgentFailed(str(ended), is_to_be_repeated=True) from None
-        except EnvironmentFailed as failure:
-            raise AgentFailed(str(failure)) from None
+            raise CallFailed(f"used more than {self._timeout:g} seconds of its own") from None
 
     async def close(self) -> None:
         await self._pool.close()

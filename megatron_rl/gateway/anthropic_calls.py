@@ -43,7 +43,7 @@ def _check_thinking(body: JSON) -> None:
 
 def _read_messages(body: JSON) -> list[JSON]:
     messages: list[JSON] = []
-    if (system := _read_text(body.get("system"), "system", "")) is not None:
+    if (system := fields.read_text(body.get("system"), "system", "", "blocks")) is not None:
         messages.append({"role": "system", "content": system})
     for number, message in enumerate(fields.list_objects(fields.need(body, "messages", list), "messages")):
         messages += _read_message(message, f"messages[{number}].")
@@ -89,10 +89,10 @@ def _read_message(message: JSON, place: str) -> Iterator[JSON]:
             texts.append(block)
             continue
         within = f"{place}content[{number}]."
-        result = _read_text(block.get("content"), f"{within}content", "\n") or ""
+        result = fields.read_text(block.get("content"), f"{within}content", "\n", "blocks") or ""
         yield {"role": "tool", "content": result, "tool_call_id": fields.need(block, "tool_use_id", str, within)}
     if texts or not blocks:
-        yield {"role": role, "content": _read_text(texts, f"{place}content", "\n") or ""}
+        yield {"role": role, "content": fields.read_text(texts, f"{place}content", "\n", "blocks") or ""}
 
 
 def _read_assistant(content: Any, place: str) -> JSON:
@@ -123,24 +123,7 @@ def _read_assistant(content: Any, place: str) -> JSON:
     return message
 
 
-def _read_text(content: Any, place: str, joint: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise CallRefused(f"{place} must be text or a list of blocks", parameter="messages")
-    texts = []
-    for number, block in enumerate(fields.list_objects(content, place)):
-        if block.get("type") != "text":
-            raise CallRefused(
-                f"{place}[{number}] has the type {block.get('type')!r}, and the policy reads text alone",
-                parameter="messages",
-            )
-        texts.append(fields.need(block, "text", str, f"{place}[{number}]."))
-    return joint.join(texts)
-
-
 def write_answer(answer: Answer) -> JSON:
-    """Write an answer whole."""
     return {
         **_head(answer),
         "content": [*_list_blocks(answer)],
@@ -150,7 +133,6 @@ def write_answer(answer: Answer) -> JSON:
 
 
 def stream_answer(answer: Answer) -> Iterator[str]:
-    """Yield the events of a streamed answer."""
     yield _event("message_start", {"message": {**_head(answer), "content": [], "usage": _count(answer, 0)}})
     for number, block in enumerate(_list_blocks(answer)):
         begun, deltas = _split(block)
@@ -164,7 +146,6 @@ def stream_answer(answer: Answer) -> Iterator[str]:
 
 
 def write_error(refused: CallRefused) -> JSON:
-    """Write a refusal."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = kinds.get(refused.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}

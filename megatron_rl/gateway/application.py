@@ -52,7 +52,6 @@ ANTHROPIC = Interface(
 
 
 def build_gateway_application(gateway: Gateway) -> Starlette:
-    """Build the ASGI application."""
 
     async def complete(request: Request) -> Response:
         return await _handle(gateway, request, OPENAI)

@@ -60,7 +60,6 @@ def _check_field(name: str, value: Any, neutral: Mapping[str, tuple]) -> None:
 
 
 def check_temperature(body: JSON, temperature: float) -> None:
-    """Refuse another temperature than the run's."""
     given = body.get("temperature")
     if given is not None and given != temperature:
         raise CallRefused(
@@ -70,7 +69,6 @@ def check_temperature(body: JSON, temperature: float) -> None:
 
 
 def check_model(body: JSON, model: str) -> None:
-    """Refuse another model than the policy."""
     given = body.get("model")
     if given != model:
         raise CallRefused(f"model {given!r} is not served: write {model!r}", 404, "model_not_found", "model")
@@ -108,6 +106,23 @@ def list_objects(values: list[Any], place: str) -> list[JSON]:
         if not isinstance(value, dict):
             raise CallRefused(f"{place}[{number}] must be an object, and is {value!r:.100}", parameter=place)
     return values
+
+
+def read_text(content: Any, place: str, joint: str, parts: str) -> str | None:
+    """Return a content that is text, or a list of parts that are text; None without it."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise CallRefused(f"{place} must be text or a list of {parts}", parameter="messages")
+    texts = []
+    for number, block in enumerate(list_objects(content, place)):
+        if block.get("type") != "text":
+            raise CallRefused(
+                f"{place}[{number}] has the type {block.get('type')!r}, and the policy reads text alone",
+                parameter="messages",
+            )
+        texts.append(need(block, "text", str, f"{place}[{number}]."))
+    return joint.join(texts)
 
 
 def check_end(messages: list[JSON]) -> list[JSON]:

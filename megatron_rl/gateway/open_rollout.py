@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.gateway.chats import Chats, ChatTooLong
-from megatron_rl.gateway.record import CallRecord, cut_turn
+from megatron_rl.gateway.record import ConversationRecord, cut_turn
 from megatron_rl.gateway.rollout_context import AgentClock
 from megatron_rl.gateway.said import Answer, Call, CallRefused, ChatDigests, write_said
 from megatron_rl.shared.protocol import wire
@@ -91,7 +91,7 @@ class OpenRollout:
     ) -> None:
         """Make it; `writer` has one thread, in which chats are written."""
         self.terms = terms
-        self.record = CallRecord(terms.prompt)
+        self.record = ConversationRecord(terms.prompt, terms.sampling)
         self.broken: str | None = None
         """The reason why the rollout was ended by a call that nothing can be made of."""
         self.fault: MegatronRLError | None = None
@@ -143,7 +143,6 @@ class OpenRollout:
         return _FRAME_BYTES + _BYTES_OF_TOKEN * (len(self.terms.prompt) + self.terms.sampling.max_tokens)
 
     def refuse_size(self, num_bytes: int) -> NoReturn:
-        """Refuse a call that has too many bytes."""
         self._refuse(f"a call of this rollout may have {self.most_bytes:,} bytes, and one has {num_bytes:,}")
 
     def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
@@ -173,7 +172,6 @@ class OpenRollout:
         raise CallRefused(str(self.fault), 401, "foreign_process")
 
     def break_off(self, reason: str) -> None:
-        """End the rollout because of a call."""
         self.broken = self.broken or reason
         self.end()
 
@@ -202,7 +200,7 @@ class OpenRollout:
             turn = await self._sample(request)
             said = await self._read(turn, call.tools)
             # Calls that were answered meanwhile may have left fewer tokens.
-            while len(turn.tokens) > 4 * (left := self._count_left(prompt)):
+            while len(turn.tokens) > 4 * (left := self.record.count_left(prompt)):
                 turn = cut_turn(turn, self._check_left(left))
                 said = await self._read(turn, call.tools)
         except BaseException as error:
@@ -224,12 +222,11 @@ class OpenRollout:
                     number = self._choose(found, call.digests)
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
-                    turn = self.record.parts[number].turn
                     new = await self._write_chat(
                         self._chats.extend, call.messages[length:], call.tools, path.tolist(), calls
                     )
-                    assert turn is not None
-                    return np.concatenate([path, np.asarray(new, dtype=path.dtype)]), turn.engine
+                    prompt = np.concatenate([path, np.asarray(new, dtype=path.dtype)])
+                    return prompt, self.record.parts[number].engine
             tokens = await self._write_chat(self._chats.render, call.messages, call.tools)
             prompt = np.asarray(tokens, dtype=self.terms.prompt.dtype)
         except ChatTooLong:
@@ -294,7 +291,7 @@ class OpenRollout:
     def _request(self, call: Call, prompt: np.ndarray, after: str | None) -> TurnRequest:
         # Others may have been taken while the chat was written.
         self._check_turns()
-        left = self._check_left(self._count_left(prompt))
+        left = self._check_left(self.record.count_left(prompt))
         self._num_calls += 1
         key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
         repeated = self._asked[key] = self._asked.get(key, -1) + 1
@@ -305,11 +302,6 @@ class OpenRollout:
             number=self._num_calls - 1,
             after=after,
         )
-
-    def _count_left(self, prompt: np.ndarray) -> int:
-        """Count the tokens that are left for a turn after `prompt`."""
-        _, num_shared = self.record.find_shared(prompt)
-        return self.terms.sampling.max_tokens - self.record.num_tokens - (len(prompt) - num_shared)
 
     def _check_left(self, left: int) -> int:
         if left < 1:

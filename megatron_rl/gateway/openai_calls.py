@@ -71,7 +71,8 @@ def _read_message(message: JSON, place: str) -> JSON:
     role = fields.need(message, "role", str, place)
     if role not in _ROLES:
         raise CallRefused(f"{place}role {role!r} must be one of {', '.join(_ROLES)}", parameter="messages")
-    read: JSON = {"role": _ROLES[role], "content": _read_content(message.get("content"), place)}
+    content = fields.read_text(message.get("content"), f"{place}content", "\n", "parts") or ""
+    read: JSON = {"role": _ROLES[role], "content": content}
     if name := fields.take(message, "name", str, place):
         read["name"] = name
     if role == "tool":
@@ -97,26 +98,7 @@ def _read_tool_call(call: JSON, place: str) -> JSON:
     }
 
 
-def _read_content(content: Any, place: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise CallRefused(f"{place}content must be text or a list of parts", parameter="messages")
-    texts = []
-    for number, part in enumerate(fields.list_objects(content, f"{place}content")):
-        if part.get("type") != "text":
-            raise CallRefused(
-                f"{place}content[{number}] has the type {part.get('type')!r}, and the policy reads text alone",
-                parameter="messages",
-            )
-        texts.append(fields.need(part, "text", str, f"{place}content[{number}]."))
-    return "\n".join(texts)
-
-
 def write_answer(answer: Answer) -> JSON:
-    """Write an answer whole."""
     message = write_said(answer.said)
     choice: JSON = {"index": 0, "message": message, "finish_reason": _name_end(answer)}
     choice["logprobs"] = _write_log_probs(answer)
@@ -124,7 +106,6 @@ def write_answer(answer: Answer) -> JSON:
 
 
 def stream_answer(answer: Answer, has_usage: bool) -> Iterator[str]:
-    """Yield the events of a streamed answer."""
     said = answer.said
     head = _head(answer, "chat.completion.chunk")
 
@@ -146,7 +127,6 @@ def stream_answer(answer: Answer, has_usage: bool) -> Iterator[str]:
 
 
 def write_error(refused: CallRefused) -> JSON:
-    """Write a refusal."""
     kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
     return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}
 

@@ -10,6 +10,8 @@ import struct
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
+from megatron_rl.confined.worker import find_parent
+
 # Of linux/netlink.h, sock_diag.h and inet_diag.h.
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -62,7 +64,6 @@ def list_children(pid: int) -> list[int]:
 
 
 def list_tree(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
     yield pid
     for child in list_children(pid):
         yield from list_tree(child)
@@ -74,16 +75,6 @@ def list_ancestors(pid: int) -> Iterator[int]:
     while pid > 0:
         yield pid
         pid = find_parent(pid)
-
-
-def find_parent(pid: int) -> int:
-    """Return the parent of a process; 0 if it has none here or is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name of the program may have any characters, and ends at the last parenthesis.
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def list_files(pid: int) -> Iterator[str]:

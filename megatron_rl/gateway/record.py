@@ -1,15 +1,19 @@
-"""The record of a rollout: a tree of the tokens that its calls added to the prompt, as one response.
+"""The record of a conversation: a tree of the tokens that follow the prompt, as one response, within its limits.
+
+Conversations with environments add turn after turn to one chain; agents may call from anywhere.
 
 Invariants:
 
 - a turn stands after exactly the tokens that it was sampled after;
 - tokens of the policy stand in the response once, with the log-probs and spans of their sampling;
 - two calls share the first tokens of their prompts that are equal, and each keeps what it sampled itself;
-- calls in another order of arrival give the same response.
+- calls in another order of arrival give the same response;
+- a record keeps a few bytes a token, for many conversations last at once.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from array import array
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,9 +21,19 @@ import numpy as np
 
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.tool_calls import JSON
 
 
 @dataclasses.dataclass(frozen=True)
+class Transcript:
+    """A response of several turns with its messages, which reward functions read."""
+
+    response: wire.Response
+    messages: list[JSON]
+    """The messages after the prompt, in OpenAI's form; the last one is the policy's. None if no function reads them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CallPart:
     """The tokens that a call added: those of its prompt that were not recorded, and then a turn."""
 
@@ -30,28 +44,67 @@ class CallPart:
     tokens: np.ndarray
     num_given: int
     """The number of its tokens that the policy did not sample, which stand first."""
-    turn: wire.Response | None
-    """The turn; None for the group's prompt, which is part 0."""
+    log_probs: bytes = b""
+    """The provenance of the turn, as engines send it; empty for the group's prompt, which is part 0."""
+    spans: Sequence[wire.VersionSpan] = ()
+    engine: str = ""
+    fingerprint: str = ""
+
+    @property
+    def end(self) -> int:
+        """The number of tokens from the first of all to its end."""
+        return self.after + len(self.tokens)
 
 
-class CallRecord:
-    """The parts of a rollout, in the order in which they came."""
+class ConversationRecord:
+    """The parts of a conversation, in the order in which they came."""
 
-    def __init__(self, prompt: np.ndarray) -> None:
-        self.parts = [CallPart(0, 0, prompt, len(prompt), None)]
+    def __init__(self, prompt: np.ndarray, sampling: wire.Sampling) -> None:
+        self.parts = [CallPart(0, 0, prompt, len(prompt))]
+        self._sampling = sampling
+        self.num_tokens = 0
+        """The number of tokens of the response."""
+        self._heard = prompt[:0]
+        self._is_chain = True
 
     @property
     def num_turns(self) -> int:
-        """The number of turns of the policy."""
         return len(self.parts) - 1
 
     @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the response."""
-        return sum(len(part.tokens) for part in self.parts[1:])
+    def last_engine(self) -> str | None:
+        """The engine of the last turn; None before the first."""
+        return self.parts[-1].engine or None
+
+    def count_left(self, prompt: np.ndarray) -> int:
+        """Count the tokens that are left for a turn after `prompt`."""
+        _, num_shared = self.find_shared(prompt)
+        return self._sampling.max_tokens - self.num_tokens - (len(prompt) - num_shared)
+
+    def hear(self, tokens: Sequence[int]) -> bool:
+        """Note what was said after the last turn, for the next one; return False if no token would be left for it."""
+        if self.num_turns >= self._sampling.max_turns or self.num_tokens + len(tokens) >= self._sampling.max_tokens:
+            return False
+        self._heard = np.asarray(tokens, dtype=self.parts[0].tokens.dtype)
+        return True
+
+    def read_heard(self) -> tuple["array[int]", int]:
+        """Return all tokens before the next turn of a chain, and the number of tokens that are left for it."""
+        tokens = np.concatenate([*(part.tokens for part in self.parts), self._heard])
+        left = self._sampling.max_tokens + len(self.parts[0].tokens) - len(tokens)
+        return array("i", tokens.tobytes()), left
+
+    def say(self, turn: wire.Response) -> list[int]:
+        """Add the next turn of a chain; return its tokens."""
+        sampled = wire.decode_tokens(turn.tokens)
+        self._append(len(self.parts) - 1, self.parts[-1].end, self._heard, sampled, turn)
+        self._heard = self._heard[:0]
+        return sampled.tolist()
 
     def read_path(self, number: int) -> np.ndarray:
         """Return all tokens from the first one to the end of a part."""
+        if self._is_chain:
+            return np.concatenate([part.tokens for part in self.parts[: number + 1]])
         end: int | None = None
         pieces = []
         # In a loop: a rollout may have more turns than calls may be nested.
@@ -81,24 +134,45 @@ class CallRecord:
 
     def add(self, prompt: np.ndarray, turn: wire.Response) -> int:
         """Add a turn that was sampled after `prompt`; return the number of its part."""
+        return self._add(prompt, wire.decode_tokens(turn.tokens), turn)
+
+    def _add(self, prompt: np.ndarray, sampled: np.ndarray, turn: wire.Response | CallPart) -> int:
         parent, after = self.find_shared(prompt)
-        given = prompt[after:]
-        tokens = np.concatenate([given, wire.decode_tokens(turn.tokens)])
-        self.parts.append(CallPart(parent, after, tokens, len(given), turn))
+        self._append(parent, after, prompt[after:], sampled, turn)
         return len(self.parts) - 1
 
-    def build_response(self, seed: int, reason: wire.FinishReason, components: dict[str, float]) -> wire.Response:
-        """Build the response, with the sum of the components as its reward."""
-        turns = [part.turn for part in self.parts if part.turn is not None]
-        layout = _lay_out(self._sort())
+    def _append(
+        self, parent: int, after: int, given: np.ndarray, sampled: np.ndarray, turn: wire.Response | CallPart
+    ) -> None:
+        self._is_chain &= parent == len(self.parts) - 1 and after == self.parts[parent].end
+        tokens = np.concatenate([given, sampled])
+        self.parts.append(
+            CallPart(parent, after, tokens, len(given), turn.log_probs, turn.spans, turn.engine, turn.fingerprint)
+        )
+        self.num_tokens += len(given) + len(sampled)
+
+    def build_response(
+        self,
+        seed: int,
+        reason: wire.FinishReason,
+        components: dict[str, float],
+        turn_rewards: Sequence[float] = (),
+        have_calls: Collection[int] = (),
+    ) -> wire.Response:
+        """Build the response, with the sum of the components as its reward.
+
+        `turn_rewards` are the rewards of the turns of a chain, but for those that called tools, which `have_calls`
+        counts from 1.
+        """
+        # A chain is in order as it is.
+        layout = _lay_out(self if self._is_chain else self._sort())
         tokens = np.concatenate([part.tokens for part in layout.parts])
-        last = layout.parts[-1].turn
-        assert last is not None
+        last = layout.parts[-1]
         # A turn under other weights makes the whole response one: it is refused where the group is checked.
-        others = [turn.fingerprint for turn in turns if turn.fingerprint != last.fingerprint]
+        others = [part.fingerprint for part in self.parts[1:] if part.fingerprint != last.fingerprint]
         return wire.Response(
             tokens=wire.encode_tokens(tokens),
-            log_probs=wire.encode_log_probs(np.concatenate([_read_log_probs(part) for part in layout.parts])),
+            log_probs=b"".join(_read_log_probs(part) for part in layout.parts),
             finish_reason=reason,
             seed=seed,
             engine=last.engine,
@@ -106,14 +180,29 @@ class CallRecord:
             branches=layout.branches,
             fingerprint=others[0] if others else last.fingerprint,
             reward=sum(components.values()),
+            turn_rewards=self._place(turn_rewards, have_calls) if turn_rewards else [],
             components={**components},
         )
 
+    def _place(self, rewards: Sequence[float], have_calls: Collection[int]) -> list[float]:
+        """Return a reward for each turn that counts; those of the last turns may be missing.
+
+        A turn that follows the turn before it without a word of the environment counts as one with it.
+        """
+        placed: list[float] = []
+        given = iter(rewards)
+        for number, part in enumerate(self.parts[1:], 1):
+            reward = 0.0 if number in have_calls else next(given, 0.0)
+            if number == 1 or part.num_given:
+                placed.append(reward)
+            else:
+                placed[-1] += reward
+        return placed
+
     def get_order(self, number: int) -> tuple[Any, ...]:
         """Return a key that orders calls by their tokens: a call comes after those that it extends."""
-        prompt, turn = self._read_prompt(number), self.parts[number].turn
-        assert turn is not None
-        return len(prompt), prompt.tobytes(), turn.tokens, turn.log_probs
+        prompt = self._read_prompt(number)
+        return len(prompt), prompt.tobytes(), self._read_sampled(number).tobytes(), self.parts[number].log_probs
 
     def get_depth(self, number: int) -> tuple[Any, ...]:
         """Return a key that orders calls by how far they continue the row's prompt; other calls come first."""
@@ -125,16 +214,15 @@ class CallRecord:
         path, part = self.read_path(number), self.parts[number]
         return path[: len(path) - len(part.tokens) + part.num_given]
 
-    def _sort(self) -> "CallRecord":
+    def _read_sampled(self, number: int) -> np.ndarray:
+        part = self.parts[number]
+        return part.tokens[part.num_given :]
+
+    def _sort(self) -> "ConversationRecord":
         """Add all turns again in an order that follows from their tokens: a call comes after those that it extends."""
-        calls = []
-        for number, part in enumerate(self.parts):
-            if part.turn is not None:
-                calls.append((self.get_order(number), self._read_prompt(number), part.turn))
-        calls.sort(key=lambda call: call[0])
-        sorted_record = CallRecord(self.parts[0].tokens)
-        for _, prompt, turn in calls:
-            sorted_record.add(prompt, turn)
+        sorted_record = ConversationRecord(self.parts[0].tokens, self._sampling)
+        for number in sorted(range(1, len(self.parts)), key=self.get_order):
+            sorted_record._add(self._read_prompt(number), self._read_sampled(number), self.parts[number])
         return sorted_record
 
 
@@ -144,7 +232,7 @@ class _Layout:
     branches: list[wire.Branch] = dataclasses.field(default_factory=list)
 
 
-def _lay_out(record: CallRecord) -> _Layout:
+def _lay_out(record: ConversationRecord) -> _Layout:
     """Lay the parts out, each before those that follow it; one that continues a part stands right after it."""
     followers: list[list[int]] = [[] for _ in record.parts]
     for number, part in enumerate(record.parts[1:], 1):
@@ -171,19 +259,18 @@ def _lay_out(record: CallRecord) -> _Layout:
 def _list_spans(parts: list[CallPart], engine: str) -> Iterator[wire.VersionSpan]:
     begin = 0
     for part in parts:
-        assert part.turn is not None
         sampled = begin + part.num_given
         if part.num_given:
             yield wire.VersionSpan(version=ENVIRONMENT, start=begin, end=sampled)
-        where = "" if part.turn.engine == engine else part.turn.engine
-        for span in part.turn.spans:
+        where = "" if part.engine == engine else part.engine
+        for span in part.spans:
             yield msgspec.structs.replace(span, start=sampled + span.start, end=sampled + span.end, engine=where)
         begin += len(part.tokens)
 
 
-def _read_log_probs(part: CallPart) -> np.ndarray:
-    assert part.turn is not None
-    return np.concatenate([np.zeros(part.num_given, dtype=np.float32), wire.decode_log_probs(part.turn.log_probs)])
+def _read_log_probs(part: CallPart) -> bytes:
+    """Return the log-probs of a part as they travel; 0 for tokens that the policy did not sample."""
+    return bytes(4 * part.num_given) + part.log_probs
 
 
 def _count_equal(one: np.ndarray, other: np.ndarray) -> int:

@@ -66,15 +66,6 @@ class RolloutContext:
     """Function that is told the process of the rollout, if it has one: calls of others are refused from then on."""
 
 
-class AgentFailed(Exception):
-    """An agent that raised, died or took too long: the sentence says which."""
-
-    def __init__(self, reason: str, is_to_be_repeated: bool = False) -> None:
-        super().__init__(reason)
-        self.is_to_be_repeated = is_to_be_repeated
-        """True if others may be the cause, so that the rollout begins again."""
-
-
 class Agents(Protocol):
     """The side that acts in rollouts: a person's function, or a server of other people's environments."""
 
@@ -88,7 +79,10 @@ class Agents(Protocol):
         ...
 
     async def act(self, context: RolloutContext) -> Mapping[str, float]:
-        """Act one rollout through the gateway to its end; return rewards by component, or raise AgentFailed."""
+        """Act one rollout through the gateway to its end; return rewards by component.
+
+        Raise CallFailed if the agent fails; ProcessEnded, if others may be the cause, so that it begins again.
+        """
         ...
 
     async def close(self) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.confined.process import CallFailed
 from megatron_rl.environments.types import VERIFIERS_FLAG as FLAG
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
+from megatron_rl.gateway.rollout_context import RolloutContext
 
 TASK_COLUMN = "task"
 """The column that has the whole task; without it, the task is the row."""
@@ -127,35 +128,35 @@ class Rollout:
 
     def fail(self, reason: str) -> None:
         if not self.reply.done():
-            self.reply.set_exception(AgentFailed(reason))
+            self.reply.set_exception(CallFailed(reason))
 
     def _apply(self, delta: _Delta) -> None:
         # Those of attempts that were given up are not among the reply's.
         self._traces.setdefault(delta.trace, _Trace()).apply(delta)
 
     def read_rewards(self, reply: _Reply, model: str) -> dict[str, float]:
-        """Return the weighted rewards of the trace that called the policy, by name; raise AgentFailed without them."""
+        """Return the weighted rewards of the trace that called the policy, by name; raise CallFailed without them."""
         if not reply.success or reply.head is None:
-            raise AgentFailed(f"the server failed: {reply.error or 'it gave no reason'}")
+            raise CallFailed(f"the server failed: {reply.error or 'it gave no reason'}")
         ended = {summary.id: summary for summary in reply.traces}
         for name, summary in ended.items():
             if name not in self._traces or len(self._traces[name].models) != summary.calls:
-                raise AgentFailed(f"messages of the trace {name} were lost")
+                raise CallFailed(f"messages of the trace {name} were lost")
         acting = [trace for name, trace in self._traces.items() if name in ended and model in trace.models]
         if len(acting) != 1 or not acting[0].agent.trainable:
             # All that is sampled under a rollout's key is trained on, with one reward.
             names = ", ".join(sorted(trace.agent.name for trace in acting)) or "none"
-            raise AgentFailed(f"one trainable agent must call the policy, and these did: {names}; give others a model")
+            raise CallFailed(f"one trainable agent must call the policy, and these did: {names}; give others a model")
         (trace,) = acting
         if not trace.is_ok or not reply.head.ok:
-            raise AgentFailed(_describe(trace, reply.head))
+            raise CallFailed(_describe(trace, reply.head))
         rewards = {name: reward.score * reward.weight for name, reward in trace.rewards.items() if reward is not None}
         if not rewards or len(rewards) != len(trace.rewards):
             missing = ", ".join(name for name in trace.rewards if name not in rewards)
-            raise AgentFailed(f"the environment gave no reward{f' {missing}' if missing else ''}")
+            raise CallFailed(f"the environment gave no reward{f' {missing}' if missing else ''}")
         for name, value in rewards.items():
             if not math.isfinite(value):
-                raise AgentFailed(f"the reward {name} is {value}, and must be finite")
+                raise CallFailed(f"the reward {name} is {value}, and must be finite")
         return rewards
 
 
@@ -221,7 +222,7 @@ class VerifiersServer:
         try:
             data = msgspec.msgpack.encode(build_request(context))
         except (TypeError, ValueError, OverflowError) as error:
-            raise AgentFailed(f"the row cannot be sent: {error}") from None
+            raise CallFailed(f"the row cannot be sent: {error}") from None
         async with self._places:
             return await self._act(data, context)
 
@@ -234,7 +235,7 @@ class VerifiersServer:
                 reply = await rollout.reply
             return rollout.read_rewards(reply, context.model)
         except TimeoutError:
-            raise AgentFailed(f"the server used more than {self._timeout:g} seconds of its own") from None
+            raise CallFailed(f"the server used more than {self._timeout:g} seconds of its own") from None
         finally:
             del self._rollouts[number]
             if not rollout.is_over:

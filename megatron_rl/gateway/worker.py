@@ -1,12 +1,10 @@
-"""A worker of agents: `python -m megatron_rl.gateway.worker PARENT NAMESPACE`; see `rewards.worker`.
+"""A worker of agents: `python -m megatron_rl.gateway.worker PARENT NAMESPACE`; see `confined.worker`.
 
 It runs the agent's file once, and then forks a process for each rollout: a rollout shares what was imported, and
 nothing that another one does. The worker needs no package but Python's own, because the interpreter may be another
 environment's.
 
-The first line that it reads is the set-up, answered with {"ready", "description"} or {"cannot_load"}. Each later line
-is a call: {"id", "call", "conversation", ...}, answered in any order with {"id", "said"} or {"id", "error"}. A
-conversation is a rollout: "open" has its row and seed, and is answered with the number of its process; "act" has the
+A conversation is a rollout: "open" has its row and seed, and is answered with the number of its process; "act" has the
 gateway's address, the key and the model. Before "close" the parent has ended the process and its descendants.
 """
 
@@ -29,10 +27,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import IO, Any, NoReturn
 
+from megatron_rl.confined.confinement import adopt_orphans, signal_at_parents_death
+from megatron_rl.confined.worker import Setup, answer, load_named, report_error, run_worker, wait_for
 from megatron_rl.environments.types import AGENT_COMPONENT
-from megatron_rl.environments.worker import choose_arguments, load, wait_for
-from megatron_rl.rewards.confinement import adopt_orphans, signal_at_parents_death
-from megatron_rl.rewards.worker import answer, read_setup, run_worker
+from megatron_rl.environments.worker import choose_arguments
 
 _PIECE = 1 << 16
 _LONGEST_ANSWER = 1 << 20
@@ -223,9 +221,6 @@ def run_rollout(
     os.environ.update(HOME=folder, TMPDIR=folder, **build_variables(call["base_url"], call["api_key"]))
     tempfile.tempdir = None
     seed_generators(opened["seed"])
-    # Imported here, after the confinement.
-    from megatron_rl.rewards.calling import report_error
-
     content: dict[str, Any]
     try:
         given = {name: call[name] for name in ("base_url", "api_key", "model")}
@@ -274,7 +269,7 @@ def _read_number(value: Any) -> float:
         raise TypeError(f"returned {value!r:.100}, and must return a number, numbers by name, or None") from None
 
 
-def describe_agent(function: Any, has_schemas: bool) -> dict[str, Any]:
+def describe_agent(function: Any) -> dict[str, Any]:
     """Describe an agent's function, which has no tools; raise a TypeError if it cannot be called as an agent."""
     name = getattr(function, "__name__", type(function).__name__)
     parameters = inspect.signature(function).parameters
@@ -285,20 +280,20 @@ def describe_agent(function: Any, has_schemas: bool) -> dict[str, Any]:
     return {"name": name, "has_reward": True, "has_step": False, "tools": []}
 
 
-def serve_rollouts(requests: IO[bytes], answers: IO[bytes], missing: dict[str, str]) -> None:
-    """Load the function, and answer calls."""
-    setup = read_setup(requests, missing)
+def _load(setup: Setup) -> tuple[Any, Any]:
     adopt_orphans()
-    function = load(setup, answers, missing, describe_agent)
-    if function is not None:
-        # Imported even if the file does not: a rollout that imports it later could not seed its generator.
-        with contextlib.suppress(ImportError):
-            importlib.import_module("numpy")
-        # Objects that the collector of garbage visits would be copied into each fork.
-        gc.collect()
-        gc.freeze()
-        RolloutProcesses(requests, answers, function, setup["file"]).serve()
+    return load_named(setup, describe_agent)
+
+
+def _serve(function: Callable[..., Any], setup: Setup, requests: IO[bytes], answers: IO[bytes]) -> None:
+    # Imported even if the file does not: a rollout that imports it later could not seed its generator.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("numpy")
+    # Objects that the collector of garbage visits would be copied into each fork.
+    gc.collect()
+    gc.freeze()
+    RolloutProcesses(requests, answers, function, setup["file"]).serve()
 
 
 if __name__ == "__main__":
-    run_worker(sys.argv[1:], serve_rollouts)
+    run_worker(sys.argv[1:], _load, _serve)

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.settings import RewardConfig
+from megatron_rl.confined.confinement import find_environment_problems
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import suggest_nearest
-from megatron_rl.rewards.confinement import find_environment_problems
 from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.types import PoolSettings, RewardSpec
+from megatron_rl.rewards.types import RewardSpec
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPEC = re.compile(rf"(?P<source>.+?)(?:=(?P<weight>{_NUMBER}))?(?:@(?P<timeout>{_NUMBER}))?")
@@ -147,7 +148,6 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
 
 
 def read_source(file: str) -> str:
-    """Read a file of rewards."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

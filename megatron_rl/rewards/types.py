@@ -4,8 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.errors import InputError, MegatronRLError
 
@@ -75,7 +74,6 @@ class RewardRequest:
     """The row's name in its file."""
 
     def encode(self) -> bytes:
-        """Encode the request as one line."""
         # Imported here, because workers import this module too and do not need msgspec.
         import msgspec
 
@@ -98,7 +96,7 @@ class RewardRequest:
         except (TypeError, ValueError) as error:
             raise InputError(f"prompt {self.index}: a column cannot be passed to rewards as JSON: {error}") from None
         # For these numbers json takes ten times as long as msgspec.
-        return b'%s, "completion_ids": %s}\n' % (text[:-1], msgspec.json.encode(self.completion_ids))
+        return b'%s, "completion_ids": %s}' % (text[:-1], msgspec.json.encode(self.completion_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,30 +108,6 @@ class RewardResult:
     seconds: float
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
     """The reasons of failures, by function; `on_error` replaced the values of these functions."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolSettings:
-    """Settings of the pool that runs reward functions."""
-
-    num_workers: int = 2
-    on_error: float | None = None
-    """The reward to substitute when a function fails; None fails the group."""
-    start_timeout: float = 120.0
-    memory_bytes: int | None = None
-    """Bytes of the largest address space of a worker."""
-    confine: Literal["auto", "require", "off"] = "auto"
-    """auto confines as far as the kernel can, and logs the rest; require refuses to start if the kernel cannot."""
-    private: tuple[Path, ...] = ()
-    """Folders that functions must not see, such as the run's, which has the token."""
-    readable: tuple[Path, ...] = ()
-    """Files and folders that functions may read, besides Python's, the system's and their own."""
-    environment: tuple[str, ...] = ()
-    """Environment variables for functions, besides those that every program needs."""
-    log: Path | None = None
-    """The file for the output of functions; without it only the last line is kept, for errors."""
-    namespace: bool = True
-    """Whether each worker gets its own process namespace, if the system allows it."""
 
 
 def check_values(values: object, num_samples: int) -> Values:

@@ -12,27 +12,35 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 import msgspec
 import numpy as np
 
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.types import AGENT_COMPONENT
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.agents import FunctionAgents
+from megatron_rl.gateway.application import build_gateway_application
+from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.gateway import Gateway
-from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Sample, Terms, TurnRequest
-from megatron_rl.gateway.rollout_context import AgentFailed, Agents, RolloutContext
+from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
+from megatron_rl.gateway.record import Transcript
+from megatron_rl.gateway.rollout_context import Agents, RolloutContext
+from megatron_rl.gateway.verifiers import VerifiersServer
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.conversations import Sampler
-from megatron_rl.sidecar.drafts import Transcript
+from megatron_rl.sidecar import attempts
+from megatron_rl.sidecar.conversations import EnvironmentClock, Sampler, build_row, hold_all, name_prompt, request_turn
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.environment_times import EnvironmentClock
+from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
+from megatron_rl.sidecar.settings import GATEWAY_FLAG
+from megatron_rl.tool_calls import Reader
 
 _log = logging.getLogger(__name__)
-
-# The attempts at a rollout that others may have ended, or that ended before its first turn.
-_MAX_ATTEMPTS = 8
-_MAX_SILENT_ATTEMPTS = 3
 
 
 class AgentRollouts:
@@ -54,69 +62,42 @@ class AgentRollouts:
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
         """Make the rollouts of a group, all at once."""
-        try:
-            # A task group cancels each task once: a second time would break off the end of its agent.
-            async with asyncio.TaskGroup() as tasks:
-                held = [tasks.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
-        except BaseExceptionGroup as group:
-            # The first failure is the reason; it cancelled the others.
-            raise group.exceptions[0] from None
-        return [task.result() for task in held]
+        return await hold_all(self._hold, request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         for attempt in itertools.count(1):
             try:
                 return await self._hold_once(request, prompt, number, attempt)
-            except AgentFailed as failure:
-                if attempt >= (_MAX_ATTEMPTS if failure.is_to_be_repeated else _MAX_SILENT_ATTEMPTS):
+            except CallFailed as failure:
+                if attempt >= (attempts.CONVERSATION if isinstance(failure, ProcessEnded) else attempts.SILENT_ROLLOUT):
                     raise MegatronRLError(
-                        f"{_name(prompt)} failed in each of {attempt} attempts: {failure}; correct it"
+                        f"{name_prompt(prompt, 'agent')} failed in each of {attempt} attempts: {failure}; correct it"
                     ) from None
-                _log.warning("attempt %d: %s failed: %s", attempt, _name(prompt), failure)
+                _log.warning("attempt %d: %s failed: %s", attempt, name_prompt(prompt, "agent"), failure)
         raise AssertionError("the loop returns or raises")
 
     async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, attempt: int) -> Transcript:
-        """Make a rollout; raise AgentFailed if it is to begin again."""
+        """Make a rollout; raise CallFailed if it is to begin again."""
         seed = request.seed + number
         terms = Terms(np.asarray(request.prompt_tokens, dtype="<i4"), seed, request.sampling)
-        sample = self._make_sampler(request, number, attempt)
-        with self._gateway.open(terms, sample) as (key, rollout):
-            row = {**prompt.columns, "prompt": prompt.text}
-            context = RolloutContext(row, self._gateway.address, key, seed, MODEL, rollout.clock, rollout.run_in)
-            rewards = self._check_names(await self._act(context, rollout))
-        if isinstance(rewards, AgentFailed) and (rewards.is_to_be_repeated or not rollout.record.num_turns):
-            raise rewards
-        return Transcript(self._finish(prompt, rollout, rewards), rollout.messages)
-
-    def _make_sampler(self, request: GroupRequest, number: int, attempt: int) -> Sample:
-        """Return the function that samples the turns of a rollout."""
 
         async def sample(turn: TurnRequest) -> wire.Response:
-            sampling = wire.Sampling(
-                max_tokens=turn.max_tokens,
-                temperature=request.sampling.temperature,
-                stop_token_ids=request.sampling.stop_token_ids,
-                ignore_eos=request.sampling.ignore_eos,
-                min_tokens=min(request.sampling.min_tokens, turn.max_tokens),
-            )
+            name = f"{number}-{attempt}-{turn.number}"
             (response,) = await self._sampler.generate(
-                dataclasses.replace(
-                    request,
-                    request_id=f"{request.request_id}-{number}-{attempt}-{turn.number}",
-                    prompt_tokens=turn.tokens,
-                    group_size=1,
-                    seed=turn.seed,
-                    sampling=sampling,
-                    after=turn.after,
-                    # It waits for an engine from now on.
-                    since=None,
-                )
+                request_turn(request, name, turn.tokens, turn.seed, turn.max_tokens, turn.after)
             )
             return response
 
-        return sample
+        with self._gateway.open(terms, sample) as (key, rollout):
+            context = RolloutContext(
+                build_row(prompt), self._gateway.address, key, seed, MODEL, rollout.clock, rollout.run_in
+            )
+            rewards = self._check_names(await self._act(context, rollout))
+        if isinstance(rewards, ProcessEnded) or (isinstance(rewards, CallFailed) and not rollout.record.num_turns):
+            raise rewards
+        return Transcript(self._finish(prompt, rollout, rewards), rollout.messages)
 
-    async def _act(self, context: RolloutContext, rollout: OpenRollout) -> Mapping[str, float] | AgentFailed:
+    async def _act(self, context: RolloutContext, rollout: OpenRollout) -> Mapping[str, float] | CallFailed:
         """Have the agent act until it has ended or a call has ended the rollout; return its rewards or its failure."""
         acting = asyncio.ensure_future(self._agents.act(context))
         ending = asyncio.create_task(rollout.ended.wait())
@@ -125,46 +106,48 @@ class AgentRollouts:
             if rollout.fault is not None:
                 raise rollout.fault
             if rollout.broken is not None:
-                return AgentFailed(rollout.broken)
+                return CallFailed(rollout.broken)
             return acting.result()
-        except AgentFailed as failure:
+        except CallFailed as failure:
             return failure
         finally:
             ending.cancel()
             # Refusals end an agent that is called off.
             rollout.end()
             acting.cancel()
-            with contextlib.suppress(asyncio.CancelledError, AgentFailed):
+            with contextlib.suppress(asyncio.CancelledError, CallFailed):
                 await acting
 
-    def _check_names(self, rewards: Mapping[str, float] | AgentFailed) -> Mapping[str, float] | AgentFailed:
+    def _check_names(self, rewards: Mapping[str, float] | CallFailed) -> Mapping[str, float] | CallFailed:
         """Fail a rollout with a reward whose place a function's values would take."""
-        if isinstance(rewards, AgentFailed) or not (both := self._functions & rewards.keys()):
+        if isinstance(rewards, CallFailed) or not (both := self._functions & rewards.keys()):
             return rewards
         name = min(both)
-        return AgentFailed(f"returned a reward named {name}, and --reward has a function {name}: rename one")
+        return CallFailed(f"returned a reward named {name}, and --reward has a function {name}: rename one")
 
     def _finish(
-        self, prompt: wire.Prompt, rollout: OpenRollout, rewards: Mapping[str, float] | AgentFailed
+        self, prompt: wire.Prompt, rollout: OpenRollout, rewards: Mapping[str, float] | CallFailed
     ) -> wire.Response:
         record, seed = rollout.record, rollout.terms.seed
-        if isinstance(rewards, AgentFailed):
+        if isinstance(rewards, CallFailed):
             # An agent may raise because a call was refused at the limits; this ends no run.
             reward = self._on_error if rollout.limit is None else self._on_error or 0.0
             if reward is None:
                 raise MegatronRLError(
-                    f"{_name(prompt)} failed: {rewards}; correct it, or give failures a reward with "
+                    f"{name_prompt(prompt, 'agent')} failed: {rewards}; correct it, or give failures a reward with "
                     "--rollout-env-on-error"
                 )
             failed = "failed" if rollout.limit is None else f"reached a limit ({rollout.limit}) and failed"
-            _log.warning("%s %s: %s: its reward is %g", _name(prompt), failed, rewards, reward)
+            _log.warning("%s %s: %s: its reward is %g", name_prompt(prompt, "agent"), failed, rewards, reward)
             reason: wire.FinishReason = "failed" if rollout.limit is None else "limit"
             response = record.build_response(seed, reason, {AGENT_COMPONENT: reward})
             return msgspec.structs.replace(response, failure=f"{rewards}" if reason == "failed" else "")
         if not record.num_turns:
-            raise MegatronRLError(f"{_name(prompt)} left nothing to train on: {_explain_silence(rollout)}")
+            raise MegatronRLError(
+                f"{name_prompt(prompt, 'agent')} left nothing to train on: {_explain_silence(rollout)}"
+            )
         if not rewards and not self._functions:
-            raise MegatronRLError(f"{_name(prompt)} returned None: return a reward, or write --reward")
+            raise MegatronRLError(f"{name_prompt(prompt, 'agent')} returned None: return a reward, or write --reward")
         most = rollout.terms.sampling.max_tokens
         response = record.build_response(seed, "stop" if rollout.limit is None else "limit", {**rewards})
         if rollout.limit is not None or not rollout.is_cut or record.num_tokens < most:
@@ -183,6 +166,44 @@ def _explain_silence(rollout: OpenRollout) -> str:
     return "it ended without a call of the gateway"
 
 
-def _name(prompt: wire.Prompt) -> str:
-    row = f" ({prompt.row})" if prompt.row else ""
-    return f"the agent of prompt {prompt.index}{row}"
+@dataclasses.dataclass(frozen=True)
+class GatewayOpening:
+    """An open port, and the agents that may connect to it."""
+
+    listener: socket.socket
+    agents: Agents
+
+    @classmethod
+    def open(cls, config: EnvironmentConfig, settings: PoolSettings) -> "GatewayOpening":
+        """Open the port."""
+        place = parse_place(config.gateway_listen)
+        assert place is not None
+        listener = open_listener(*place, GATEWAY_FLAG)
+        if config.verifiers is None:
+            address = _find_address(listener)
+            return cls(listener, FunctionAgents(config, settings, listener.getsockname()[1], address))
+        return cls(
+            listener, VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency)
+        )
+
+    def build(self, chats: Chats, reader: Reader, reads_tools: bool) -> Gateway:
+        """Build the gateway; `reads_tools` says that the reader finds calls of tools."""
+        gateway = Gateway(chats, reader, reads_tools)
+        gateway.address = _find_address(self.listener)
+        return gateway
+
+    @contextlib.asynccontextmanager
+    async def serve(self, gateway: Gateway) -> AsyncIterator[None]:
+        """Serve in this event loop until the context ends."""
+        ended = asyncio.Event()
+        serving = asyncio.create_task(serve(build_gateway_application(gateway), listener=self.listener, until=ended))
+        _log.info("agents reach the policy at %s", gateway.address)
+        try:
+            yield
+        finally:
+            ended.set()
+            await serving
+
+
+def _find_address(listener: socket.socket) -> str:
+    return f"{find_url(listener)}/v1"

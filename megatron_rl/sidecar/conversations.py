@@ -14,27 +14,72 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-from array import array
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
-from megatron_rl.environments.pool import Conversation, EnvironmentPool
-from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
+from megatron_rl.confined.process import CallFailed, ProcessEnded
+from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
+from megatron_rl.environments.types import COMPONENT
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.chats import Texts, write_results
+from megatron_rl.gateway.record import ConversationRecord, Transcript
 from megatron_rl.gateway.said import write_said
+from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.drafts import Draft, Transcript
+from megatron_rl.shared.protocol.wire import EnvironmentTimes
+from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.environment_times import EnvironmentClock
-from megatron_rl.sidecar.texts import Texts, write_results
 from megatron_rl.tool_calls import JSON, PlainReader, Reader, Said
 
 _log = logging.getLogger(__name__)
+# The calls that answer no turn of the policy.
+_BESIDE_TURNS = ("place", "open", "reward", "close")
 
-# The attempts to hold a conversation that others in its process may have ended.
-_MAX_ATTEMPTS = 8
+
+class EnvironmentClock:
+    """Takes the times of the calls of environments."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder or Recorder(most=0)
+        self._seconds: list[float] = []
+
+    def begin_group(self, request: GroupRequest) -> None:
+        """Note that a group has waited until now for its conversations to begin."""
+        now = self._recorder.now()
+        since = now if request.since is None else request.since
+        self._recorder.add(self._kind("queue", request), since, now, request.prompt)
+
+    def note(self, request: GroupRequest) -> Note:
+        """Return the function that notes the calls of a group's environments."""
+        recorder = self._recorder
+
+        def begin(call: str) -> Callable[[], None]:
+            begun = recorder.now()
+
+            def end() -> None:
+                now = recorder.now()
+                recorder.add(self._kind("environment", request, call=call), begun, now, request.prompt)
+                if call not in _BESIDE_TURNS and not request.can_wait:
+                    self._seconds.append(now - begun)
+
+            return end
+
+        return begin
+
+    def end_iteration(self) -> EnvironmentTimes | None:
+        """Return the seconds of the answers to turns since the last iteration; None without any."""
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
+            return None
+        return EnvironmentTimes(mean=float(np.mean(seconds)), p95=float(np.quantile(seconds, 0.95)))
+
+    def _kind(self, name: str, request: GroupRequest, **details: str) -> int:
+        evaluation = {"evaluation": True} if request.can_wait else {}
+        return self._recorder.kind(GROUPS, name, **details, **evaluation)
 
 
 class Sampler(Protocol):
@@ -79,13 +124,7 @@ class Conversations:
         """Hold the conversations of a group, all at once."""
         self._texts.check_prompt(prompt)
         self.clock.begin_group(request)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                held = [tasks.create_task(self._hold(request, prompt, one)) for one in range(request.group_size)]
-        except BaseExceptionGroup as group:
-            # The first failure is the reason; it cancelled the others.
-            raise group.exceptions[0] from None
-        return [task.result() for task in held]
+        return await hold_all(self._hold, request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         """Hold a conversation, again if others in its process ended it."""
@@ -93,93 +132,131 @@ class Conversations:
         for attempt in itertools.count(1):
             try:
                 return await self._hold_once(request, prompt, number, is_alone)
-            except WorkerEnded as ended:
+            except ProcessEnded as ended:
                 if is_alone:
                     raise _describe(ended, prompt) from None
                 _log.warning("attempt %d: %s", attempt, _describe(ended, prompt))
                 # One that may be the cause shares no process from now on, nor does one that others have ended often.
-                is_alone = ended.had_call or attempt + 1 == _MAX_ATTEMPTS
-            except EnvironmentFailed as failure:
+                is_alone = ended.had_call or attempt + 1 == attempts.CONVERSATION
+            except CallFailed as failure:
                 raise _describe(failure, prompt) from None
         raise AssertionError("the loop returns or raises")
 
     async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool) -> Transcript:
-        """Hold a conversation; raise EnvironmentFailed if it fails before the policy's turn, or is to be held again."""
-        seed, draft = request.seed + number, Draft()
+        """Hold a conversation; raise CallFailed if it fails before the policy's turn, or is to be held again."""
+        seed, draft = request.seed + number, _Draft(build_record(request))
         try:
-            async with self._pool.hold(_row(prompt), seed, is_alone, self.clock.note(request)) as conversation:
+            async with self._pool.hold(build_row(prompt), seed, is_alone, self.clock.note(request)) as conversation:
                 reason = await self._converse(request, prompt, number, conversation, draft)
-                reward = await conversation.get_reward() if self._has_reward else None
-        except EnvironmentFailed as failure:
-            is_to_be_repeated = isinstance(failure, WorkerEnded) and not is_alone
-            if is_to_be_repeated or draft.last is None or self._on_error is None:
+                reward = await conversation.get_reward() if self._has_reward else 0.0
+        except CallFailed as failure:
+            is_to_be_repeated = isinstance(failure, ProcessEnded) and not is_alone
+            if is_to_be_repeated or not draft.record.num_turns or self._on_error is None:
                 raise
             _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
-            failed = msgspec.structs.replace(draft.finish(seed, "failed", self._on_error), failure=str(failure))
-            return Transcript(failed, draft.messages)
-        return Transcript(draft.finish(seed, reason, reward, conversation.turn_rewards), draft.messages)
+            failed = draft.record.build_response(seed, "failed", {COMPONENT: self._on_error})
+            return Transcript(msgspec.structs.replace(failed, failure=str(failure)), draft.messages)
+        rewards = conversation.turn_rewards
+        components = {COMPONENT: math.fsum([reward, *rewards]) or 0.0}
+        response = draft.record.build_response(seed, reason, components, rewards, draft.have_calls)
+        return Transcript(response, draft.messages)
 
     async def _converse(
-        self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: Draft
+        self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: "_Draft"
     ) -> wire.FinishReason:
         """Take turns until the conversation is over; return why it is."""
-        sampling = request.sampling
-        draft.hear(self._texts.open(prompt, conversation.opening))
-        if len(draft.tokens) >= sampling.max_tokens:
-            raise EnvironmentFailed(
-                f"its first words take {len(draft.tokens)} tokens, and a response may have {sampling.max_tokens}"
+        record, seed = draft.record, request.seed + number
+        opening = self._texts.open(prompt, conversation.opening)
+        if not record.hear(opening):
+            most = request.sampling.max_tokens
+            raise CallFailed(f"its first words take {len(opening)} tokens, and a response may have {most}")
+        for turn in itertools.count():
+            before, left = record.read_heard()
+            (sampled,) = await self._sampler.generate(
+                request_turn(request, f"{number}-{turn}", before, _derive_seed(seed, turn), left, record.last_engine)
             )
-        for turn in range(sampling.max_turns):
-            (sampled,) = await self._sampler.generate(_request_turn(request, number, turn, draft))
-            tokens = draft.say(sampled)
+            tokens = record.say(sampled)
             said = await self._reader.read(tokens, self._texts.decode(tokens), self._tools)
             if self._has_functions:
                 draft.messages.append(write_said(said))
             if sampled.finish_reason != "stop":
                 return sampled.finish_reason
-            messages, reply = await self._answer(prompt, conversation, draft, said, tokens)
+            messages = await self._answer(conversation, draft, said)
             if not messages:
                 return "stop"
-            if turn + 1 == sampling.max_turns or len(draft.tokens) + len(reply) >= sampling.max_tokens:
+            if not record.hear(self._texts.follow(prompt, messages, tokens, said.tool_calls if self._tools else ())):
                 return "limit"
             if self._has_functions:
                 draft.messages += messages
-            draft.hear(reply)
-        raise AssertionError("a conversation has at least one turn")
+        raise AssertionError("the loop returns")
 
-    async def _answer(
-        self, prompt: wire.Prompt, conversation: Conversation, draft: Draft, said: Said, tokens: Sequence[int]
-    ) -> tuple[list[JSON], list[int]]:
-        """Return the messages of the environment's answer to a turn and their tokens; no message ends it."""
+    async def _answer(self, conversation: Conversation, draft: "_Draft", said: Said) -> list[JSON]:
+        """Return the messages of the environment's answer to a turn; none ends the conversation."""
         if said.tool_calls and self._tools:
-            draft.have_calls[-1] = True
+            draft.have_calls.add(draft.record.num_turns)
             results = [await conversation.use(call.name, call.arguments) for call in said.tool_calls]
-            messages = write_results(said.tool_calls, results)
-            return messages, self._texts.answer(said.tool_calls, results, tokens)
+            return write_results(said.tool_calls, results)
         heard = await conversation.step(said.content) if self._has_step else None
-        if heard is None:
-            return [], []
-        return [{"role": "user", "content": heard}], self._texts.reply(prompt, heard, tokens[-1])
+        return [] if heard is None else [{"role": "user", "content": heard}]
 
 
-def _request_turn(request: GroupRequest, number: int, turn: int, draft: Draft) -> GroupRequest:
-    """Build the request for a turn, after all that has been said."""
-    left = request.sampling.max_tokens - len(draft.tokens)
+@dataclasses.dataclass
+class _Draft:
+    """A response while its conversation lasts."""
+
+    record: ConversationRecord
+    have_calls: set[int] = dataclasses.field(default_factory=set)
+    """The numbers of the turns that called tools, which get no rewards of their own."""
+    messages: list[JSON] = dataclasses.field(default_factory=list)
+    """The messages after the prompt, in OpenAI's form; none if no function reads them."""
+
+
+async def hold_all(
+    hold: Callable[[GroupRequest, wire.Prompt, int], Awaitable[Transcript]], request: GroupRequest, prompt: wire.Prompt
+) -> list[Transcript]:
+    """Hold the conversations of a group, all at once."""
+
+    async def hold_one(number: int) -> Transcript:
+        return await hold(request, prompt, number)
+
+    try:
+        # A task group cancels each task once: a second time would break off the end of an agent.
+        async with asyncio.TaskGroup() as tasks:
+            held = [tasks.create_task(hold_one(number)) for number in range(request.group_size)]
+    except BaseExceptionGroup as group:
+        # The first failure is the reason; it cancelled the others.
+        raise group.exceptions[0] from None
+    return [task.result() for task in held]
+
+
+def build_record(request: GroupRequest) -> ConversationRecord:
+    return ConversationRecord(np.asarray(request.prompt_tokens, dtype="<i4"), request.sampling)
+
+
+def build_row(prompt: wire.Prompt) -> dict[str, Any]:
+    """Build the row that an environment or agent gets."""
+    return {**prompt.columns, "prompt": prompt.text}
+
+
+def request_turn(
+    request: GroupRequest, name: str, tokens: Sequence[int], seed: int, max_tokens: int, after: str | None
+) -> GroupRequest:
+    """Build the request for a turn of a conversation, after these tokens; `name` tells it from others of its group."""
     sampling = request.sampling
     return dataclasses.replace(
         request,
-        request_id=f"{request.request_id}-{number}-{turn}",
-        prompt_tokens=array("i", request.prompt_tokens) + draft.tokens,
+        request_id=f"{request.request_id}-{name}",
+        prompt_tokens=tokens,
         group_size=1,
-        seed=_derive_seed(request.seed + number, turn),
+        seed=seed,
         sampling=wire.Sampling(
-            max_tokens=left,
+            max_tokens=max_tokens,
             temperature=sampling.temperature,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
-            min_tokens=min(sampling.min_tokens, left),
+            min_tokens=min(sampling.min_tokens, max_tokens),
         ),
-        after=draft.last.engine if draft.last else None,
+        after=after,
         # It waits for an engine from now on.
         since=None,
     )
@@ -192,10 +269,11 @@ def _derive_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{turn}".encode(), digest_size=8).digest(), "little") >> 2
 
 
-def _row(prompt: wire.Prompt) -> Mapping[str, Any]:
-    return {**prompt.columns, "prompt": prompt.text}
-
-
-def _describe(failure: EnvironmentFailed, prompt: wire.Prompt) -> MegatronRLError:
+def name_prompt(prompt: wire.Prompt, what: str) -> str:
+    """Name the environment or agent of a prompt."""
     row = f" ({prompt.row})" if prompt.row else ""
-    return MegatronRLError(f"the environment of prompt {prompt.index}{row} failed: {failure}")
+    return f"the {what} of prompt {prompt.index}{row}"
+
+
+def _describe(failure: CallFailed, prompt: wire.Prompt) -> MegatronRLError:
+    return MegatronRLError(f"{name_prompt(prompt, 'environment')} failed: {failure}")

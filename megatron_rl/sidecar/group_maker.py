@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.record import Transcript
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
@@ -24,15 +25,12 @@ from megatron_rl.shared.protocol.provenance import (
     may_be_cut,
 )
 from megatron_rl.shared.protocol.turns import mask_sampled
-from megatron_rl.sidecar.drafts import Transcript
+from megatron_rl.sidecar import attempts
+from megatron_rl.sidecar.conversations import EnvironmentClock
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.environment_times import EnvironmentClock
 from megatron_rl.tool_calls import JSON
 
 _log = logging.getLogger(__name__)
-
-# The attempts to sample a group before the iteration fails.
-_MAX_ATTEMPTS = 3
 
 
 class Samplers(Protocol):
@@ -223,7 +221,7 @@ class GroupMaker:
             since=start.since,
         )
         chats: Chats | None = None
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
+        for attempt in range(1, attempts.GROUP + 1):
             if self._conversations is not None:
                 held = await self._conversations.hold_group(request, prompt)
                 responses, chats = [one.response for one in held], [one.messages for one in held]
@@ -240,7 +238,7 @@ class GroupMaker:
                 _log.warning("attempt %d: %s", attempt, refusal)
                 self._counters.retried += 1
                 reason = str(refusal)
-        raise MegatronRLError(f"{reason}; sampled {_MAX_ATTEMPTS} times")
+        raise MegatronRLError(f"{reason}; sampled {attempts.GROUP} times")
 
 
 def _count_tail(assignment: Assignment) -> int:

@@ -17,24 +17,22 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import ON_ERROR_FLAG, Description
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.gateway.chats import Chats, NumberChats, TemplateChats
+from megatron_rl.gateway.chats import Chats, NumberChats, NumberTexts, TemplateChats, Texts, TokenizerTexts
 from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import parent, starting
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
-from megatron_rl.sidecar.conversations import Conversations
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
+from megatron_rl.sidecar.conversations import Conversations, EnvironmentClock
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
-from megatron_rl.sidecar.environment_times import EnvironmentClock
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.sidecar.group_maker import GroupHolder, NoScorer, PoolScorer
 from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
 from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts, find_secrets
@@ -51,7 +49,6 @@ from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_setti
 from megatron_rl.sidecar.start_notes import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.texts import NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -212,9 +209,7 @@ def _build_pool(settings: SidecarSettings) -> RewardPool | None:
     reward = settings.reward
     if not reward.functions and settings.environment.has_turns:
         return None
-    pool = RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
-    pool.read_sources()
-    return pool
+    return RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
 
 
 def _name_making(
@@ -339,7 +334,7 @@ def _build_texts(settings: SidecarSettings) -> tuple[Decode, Texts]:
     """Build the decoder that rewards need, and the texts of conversations."""
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences], NumberTexts()
-    return build_decoder(str(settings.hf_model)), TokenizerTexts(str(settings.hf_model))
+    return build_decoder(str(settings.hf_model)), TokenizerTexts.load(str(settings.hf_model))
 
 
 def _build_chats(settings: SidecarSettings) -> Chats:

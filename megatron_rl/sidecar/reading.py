@@ -6,9 +6,9 @@ from pathlib import Path
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import UsageError
+from megatron_rl.gateway.chats import NumberReader, NumberTexts, Texts, TokenizerTexts
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar.settings import SidecarSettings
-from megatron_rl.sidecar.texts import NumberReader, NumberTexts, Texts, TokenizerTexts
 from megatron_rl.sidecar.vllm.reader import TOOL_FLAG, Parsers, VllmReader, suggest_parser
 from megatron_rl.tool_calls import PlainReader, Reader
 
@@ -40,7 +40,7 @@ def check_offered(offered: Description, settings: SidecarSettings) -> None:
     if not offered.tools or rollout.engine == "scripted" or rollout.tool_parser is not None:
         return
     assert settings.hf_model is not None
-    known = suggest_parser(TokenizerTexts(str(settings.hf_model)).template)
+    known = suggest_parser(TokenizerTexts.load(str(settings.hf_model)).template)
     raise UsageError(
         f"{offered.name} has tools ({', '.join(tool['function']['name'] for tool in offered.tools)}), and "
         f"{TOOL_FLAG} is missing: write {known or 'the name of the parser that vLLM has for this model'}"

@@ -86,7 +86,8 @@ def test_an_engine_that_has_received_everything_or_refused_it_waits_for_no_proce
             await engine.load(STREAMED)
             assert engine.last_words() == before
             with pytest.raises(InputError, match="must have a manifest"):
-                await engine.load(msgspec.structs.replace(STREAMED, manifest=[]))
+                unnamed = msgspec.structs.replace(STREAMED.stream, manifest=[])
+                await engine.load(msgspec.structs.replace(STREAMED, source=unnamed))
             assert engine.last_words() == before
 
     asyncio.run(check())

@@ -1,30 +1,27 @@
 """Agents as processes: each rollout has one of its own, with the policy's address and key in its environment."""
 
 import asyncio
-import contextlib
-import multiprocessing
 import os
 import signal
 import socket
 import venv
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import Interpreter
+from megatron_rl.environments.types import AGENT_PYTHON_FLAG
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway import processes
 from megatron_rl.gateway.processes import list_children
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from tests.reward_pools import leftovers
-from tests.unit.test_agents import WORKERS, Engines, World
+from tests.unit.test_agents import World, acting
 
 NUM_ROLLOUTS = 32
 # Seconds that no other program on this host sleeps.
@@ -73,23 +70,6 @@ def act_in_processes(base_url, api_key, model, word):
 '''
 
 
-@contextlib.asynccontextmanager
-async def acting(folder: Path, name: str, text: str = AGENT, **changes: Any) -> AsyncIterator[World]:
-    """Start agents, each a call of this function of the text."""
-    file = folder / "agent.py"
-    file.write_text(text)
-    config = EnvironmentConfig(agent=f"{file}:{name}", **{"workers": 1, "agent_timeout": 300.0, **changes})
-    opening = GatewayOpening.open(config, PoolSettings(log=folder / "log"))
-    world = World(opening, Engines())
-    try:
-        await opening.agents.start()
-        async with opening.serve(world.gateway):
-            yield world
-    finally:
-        opening.listener.close()
-        await opening.agents.close()
-
-
 async def act(world: World, number: int, **columns: Any) -> wire.Response:
     """Have one rollout, whose word follows from its number."""
     rollouts = AgentRollouts(world.engines, world.opening.agents, world.gateway, None, ())
@@ -118,18 +98,21 @@ def check_words(world: World) -> None:
 )
 def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_alone(tmp_path: Path, name: str) -> None:
     async def run() -> None:
-        async with acting(tmp_path, name) as world:
+        async with acting(tmp_path, name, AGENT) as world:
             responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
             assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
             check_words(world)
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def test_the_process_of_a_rollout_has_three_mebibytes_of_its_own_at_most(tmp_path: Path) -> None:
     async def run() -> None:
-        async with acting(tmp_path, "act_alone") as world, world.opening.agents._pool.hold({"word": 7}, 1) as rollout:
+        async with (
+            acting(tmp_path, "act_alone", AGENT) as world,
+            world.opening.agents._pool.hold({"word": 7}, 1) as rollout,
+        ):
             lines = Path(f"/proc/{rollout.process}/smaps_rollup").read_text().splitlines()
             private = [int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
             assert len(private) == 2
@@ -193,12 +176,8 @@ def test_a_python_that_agents_cannot_run_in_is_refused_by_name(tmp_path: Path, p
     python.write_text(program)
     python.chmod(0o700)
 
-    async def run() -> None:
-        async with acting(tmp_path, "act_alone", agent_python=python):
-            raise AssertionError("it started")
-
     with pytest.raises(UsageError, match=f"--rollout-agent-python .*{said}"):
-        asyncio.run(run())
+        Interpreter.ask(python, AGENT_PYTHON_FLAG)
 
 
 def test_clients_that_the_agents_file_makes_call_for_the_rollout_of_their_process(tmp_path: Path) -> None:
@@ -245,8 +224,8 @@ def test_rollouts_of_a_worker_that_is_stuck_begin_again_in_another_one(tmp_path:
         loop = asyncio.get_running_loop()
         read_clock, hours = loop.time, [0]
         loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
-        async with acting(tmp_path, "act_alone", agent_timeout=1e9) as world:
-            (worker,) = world.opening.agents._pool._workers
+        async with acting(tmp_path, "act_alone", AGENT, agent_timeout=1e9) as world:
+            (worker,) = world.opening.agents._pool._processes
             os.kill(worker._pid, signal.SIGSTOP)
             acting_one = asyncio.create_task(act(world, 0))
             await wait_until(lambda: worker._waiting)
@@ -255,7 +234,7 @@ def test_rollouts_of_a_worker_that_is_stuck_begin_again_in_another_one(tmp_path:
             await wait_until(lambda: not worker.is_alive)
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def test_numpys_generator_is_seeded_in_the_first_rollout_of_a_worker_too(tmp_path: Path) -> None:
@@ -306,8 +285,8 @@ def test_a_process_that_is_not_the_workers_child_outlives_the_end_of_a_rollout(t
     async def run() -> None:
         stranger = await asyncio.create_subprocess_exec("sleep", MARK)
         try:
-            async with acting(tmp_path, "act_alone") as world:
-                world.opening.agents._pool._workers[0].end_process(stranger.pid)
+            async with acting(tmp_path, "act_alone", AGENT) as world:
+                world.opening.agents._pool._processes[0].end_process(stranger.pid)
                 assert (await act(world, 0)).reward == 1.0
         finally:
             stranger.terminate()
@@ -323,7 +302,7 @@ def test_callers_are_unknown_where_the_kernel_finds_no_connections(tmp_path: Pat
     assert "CONFIG_INET_TCP_DIAG" in processes.find_unknown()[processes.CALLERS]
 
     async def run() -> None:
-        async with acting(tmp_path, "act_alone") as world:
+        async with acting(tmp_path, "act_alone", AGENT) as world:
             assert processes.CALLERS in world.opening.agents._pool.missing
             assert (await act(world, 0)).reward == 1.0
 
@@ -340,11 +319,11 @@ def test_children_of_rollouts_may_call_where_the_kernel_lists_no_children(tmp_pa
     monkeypatch.setattr(processes, "list_children", lambda pid: [])
 
     async def run() -> None:
-        async with acting(tmp_path, "act_in_processes") as world:
+        async with acting(tmp_path, "act_in_processes", AGENT) as world:
             assert (await act(world, 0)).reward == 1.0
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def test_a_call_with_the_key_of_another_rollout_is_refused_and_ends_the_run(tmp_path: Path) -> None:
@@ -398,7 +377,7 @@ def act(base_url, api_key, model, word, how):
 
     async def run() -> None:
         async with acting(tmp_path, "act", text, on_error=-1.0) as world:
-            (worker,) = world.opening.agents._pool._workers
+            (worker,) = world.opening.agents._pool._processes
             for how in ("return", "raise", "exit", "killed", "wait"):
                 acting_one = asyncio.create_task(act(world, 0, how=how))
                 if how == "wait":
@@ -412,30 +391,7 @@ def act(base_url, api_key, model, word, how):
             assert worker.is_alive
 
     asyncio.run(run())
-    assert not leftovers(WORKERS)
-
-
-def test_no_process_of_a_rollout_outlives_a_pool_that_is_killed(tmp_path: Path) -> None:
-    text = f'''{BARE_AGENT}
-def act(base_url, api_key, model, word):
-    ask()
-    subprocess.Popen(["sleep", "{MARK}"], start_new_session=True)
-    time.sleep(600)
-'''
-
-    async def run() -> None:
-        async with acting(tmp_path, "act", text) as world:
-            acting_one = asyncio.create_task(act(world, 0))
-            await wait_until(find_marked)
-            os.kill(os.getpid(), signal.SIGKILL)
-            await acting_one
-
-    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(run()))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert not leftovers(f"sleep {MARK}")
-    assert not leftovers(f"gateway.worker {child.pid} ")
+    assert not leftovers()
 
 
 def find_marked() -> list[str]:

@@ -11,22 +11,21 @@ import pytest
 import transformers
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.gateway.chats import TemplateChats
+from megatron_rl.gateway.chats import TemplateChats, TokenizerTexts
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.chat import build_decoder
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import EvaluationRun
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer
-from megatron_rl.sidecar.texts import TokenizerTexts
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
+from tests.turns import make_turn
 
 END = "<|im_end|>"
 QUESTION = "What is 5 * 10?"
@@ -103,17 +102,7 @@ class Engines:
             await asyncio.sleep(0.01)
         tokens = [*self._tokenizer.encode(text), chat_models.find(END)]
         self.num_sampled += len(tokens)
-        return [
-            wire.Response(
-                tokens=wire.encode_tokens(tokens),
-                log_probs=wire.encode_log_probs([-0.5] * len(tokens)),
-                finish_reason="stop",
-                seed=request.seed,
-                engine="engine-0",
-                spans=[wire.VersionSpan(version="1", start=0, end=len(tokens))],
-                fingerprint="w",
-            )
-        ]
+        return [make_turn(tokens, seed=request.seed)]
 
 
 async def judge(
@@ -123,13 +112,8 @@ async def judge(
     pool = RewardPool(parse_specs(specs), PoolSettings(num_workers=1, log=folder / "log"))
     await pool.start()
     try:
-        prompt = wire.Prompt(
-            index=0,
-            row="row:0",
-            tokens=wire.encode_tokens(encode_prompt(engines._tokenizer)),
-            text=text,
-            columns=columns,
-        )
+        tokens = wire.encode_tokens(engines._tokenizer.encode(f"<|im_start|>user\n{QUESTION}"))
+        prompt = wire.Prompt(index=0, row="row:0", tokens=tokens, text=text, columns=columns)
         evaluation = wire.Evaluation(
             run="run", version=1, fingerprint="w", prompts=[prompt], group_size=1, deadline_seconds=300.0,
             sampling=wire.Sampling(max_tokens=400, max_turns=8, temperature=1.0),
@@ -141,10 +125,6 @@ async def judge(
         return made[0].responses[0]
     finally:
         await pool.close()
-
-
-def encode_prompt(tokenizer: Any) -> list[int]:
-    return list(tokenizer.encode(f"<|im_start|>user\n{QUESTION}"))
 
 
 def read_seen(folder: Path) -> list[Any]:
@@ -236,7 +216,7 @@ async def judge_environment(
     folder: Path, name: str, specs: list[str], answers: dict[str, str], text: Any
 ) -> tuple[wire.Response, Engines]:
     (folder / "told.py").write_text(ENVIRONMENT)
-    engines, texts = Engines(load(folder), answers), TokenizerTexts(str(folder))
+    engines, texts = Engines(load(folder), answers), TokenizerTexts.load(str(folder))
     environments = EnvironmentPool(EnvironmentConfig(source=f"{folder / 'told.py'}:{name}", workers=1), PoolSettings())
     offered = await environments.start()
     holder = Conversations(

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import transformers
 
-from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
+from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.gateway.chats import NumberTexts, TokenizerTexts
 from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.selection import has_signal
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, find_span_problems, mask_sampled
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.texts import NumberTexts, TokenizerTexts
 from tests import chat_models
+from tests.turns import make_turn
 
 PROMPT = wire.Prompt(index=4, row="rows:4", tokens=wire.encode_tokens([7, 8]), text="7 8", columns={"answer": "3"})
 REQUEST = GroupRequest("run-1-4", (7, 8), 2, 100, wire.Sampling(max_tokens=12, max_turns=3), prompt=4)
@@ -34,17 +35,10 @@ class Engines:
     async def generate(self, request: GroupRequest) -> list[wire.Response]:
         self.requests.append(request)
         tokens = [len(request.prompt_tokens), request.seed % 50]
-        return [
-            wire.Response(
-                tokens=wire.encode_tokens(tokens),
-                log_probs=wire.encode_log_probs([-1, -2]),
-                finish_reason=self._ends.pop(0) if self._ends else "stop",  # type: ignore[arg-type]
-                seed=request.seed,
-                engine=f"engine-{len(request.prompt_tokens) % 2}",
-                spans=[wire.VersionSpan(version="1", start=0, end=2)],
-                fingerprint=self._fingerprints.pop(0) if self._fingerprints else "weights-1",
-            )
-        ]
+        end = self._ends.pop(0) if self._ends else "stop"
+        fingerprint = self._fingerprints.pop(0) if self._fingerprints else "weights-1"
+        engine = f"engine-{len(request.prompt_tokens) % 2}"
+        return [make_turn(tokens, seed=request.seed, engine=engine, finish_reason=end, fingerprint=fingerprint)]
 
 
 class Talk:
@@ -156,7 +150,7 @@ def test_rewards_of_turns_are_added_to_the_reward_and_a_turn_without_an_answer_h
     (response,) = hold(Engines(), Pool(Talk(None, [("", 0.5), ("21", -1.0), (None, 2.0)])))
     assert (response.turn_rewards, response.reward) == ([-0.5, 2.0], 14.5)
     # A failure has the reward for failures, and nothing of its turns.
-    (response,) = hold(Engines(), Pool(Talk(None, [("20", 0.5), EnvironmentFailed("no")])), on_error=-1.0)
+    (response,) = hold(Engines(), Pool(Talk(None, [("20", 0.5), CallFailed("no")])), on_error=-1.0)
     assert (response.turn_rewards, response.reward) == ([], -1.0)
 
 
@@ -171,17 +165,20 @@ def test_an_environment_that_rewards_turns_alone_gives_a_conversation_without_an
 
 
 def test_a_failure_has_its_reward_or_fails_the_group_by_name() -> None:
-    (response,) = hold(Engines(), Pool(Talk(None, ["20", EnvironmentFailed("no such move")])), on_error=-1.0)
+    (response,) = hold(Engines(), Pool(Talk(None, ["20", CallFailed("no such move")])), on_error=-1.0)
     assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 5)
     assert response.failure == "no such move"
     with pytest.raises(MegatronRLError, match=r"the environment of prompt 4 \(rows:4\) failed: no such move"):
-        hold(Engines(), Pool(Talk(None, ["20", EnvironmentFailed("no such move")])), on_error=None)
+        hold(Engines(), Pool(Talk(None, ["20", CallFailed("no such move")])), on_error=None)
     with pytest.raises(MegatronRLError, match="its first words take 12 tokens, and a response may have 12"):
         hold(Engines(), Pool(Talk(" ".join(["9"] * 12), [])))
 
 
 def test_a_conversation_that_others_ended_is_held_again_and_one_that_may_be_the_cause_alone() -> None:
-    ended, suspected = WorkerEnded("its process ended", had_call=False), WorkerEnded("its process ended", had_call=True)
+    ended, suspected = (
+        ProcessEnded("its process ended", had_call=False),
+        ProcessEnded("its process ended", had_call=True),
+    )
     pool = Pool(Talk(None, [ended]), Talk(None, [suspected]), Talk(None, ["20", None]))
     (response,) = hold(Engines(), pool)
     assert response.finish_reason == "stop"
@@ -204,21 +201,21 @@ def test_a_conversation_that_others_ended_is_held_again_and_one_that_may_be_the_
 def test_a_conversation_has_the_tokens_that_the_template_gives_the_whole_chat(
     tmp_path, template: str, end: str
 ) -> None:
-    texts = TokenizerTexts(str(chat_models.save_tokenizer(tmp_path, template, end)))
+    texts = TokenizerTexts.load(str(chat_models.save_tokenizer(tmp_path, template, end)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "2 + 3"}]
     head, _ = ChatWriter(tokenizer).write_prompt(chat)
     prompt = wire.Prompt(index=0, row="", tokens=b"", text=chat)
     said, answered = [*tokenizer.encode("5"), chat_models.find(end)], "and 4"
-    tokens = tokenizer.encode(head, add_special_tokens=False) + texts.open(prompt, ", please") + said
-    tokens += texts.reply(prompt, answered, said[-1])
     whole = [
         {"role": "user", "content": "2 + 3, please"},
         {"role": "assistant", "content": "5"},
         {"role": "user", "content": answered},
     ]
+    tokens = tokenizer.encode(head, add_special_tokens=False) + texts.open(prompt, ", please") + said
+    tokens += texts.follow(prompt, whole[2:], said, ())
     rendered = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     assert tokens == tokenizer.encode(rendered, add_special_tokens=False)
     assert texts.decode(said) == "5"
     # A turn that another token ended keeps it, and the template's end follows.
-    assert texts.reply(prompt, answered, 0)[0] == chat_models.find(end)
+    assert texts.follow(prompt, whole[2:], [0], ())[0] == chat_models.find(end)

@@ -12,8 +12,7 @@ import torch
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.drift.command import configure, describe, main
 from megatron_rl.drift.definition import Definition, round_numbers
-from megatron_rl.drift.diagnosis import BETWEEN, SAMPLER, Diagnosis, Examiner, Recorded
-from megatron_rl.drift.effects import propagate_errors
+from megatron_rl.drift.diagnosis import BETWEEN, SAMPLER, Diagnosis, Examiner, Recorded, propagate_errors
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.records.model_parts import DIVIDED, LayerPart, ModelPart, Recording, join_ranks
 from megatron_rl.sidecar.settings import RewardConfig, SidecarSettings, write_message

@@ -6,10 +6,8 @@ import pytest
 
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.conversations import _request_turn
-from megatron_rl.sidecar.drafts import Draft
+from megatron_rl.sidecar.conversations import EnvironmentClock, request_turn
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.environment_times import EnvironmentClock
 
 REQUEST = GroupRequest("run-1-4", (7, 8), 2, 100, wire.Sampling(max_tokens=12, max_turns=3), prompt=4, since=2.0)
 
@@ -56,4 +54,4 @@ def test_answers_of_an_evaluation_have_spans_of_their_own_and_do_not_count():
 
 
 def test_a_turn_waits_for_an_engine_from_its_own_begin():
-    assert _request_turn(REQUEST, 0, 0, Draft()).since is None
+    assert request_turn(REQUEST, "0-0", (7, 8), 100, 12, None).since is None

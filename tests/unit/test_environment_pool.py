@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
 import select
 import time
 from pathlib import Path
@@ -12,17 +11,16 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.environments.types import EnvironmentFailed, WorkerEnded
 from megatron_rl.errors import UsageError
-from megatron_rl.rewards.types import PoolSettings
+from megatron_rl.gateway.chats import NumberTexts
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Conversations
-from megatron_rl.sidecar.texts import NumberTexts
-from tests.reward_pools import leftovers
+from tests.reward_pools import leftovers, started
 from tests.unit.test_conversations import PROMPT, REQUEST, Engines
 
-WORKERS = f"environments.worker {os.getpid()} "
 GAME = """
 import asyncio, os, time
 
@@ -96,26 +94,16 @@ def build(file: Path, name: str = "Game", **changes: Any) -> EnvironmentPool:
 
 
 def test_a_step_may_return_a_reward_with_what_it_says(file: Path) -> None:
-    async def run() -> tuple[list[float], str]:
-        pool = build(file, "Paid")
-        await pool.start()
-        async with pool.hold({"secret": "5"}, 8) as game:
+    async def run() -> None:
+        async with started(build(file, "Paid")) as pool, pool.hold({"secret": "5"}, 8) as game:
             assert [await game.step(move) for move in "2123"] == ["2", "1", "2", None]
-        await pool.close()
-        other = build(file)
-        await other.start()
-        failed = ""
-        try:
-            await play(other, "paid badly")
-        except EnvironmentFailed as failure:
-            failed = str(failure)
-        await other.close()
-        return game.turn_rewards, failed
+            # The first and the third turn have none.
+            assert game.turn_rewards == [0.0, 0.5, 0.0, 0.25]
+        async with started(build(file)) as pool:
+            with pytest.raises(CallFailed, match="step returned nan, not a finite number"):
+                await play(pool, "paid badly")
 
-    rewards, failed = asyncio.run(run())
-    # The first and the third turn have none.
-    assert rewards == [0.0, 0.5, 0.0, 0.25]
-    assert "step returned nan, not a finite number" in failed
+    asyncio.run(run())
 
 
 def test_calls_are_noted_from_their_begin_to_their_end_also_those_that_fail(file: Path) -> None:
@@ -126,13 +114,11 @@ def test_calls_are_noted_from_their_begin_to_their_end_also_those_that_fail(file
         return lambda: noted.append(("end", call))
 
     async def run() -> None:
-        pool = build(file)
-        await pool.start()
-        with contextlib.suppress(EnvironmentFailed):
-            async with pool.hold({"secret": "5"}, 8, note=note) as game:
-                await game.step("3")
-                await game.step("raise")
-        await pool.close()
+        async with started(build(file)) as pool:
+            with contextlib.suppress(CallFailed):
+                async with pool.hold({"secret": "5"}, 8, note=note) as game:
+                    await game.step("3")
+                    await game.step("raise")
 
     asyncio.run(run())
     calls = ["place", "open", "step", "step", "close"]
@@ -165,27 +151,25 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
             ),
             strict=True,
         ):
-            assert isinstance(error, EnvironmentFailed)
-            assert not isinstance(error, WorkerEnded)
+            assert isinstance(error, CallFailed)
+            assert not isinstance(error, ProcessEnded)
             assert said in str(error)
             assert str(error).isascii()
-        with pytest.raises(EnvironmentFailed, match="get_reward returned nan"):
+        with pytest.raises(CallFailed, match="get_reward returned nan"):
             await play(pool, secret="nothing")
-        with pytest.raises(EnvironmentFailed, match="ValueError: no such game"):
+        with pytest.raises(CallFailed, match="ValueError: no such game"):
             await play(pool, secret="broken")
-        with pytest.raises(EnvironmentFailed, match="a column of the row cannot be passed on as JSON: .*bytes"):
+        with pytest.raises(CallFailed, match="a column of the row cannot be passed on as JSON: .*bytes"):
             async with pool.hold({"secret": b"5"}, 8):
                 pass
         # A process with a call that never ends holds no conversation any more, and another one has its place.
         assert await play(pool, "5") == ["8:", None, 1.0]
         await pool.close()
-        assert not leftovers(WORKERS)
+        assert not leftovers()
         # Each but the two that hang is closed, the one too whose reset fails.
         log = (file.parent / "log").read_text()
         closed = [line for line in log.splitlines() if line.startswith("closed")]
         assert sorted(closed) == [*["closed 5"] * 7, "closed None", "closed nothing"]
-        assert f'File "{file}", line 14, in step' in log
-        assert "\nRuntimeError: no such move\n" in log
         assert "KeyError" not in log
 
     asyncio.run(run())
@@ -193,19 +177,17 @@ def test_each_conversation_has_an_environment_of_its_own_which_fails_alone(file:
 
 def test_a_process_that_ends_says_which_conversations_may_be_the_cause(file: Path) -> None:
     async def run() -> None:
-        pool = build(file)
-        await pool.start()
-        async with pool.hold({"secret": "5"}, 8) as other:
-            with pytest.raises(WorkerEnded, match="its process ended with exit code 3") as caught:
-                await play(pool, "die")
-            assert caught.value.had_call
-            with pytest.raises(WorkerEnded) as caught:
-                await other.step("4")
-            assert not caught.value.had_call
-        with pytest.raises(WorkerEnded):
-            await asyncio.gather(play(pool, "die", is_alone=True), play(pool, "5"))
-        assert await play(pool, "5", is_alone=True) == ["8:", None, 1.0]
-        await pool.close()
+        async with started(build(file)) as pool:
+            async with pool.hold({"secret": "5"}, 8) as other:
+                with pytest.raises(ProcessEnded, match="its process ended with exit code 3") as caught:
+                    await play(pool, "die")
+                assert caught.value.had_call
+                with pytest.raises(ProcessEnded) as caught:
+                    await other.step("4")
+                assert not caught.value.had_call
+            with pytest.raises(ProcessEnded):
+                await asyncio.gather(play(pool, "die", is_alone=True), play(pool, "5"))
+            assert await play(pool, "5", is_alone=True) == ["8:", None, 1.0]
 
     asyncio.run(run())
 
@@ -221,21 +203,19 @@ def test_an_environment_that_is_called_off_is_closed_once_its_running_call_has_e
             await opened.step("1")
 
     async def run() -> None:
-        pool = build(file, "Opened", timeout=60.0)
-        await pool.start()
-        holding = asyncio.create_task(hold(pool))
-        while "waiting" not in log.read_text():
-            await asyncio.sleep(0.01)
-        holding.cancel()
-        # Another conversation comes and goes meanwhile, so the worker has read the call of `close`.
-        await asyncio.sleep(0)
-        async with pool.hold({"slow": ""}, 8):
-            pass
-        go.touch()
-        with pytest.raises(asyncio.CancelledError):
-            await holding
-        assert not any(worker.is_worn for worker in pool._workers)
-        await pool.close()
+        async with started(build(file, "Opened", timeout=60.0)) as pool:
+            holding = asyncio.create_task(hold(pool))
+            while "waiting" not in log.read_text():
+                await asyncio.sleep(0.01)
+            holding.cancel()
+            # Another conversation comes and goes meanwhile, so the worker has read the call of `close`.
+            await asyncio.sleep(0)
+            async with pool.hold({"slow": ""}, 8):
+                pass
+            go.touch()
+            with pytest.raises(asyncio.CancelledError):
+                await holding
+            assert not any(worker.is_worn for worker in pool._processes)
 
     asyncio.run(run())
     assert log.read_text().splitlines() == ["waiting", "closed after open", f"closed after {said}"]
@@ -243,13 +223,11 @@ def test_an_environment_that_is_called_off_is_closed_once_its_running_call_has_e
 
 def test_a_function_may_make_environments_and_their_number_is_bounded(file: Path) -> None:
     async def run() -> None:
-        pool = build(file, "make_game", concurrency=2, workers=2, timeout=0.5)
-        await pool.start()
-        begun = asyncio.get_running_loop().time()
-        games = await asyncio.gather(*[play(pool, "wait") for _ in range(4)], return_exceptions=True)
-        assert all(isinstance(game, EnvironmentFailed) for game in games)
-        assert asyncio.get_running_loop().time() - begun > 1.0
-        await pool.close()
+        async with started(build(file, "make_game", concurrency=2, workers=2, timeout=0.5)) as pool:
+            begun = asyncio.get_running_loop().time()
+            games = await asyncio.gather(*[play(pool, "wait") for _ in range(4)], return_exceptions=True)
+            assert all(isinstance(game, CallFailed) for game in games)
+            assert asyncio.get_running_loop().time() - begun > 1.0
 
     asyncio.run(run())
 
@@ -265,7 +243,7 @@ def test_a_function_may_make_environments_and_their_number_is_bounded(file: Path
 def test_a_class_that_cannot_be_used_is_refused_by_name(file: Path, name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         asyncio.run(build(file, name).start())
-    assert not leftovers(WORKERS)
+    assert not leftovers()
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -312,19 +290,15 @@ def test_an_answer_that_came_while_the_event_loop_stood_still_counts(tmp_path: P
 
     async def run() -> str | None:
         pool = build(tmp_path / "quick.py", "Quick", timeout=limit)
-        await pool.start()
-        try:
-            async with pool.hold({}, 1) as conversation:
-                begin = time.monotonic()
-                step = asyncio.ensure_future(conversation.step("said"))
-                await asyncio.sleep(0)
-                answers = conversation._worker._process.stdout._transport.get_extra_info("pipe")
-                # The loop reads nothing while it stands here.
-                select.select([answers], [], [])
-                time.sleep(max(0.0, begin + limit - time.monotonic()) + 0.1)
-                return await step
-        finally:
-            await pool.close()
+        async with started(pool), pool.hold({}, 1) as conversation:
+            begin = time.monotonic()
+            step = asyncio.ensure_future(conversation.step("said"))
+            await asyncio.sleep(0)
+            answers = conversation._process._process.stdout._transport.get_extra_info("pipe")
+            # The loop reads nothing while it stands here.
+            select.select([answers], [], [])
+            time.sleep(max(0.0, begin + limit - time.monotonic()) + 0.1)
+            return await step
 
     assert asyncio.run(run()) == "heard"
 
@@ -333,15 +307,10 @@ def test_a_call_that_never_lets_go_of_pythons_lock_fails_its_own_conversation_al
     (tmp_path / "locking.py").write_text(LOCKING)
 
     async def run() -> list[wire.Response]:
-        pool = build(tmp_path / "locking.py", "Graded", timeout=5.0)
-        await pool.start()
-        try:
+        async with started(build(tmp_path / "locking.py", "Graded", timeout=5.0)) as pool:
             conversations = Conversations(Engines(), pool, NumberTexts(), 0.0, has_reward=True)  # type: ignore[arg-type]
             request = dataclasses.replace(REQUEST, group_size=5)
             return [one.response for one in await conversations.hold_group(request, PROMPT)]
-        finally:
-            await pool.close()
 
     outcomes = [(response.finish_reason, response.reward) for response in asyncio.run(run())]
     assert outcomes == [("failed", 0.0) if number == 2 else ("stop", 1.0) for number in range(5)]
-    assert not leftovers(WORKERS)

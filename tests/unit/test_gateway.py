@@ -28,6 +28,7 @@ from megatron_rl.sidecar.http import serve
 from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
+from tests.turns import make_turn
 
 ASKED = {"role": "user", "content": "2 + 3"}
 ASKED_NUMBER = {"role": "user", "content": "7"}
@@ -92,15 +93,8 @@ async def serving(
         if text == "slow":
             await asyncio.sleep(3600)
         tokens = [*tokenizer.encode(text), chat_models.find(end)][: request.max_tokens]
-        return wire.Response(
-            tokens=wire.encode_tokens(tokens),
-            log_probs=wire.encode_log_probs([-0.5 - place for place in range(len(tokens))]),
-            finish_reason="stop" if tokens[-1] == chat_models.find(end) else "length",
-            seed=request.seed,
-            engine="engine-0",
-            spans=[wire.VersionSpan(version="4", start=0, end=len(tokens))],
-            fingerprint="w",
-        )
+        reason = "stop" if tokens[-1] == chat_models.find(end) else "length"
+        return make_turn(tokens, -0.5, seed=request.seed, finish_reason=reason)
 
     gateway = Gateway(TemplateChats(tokenizer), reader or PlainReader(), reads_tools=reader is not None)
     listener = open_listener("127.0.0.1", 0)
@@ -543,11 +537,7 @@ def test_a_call_extends_the_same_one_of_equal_answers_in_every_order_of_arrival(
             requests.append(request)
             if request.number < 2 and request.number != first:
                 await answered[first].wait()
-            return wire.Response(
-                tokens=wire.encode_tokens([12 - request.number, 50]), log_probs=wire.encode_log_probs([-1, -2]),
-                finish_reason="stop", seed=1, engine="e", fingerprint="w",
-                spans=[wire.VersionSpan(version="2", start=0, end=2)],
-            )  # fmt: skip
+            return make_turn([12 - request.number, 50])
 
         terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=50, max_turns=4))
         gateway = Gateway(NumberChats(), Thoughts(), reads_tools=False)

@@ -7,27 +7,20 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_rl.gateway.record import CallRecord, cut_turn
+from megatron_rl.gateway.record import ConversationRecord, cut_turn
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
+from tests.turns import make_turn
 
 PROMPT = [1, 2, 3]
 
 
 def turn(tokens: list[int], engine: str = "engine-0", first: float = -1.0, fingerprint: str = "w") -> wire.Response:
-    return wire.Response(
-        tokens=wire.encode_tokens(tokens),
-        log_probs=wire.encode_log_probs([first - place for place in range(len(tokens))]),
-        finish_reason="stop",
-        seed=0,
-        engine=engine,
-        spans=[wire.VersionSpan(version="4", start=0, end=len(tokens))],
-        fingerprint=fingerprint,
-    )
+    return make_turn(tokens, first, "4", engine=engine, fingerprint=fingerprint)
 
 
 def build(calls: list[tuple[list[int], wire.Response]]) -> wire.Response:
-    record = CallRecord(np.asarray(PROMPT, dtype="<i4"))
+    record = ConversationRecord(np.asarray(PROMPT, dtype="<i4"), wire.Sampling(max_tokens=1000))
     for prompt, said in calls:
         record.add(np.asarray(prompt, dtype="<i4"), said)
     response = record.build_response(9, "stop", {"agent": 0.5, "other": 0.25})

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.confinement import NETWORK, landlock_version
+from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.gateway.chats import NumberChats
-from megatron_rl.rewards.confinement import NETWORK, landlock_version
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.tool_calls import PlainReader
 from tests.unit.test_agents import Engines
 

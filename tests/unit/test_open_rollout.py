@@ -13,20 +13,13 @@ from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
 from megatron_rl.gateway.said import Call
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls import JSON, PlainReader
+from tests.turns import make_turn
 
 NUM_TURNS = 200
 
 
 async def sample(request: TurnRequest) -> wire.Response:
-    return wire.Response(
-        tokens=wire.encode_tokens([request.number]),
-        log_probs=wire.encode_log_probs([-1.0]),
-        finish_reason="stop",
-        seed=request.seed,
-        engine="engine-0",
-        spans=[wire.VersionSpan(version="1", start=0, end=1)],
-        fingerprint="w",
-    )
+    return make_turn([request.number], seed=request.seed)
 
 
 async def act(rollout: OpenRollout, num_turns: int) -> None:

@@ -15,13 +15,13 @@ import transformers
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError, PlatformError, UsageError
+from megatron_rl.gateway.chats import NumberReader, NumberTexts, TokenizerTexts, write_results
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.main import _start_environments
 from megatron_rl.sidecar.reading import choose_reader
 from megatron_rl.sidecar.settings import parse
-from megatron_rl.sidecar.texts import NumberReader, NumberTexts, TokenizerTexts
 from megatron_rl.sidecar.vllm.reader import Parsers, VllmReader, suggest_parser
 from megatron_rl.tool_calls import JSON, PlainReader, Said, ToolCall
 from megatron_rl.trainer.data.prompts import read_prompts, tokenize_prompts
@@ -71,16 +71,7 @@ class Reader:
 
 
 def hold(talk: Talk, reader: Reader | None, has_step: bool = False) -> wire.Response:
-    conversations = Conversations(
-        Engines(),
-        Pool(talk),
-        NumberTexts(),
-        0.0,
-        True,
-        has_step,
-        [ADD],
-        reader,  # type: ignore[arg-type]
-    )
+    conversations = Conversations(Engines(), Pool(talk), NumberTexts(), 0.0, True, has_step, [ADD], reader)
     request = type(REQUEST)(**{**vars(REQUEST), "group_size": 1, "sampling": wire.Sampling(max_tokens=40, max_turns=4)})
     (transcript,) = asyncio.run(conversations.hold_group(request, PROMPT))
     return transcript.response
@@ -116,7 +107,8 @@ def test_scripted_engines_call_a_tool_with_the_tokens_of_a_turn() -> None:
         ToolCall("call0", "add", json.dumps({"a": 5, "b": 6})),
     )
     assert asyncio.run(read([3, 5], "3 5", [ADD])) == Said("3 5", None, ())
-    assert NumberTexts().answer([ToolCall("1", "add", "{}")], ["12 no such"], [1]) == [12, 2, 4]
+    results = write_results([call := ToolCall("1", "add", "{}")], ["12 no such"])
+    assert NumberTexts().follow(PROMPT, results, [1], [call]) == [12, 2, 4]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_conversation_with_tools_has_the_tokens_that_the_template_gives_the_whole_chat(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = TokenizerTexts(str(folder))
+    texts = TokenizerTexts.load(str(folder))
     texts.offer([ADD])
     chat = [{"role": "user", "content": "2 + 3"}]
     function = {"name": "add", "arguments": {"a": 2}}
@@ -138,11 +130,12 @@ def test_a_conversation_with_tools_has_the_tokens_that_the_template_gives_the_wh
     prompt = wire.Prompt(index=0, row="", tokens=wire.encode_tokens(head), text=chat)
     texts.check_prompt(prompt)
     call = ToolCall("1", "add", '{"a": 2}')
+    results = write_results([call], ["5"])
     turn = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
     sampled = [*tokenizer.encode(turn), chat_models.find("<|im_end|>")]
-    assert [*head, *texts.open(prompt, None), *sampled, *texts.answer([call], ["5"], sampled)] == expected
+    assert [*head, *texts.open(prompt, None), *sampled, *texts.follow(prompt, results, sampled, [call])] == expected
     # Another end of the turn stays, and the template's follows.
-    assert texts.answer([call], ["5"], [*sampled[:-1], 7])[0] == chat_models.find("<|im_end|>")
+    assert texts.follow(prompt, results, [*sampled[:-1], 7], [call])[0] == chat_models.find("<|im_end|>")
     bare = tokenizer.encode("<|im_start|>user\n2 + 3", add_special_tokens=False)
     with pytest.raises(InputError, match="prompt 0 does not have the tools"):
         texts.check_prompt(wire.Prompt(index=0, row="", tokens=wire.encode_tokens(bare), text=chat))
@@ -160,7 +153,7 @@ def test_the_trainer_tells_the_policy_of_the_tools_and_the_sidecar_knows_its_pro
         given = {**sizes, "has_environments": True, "tools": tools}
         return tokenize_prompts(read_prompts(config), config, folder, **given).take(1)[0]  # type: ignore[arg-type]
 
-    texts = TokenizerTexts(str(folder))
+    texts = TokenizerTexts.load(str(folder))
     texts.check_prompt(read([]))
     texts.offer([ADD])
     texts.check_prompt(read([ADD]))
@@ -175,7 +168,7 @@ def test_the_trainer_tells_the_policy_of_the_tools_and_the_sidecar_knows_its_pro
 def test_a_model_without_calls_in_its_template_is_refused_and_a_missing_parser_is_named(tmp_path, folder: Path) -> None:
     chat_models.save_tokenizer(tmp_path, chat_models.CHATML, "<|im_end|>")
     with pytest.raises(InputError, match="chat template of --hf-model cannot write calls of tools"):
-        TokenizerTexts(str(tmp_path)).offer([ADD])
+        TokenizerTexts.load(str(tmp_path)).offer([ADD])
     offered = Description("Sums", True, False, (ADD,))
     model = command_lines.folder(folder, command_lines.QWEN3)
     words = f"--rollout-folder run --platform cpu --seq-length 64 --hf-model {model} --rollout-env {__file__}:ToolTalk"
@@ -184,7 +177,7 @@ def test_a_model_without_calls_in_its_template_is_refused_and_a_missing_parser_i
     for more in ("--rollout-tool-parser hermes", "--rollout-engine scripted"):
         settings = parse([*words.split(), *more.split()])
         assert asyncio.run(_start_environments(Offering(offered), settings)) is offered
-    assert isinstance(choose_reader(TokenizerTexts(str(folder)), Description("Game", True), None), PlainReader)
+    assert isinstance(choose_reader(TokenizerTexts.load(str(folder)), Description("Game", True), None), PlainReader)
     assert isinstance(choose_reader(NumberTexts(), offered, None), NumberReader)
     assert suggest_parser("{{ m.content }}") is None
 

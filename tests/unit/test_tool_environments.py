@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.confined.process import CallFailed
 from megatron_rl.environments.pool import EnvironmentPool, describe_environment
-from megatron_rl.environments.types import EnvironmentFailed
 from megatron_rl.environments.worker import Environment, describe
 from megatron_rl.errors import UsageError
-from megatron_rl.rewards.types import PoolSettings
 
 SHOP = '''
 import asyncio, time
@@ -116,7 +116,7 @@ def test_tools_are_described_and_used_and_the_policy_is_told_what_is_wrong_with_
                 assert len(answer.encode()) < 3000
             assert await shop.use("sell", json.dumps({"item": "tea"})) == "sold 1 tea"
             assert await shop.get_reward() == 3.0
-        with pytest.raises(EnvironmentFailed, match="did not answer tool within 1 seconds"):
+        with pytest.raises(CallFailed, match="did not answer tool within 1 seconds"):
             async with pool.hold({"prompt": "?"}, 8) as shop:
                 await shop.use("sell", json.dumps({"item": "slow"}))
         await pool.close()

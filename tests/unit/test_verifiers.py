@@ -12,10 +12,11 @@ import zmq
 import zmq.asyncio
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.process import CallFailed
 from megatron_rl.environments.types import find_flag_problems
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.gateway import verifiers
-from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
+from megatron_rl.gateway.rollout_context import RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer, build_request
 from megatron_rl.sidecar.temporary import make_socket_folder
 
@@ -165,7 +166,7 @@ FAILED = {**trace(ok=False, rewards={"exact": None}), "errors": [{"type": "TaskE
     ],
 )
 def test_a_rollout_without_a_reward_of_its_own_fails_by_name(tmp_path: Path, messages: Messages, reason: str) -> None:
-    with pytest.raises(AgentFailed, match=reason):
+    with pytest.raises(CallFailed, match=reason):
         act(tmp_path, *messages)
 
 
@@ -188,7 +189,7 @@ def test_a_rollout_that_is_called_off_is_cancelled_on_the_server(tmp_path: Path)
 
 def test_a_rollout_that_takes_too_long_is_cancelled_on_the_server(tmp_path: Path) -> None:
     async def check(client: VerifiersServer, server: Server) -> None:
-        with pytest.raises(AgentFailed, match=r"the server used more than 0\.2 seconds"):
+        with pytest.raises(CallFailed, match=r"the server used more than 0\.2 seconds"):
             await client.act(CONTEXT)
         while len(server.requests) < 2:
             await asyncio.sleep(0.01)
@@ -220,7 +221,7 @@ def test_a_server_that_falls_silent_fails_its_rollouts(tmp_path: Path, monkeypat
 
     async def check(client: VerifiersServer, server: Server) -> None:
         server.is_silent = True
-        with pytest.raises(AgentFailed, match=r"said nothing for 0\.5 seconds"):
+        with pytest.raises(CallFailed, match=r"said nothing for 0\.5 seconds"):
             await client.act(CONTEXT)
         # It may only have been slow, and would act to the rollout's end.
         while len(server.requests) < 2:

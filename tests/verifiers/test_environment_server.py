@@ -16,17 +16,18 @@ import pytest
 import transformers
 
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.confined.process import CallFailed
 from megatron_rl.gateway.chats import TemplateChats
-from megatron_rl.gateway.rollout_context import AgentFailed, RolloutContext
+from megatron_rl.gateway.rollout_context import RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer
-from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import find_span_problems, mask_sampled
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
+from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.gateway_opening import GatewayOpening
 from megatron_rl.tool_calls import PlainReader
 from tests import chat_models
+from tests.turns import make_turn
 from tests.verifiers.server import needs_verifiers, serve_guessing
 
 pytestmark = [pytest.mark.slow, needs_verifiers]
@@ -68,17 +69,7 @@ class Engines:
     async def generate(self, request: GroupRequest) -> list[wire.Response]:
         said = self._tokenizer.decode(list(request.prompt_tokens)).count("assistant")
         tokens = [*self._tokenizer.encode(str(said)), chat_models.find("<|im_end|>")]
-        return [
-            wire.Response(
-                tokens=wire.encode_tokens(tokens),
-                log_probs=wire.encode_log_probs([-1.0] * len(tokens)),
-                finish_reason="stop",
-                seed=request.seed,
-                engine="engine-0",
-                spans=[wire.VersionSpan(version="1", start=0, end=len(tokens))],
-                fingerprint="weights-1",
-            )
-        ]
+        return [make_turn(tokens, seed=request.seed)]
 
 
 @contextlib.contextmanager
@@ -115,7 +106,7 @@ def test_rollouts_of_a_real_server_give_their_rewards_or_fail_by_name(address: s
     with serving_policy() as policy:
         found, failed, not_found, whole = asyncio.run(act(policy))
     assert (found, not_found, whole) == ({"found": 0.5}, {"found": 0.0}, {"found": 0.5})
-    assert isinstance(failed, AgentFailed)
+    assert isinstance(failed, CallFailed)
     assert "TaskError" in str(failed)
     assert "nobody may know this number" in str(failed)
     keys = [key for key, _, _ in Policy.calls]

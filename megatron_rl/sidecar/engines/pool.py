@@ -20,12 +20,11 @@ from typing import Protocol
 
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.shared.protocol.wire import Response
+from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
 from megatron_rl.sidecar.in_flight.curve import GroupLife
 
 _log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 5
 
 
 class Pacing(Protocol):
@@ -81,7 +80,7 @@ class EnginePool:
     async def generate(self, request: GroupRequest) -> list[Response]:
         """Sample a group on one of the engines."""
         since = self._recorder.now() if request.since is None else request.since
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(1, attempts.TURN + 1):
             engine = await self._take(request.group_size, request.can_wait, request.after)
             taken, responses = self._recorder.now(), None
             sampling = self._begin(request, engine.name)
@@ -98,7 +97,7 @@ class EnginePool:
             finally:
                 since = self._note(request, engine.name, since, taken, responses)
                 self._give_back(engine, request.group_size, request.can_wait)
-        raise EngineLost(f"{reason}; request {request.request_id} was tried {MAX_ATTEMPTS} times")
+        raise EngineLost(f"{reason}; request {request.request_id} was tried {attempts.TURN} times")
 
     def _note(
         self, request: GroupRequest, engine: str, since: float, taken: float, responses: list[Response] | None

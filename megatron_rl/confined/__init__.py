@@ -1,0 +1,1 @@
+"""Confined processes that run the user's code: reward functions, environments and agents."""
