@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -24,10 +24,12 @@ from megatron_rl.shared.protocol.provenance import (
     may_be_cut,
 )
 from megatron_rl.shared.protocol.turns import mask_sampled
-from megatron_rl.sidecar.drafts import Transcript
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.environment_times import EnvironmentClock
 from megatron_rl.tool_calls import JSON
+
+if TYPE_CHECKING:
+    from megatron_rl.sidecar.drafts import Transcript
+    from megatron_rl.sidecar.environment_times import EnvironmentClock
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +49,9 @@ class Samplers(Protocol):
 class GroupHolder(Protocol):
     """Makes responses of several turns, with environments or agents."""
 
-    clock: EnvironmentClock
+    clock: "EnvironmentClock"
 
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]: ...
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> "list[Transcript]": ...
 
 
 Chats = Sequence[Sequence[JSON]]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.observe.trace import SERVICE
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import DeliveryHosts
@@ -52,7 +51,7 @@ class Engines(Samplers, Protocol):
 
 
 class EngineHosts(Protocol):
-    """The other hosts that engines run on. `sidecar.hosts.factory.Hosts` satisfies it."""
+    """The other hosts that engines run on. `sidecar.hosts.membership.Hosts` satisfies it."""
 
     find_trainer_lease: Callable[[], int]
 
@@ -137,12 +136,12 @@ class RolloutService:
         pacer: Pacer | None = None,
         hosts: EngineHosts | None = None,
         conversations: GroupHolder | None = None,
-        gateway: Gateway | None = None,
+        count_calls: Callable[[], Mapping[str, Any]] = dict,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
         Without a pacer, nothing is known about the responses that engines are given at once. With `conversations`, each
-        response is one of them.
+        response is one of them, and `count_calls` returns their counters.
         """
         self.engines = engines
         self.hosts = hosts
@@ -155,7 +154,7 @@ class RolloutService:
         self.counters = Counters()
         self._trace = trace or SidecarTrace()
         self._pacer = pacer
-        self._gateway = gateway
+        self._count_calls = count_calls
         self._conversations = conversations
         # Those of the last iteration.
         self._environment_times: wire.EnvironmentTimes | None = None
@@ -422,7 +421,7 @@ class RolloutService:
             "engines": self.engines.status(),
             "hosts": {} if self.hosts is None else self.hosts.status(),
             "max_in_flight": self._pacer.room if self._pacer is not None else None,
-            "counters": dataclasses.asdict(self.counters) | ({} if self._gateway is None else self._gateway.status()),
+            "counters": dataclasses.asdict(self.counters) | dict(self._count_calls()),
         }
 
     def _note(self, name: str, begun: float, version: int) -> None:

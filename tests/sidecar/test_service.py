@@ -15,8 +15,8 @@ from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.group_maker import Scorer
-from megatron_rl.sidecar.hosts.factory import Hosts
-from megatron_rl.sidecar.hosts.static import StaticHosts
+from megatron_rl.sidecar.hosts import HostList
+from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.service import Conflict, RolloutService
@@ -551,7 +551,7 @@ def test_a_version_is_sent_to_hosts_under_the_lease_of_the_trainer_that_has_publ
     """Hold this, because under the next lease it would keep earlier versions of the next trainer away."""
 
     async def check() -> None:
-        hosts = Hosts(StaticHosts((), "token"), "run")
+        hosts = Hosts(HostList((), "token"), "run")
         service = RolloutService(Engines(engine()), RewardLength(), Memory(), hosts=hosts)
         first = await service.take_lease("run")
         await service.publish(weights())

@@ -20,14 +20,12 @@ from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.forwarding import ask_all, forward, refuse, say_unknown
 from megatron_rl.sidecar.agent.messages import (
     LEASE_HEADER,
-    PASSING_ROUTE,
     REQUESTS_ROUTE,
     AgentRefusal,
     Beat,
     EngineRequest,
     EngineStart,
     LeaseRequest,
-    PassOn,
 )
 from megatron_rl.sidecar.guard import OPEN, Guard
 
@@ -72,16 +70,10 @@ def _lease_routes(engines: HostEngines) -> list[Route]:
         _check_lease(engines, request)
         return _answer(engines.beat(beat))
 
-    async def pass_on(request: Request) -> Response:
-        passing = await _read(request, PassOn)
-        _check_lease(engines, request)
-        return _answer(await engines.pass_on(passing))
-
     return [
         Route("/v1/lease", take, methods=["POST"]),
         Route("/v1/lease", leave, methods=["DELETE"]),
         Route("/v1/beat", beat, methods=["POST"]),
-        Route(PASSING_ROUTE, pass_on, methods=["POST"]),
     ]
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-import msgspec
 
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
@@ -35,15 +34,12 @@ from megatron_rl.sidecar.agent.messages import (
     EngineStart,
     LeaseRequest,
     Life,
-    PassedOn,
-    PassOn,
     Pulse,
     Started,
     Welcome,
 )
 from megatron_rl.sidecar.engines.hosts import reach_socket
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher
-from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.vllm.server import make_process_spec
 
 _log = logging.getLogger(__name__)
@@ -230,15 +226,6 @@ class HostEngines:
             },
             arrived=None if beat.version is None else self._find_arrived(beat.version),
         )
-
-    async def pass_on(self, passing: PassOn) -> PassedOn:
-        """Begin to send a version of the weights to another host, if all of it has arrived here."""
-        lease, arrived = self._lease, self._find_arrived(passing.weights.version)
-        if lease is None or arrived is None or not arrived.is_of(passing.weights):
-            return PassedOn(has_begun=False)
-        weights = msgspec.structs.replace(passing.weights, location=arrived.folder)
-        key = lease.token.encode()
-        return PassedOn(has_begun=await asyncio.to_thread(redeliver, weights, passing.target, key, passing.lease))
 
     async def watch(self) -> None:
         """Look at the processes of all engines, and at the lease, for ever."""

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 import msgspec
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of these messages and of the routes; an agent refuses a service of another one."""
 
 REQUESTS_ROUTE = "/v1/requests"
-PASSING_ROUTE = "/v1/weights/passing"
 LEASE_HEADER = "x-lease"
 FAULT_HEADER = "x-agent-fault"
 """Marks an answer that the agent gives in place of an engine. An engine may answer with any status itself."""
@@ -107,22 +105,6 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, Life]
     arrived: Arrived | None = None
     """The weights that the service asked about; None if they have not begun to arrive."""
-
-
-class PassOn(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to send a version of the weights, which lies whole on the agent's host, to another host."""
-
-    weights: Weights
-    target: Target
-    lease: int
-    """The number of the lease of the trainer that has published it. A later trainer's versions take its place."""
-
-
-class PassedOn(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to that request."""
-
-    has_begun: bool
-    """True if the version arrives on the other host now; False if this host does not hold all of it."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from megatron_rl.algorithm.plug_ins import compare_plug_ins
 from megatron_rl.command_line.own_files import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
-from megatron_rl.environments.pool import describe_environment
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics
@@ -19,8 +18,8 @@ from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
-from megatron_rl.sidecar.hosts.kinds import find_secrets
-from megatron_rl.sidecar.reading import check_offered
+from megatron_rl.sidecar import load_part
+from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
 from megatron_rl.trainer.loop.saver import check_kept, find_missing_hf
@@ -95,9 +94,9 @@ def _describe_environment(settings: RunSettings) -> Description | None:
         return None
     processes = build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
     # The log is the sidecar's.
-    offered = describe_environment(settings.environment, dataclasses.replace(processes, log=None))
-    if settings.sidecar is not None:
-        check_offered(offered, settings.sidecar)
+    offered: Description = load_part("environments").describe_environment(
+        settings.environment, dataclasses.replace(processes, log=None), settings.sidecar
+    )
     return offered
 
 
