@@ -11,14 +11,13 @@ from pathlib import Path
 
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
-from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, read_token
+from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
 from megatron_rl.shared.protocol.wire import Prompt
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.settings import LAST_WORDS, MESSAGE_FLAG, SidecarSettings, write_message
 from megatron_rl.sidecar.starting import News
 

@@ -19,11 +19,10 @@ from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 from megatron_rl.shared.protocol.wire import ErrorAnswer, ErrorCode
+from megatron_rl.sidecar.access import OPEN, BoundedListener, Guard, build_configuration
 from megatron_rl.sidecar.evaluation import EvaluationFailed
-from megatron_rl.sidecar.guard import OPEN, Guard
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from megatron_rl.sidecar.strangers import BoundedListener, build_configuration
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
 
 MAX_BODY_BYTES = 1 << 30

@@ -23,6 +23,7 @@ from megatron_rl.rewards.spec import build_pool_settings, parse_specs
 from megatron_rl.rewards.types import PoolSettings
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
+from megatron_rl.shared.protocol.hosts import find_url, open_listener
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import load_part, parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
@@ -31,15 +32,13 @@ from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.sidecar.http import build_application, serve, set_at_end
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.sidecar.members import EngineFactory
-from megatron_rl.sidecar.recorder import RunRecorder
+from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
-from megatron_rl.sidecar.start_notes import StartNotes
+from megatron_rl.sidecar.starting import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
@@ -104,7 +103,7 @@ async def run(settings: SidecarSettings) -> None:
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
         num_engines = settings.rollout.num_engines + (0 if hosts is None else hosts.hosts.num_engines)
-        async with notes.following(supervisor):
+        async with notes.following(supervisor.status):
             # Mistakes in rewards and flags are reported before those of engines, which may follow from them.
             actions = {
                 starting.REWARDS: _start_rewards(pool, settings),

@@ -24,8 +24,8 @@ from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, S
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.iteration import Iteration
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
+from megatron_rl.sidecar.recorder import SidecarTrace
 from megatron_rl.sidecar.supervisor import WeightsNotProven
-from megatron_rl.sidecar.tracing import SidecarTrace
 
 _log = logging.getLogger(__name__)
 

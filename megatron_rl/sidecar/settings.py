@@ -31,12 +31,12 @@ from megatron_rl.environments.types import find_flag_problems as find_environmen
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flag import Flag, FlagParser, check_bounds, derive_flags, suggest_nearest
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.hosts import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.hosts import find_problems as find_host_problems
-from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.invariance import find_invariance_problems
 from megatron_rl.sidecar.vllm.memory import FLAG_OF_SHARING, LORA_RANKS, MEMORY_FLAGS, EngineMemory

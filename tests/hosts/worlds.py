@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 
 from megatron_rl.sidecar import parent
+from megatron_rl.sidecar.agent.messages import TIMEOUTS, Timeouts
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.hosts import HostList, HostPlace
 from megatron_rl.sidecar.hosts.factory import HostsFactory
 from megatron_rl.sidecar.hosts.membership import Hosts, Membership
-from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS, Timeouts
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder

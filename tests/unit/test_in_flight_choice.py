@@ -5,9 +5,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.sidecar.in_flight.choice import WORTH, choose, list_numbers
 from megatron_rl.sidecar.in_flight.curve import Point, StepCurve, fit_curve
-from megatron_rl.sidecar.in_flight.forecast import Opening, SamplingWork, predict
+from megatron_rl.sidecar.in_flight.forecast import WORTH, Opening, SamplingWork, choose, list_numbers, predict
 from tests.paced_run import build_line
 
 WORKS = st.builds(

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_rl.sidecar.engines.decoding import StepCosts
 from megatron_rl.sidecar.in_flight.curve import StepCurve
-from megatron_rl.sidecar.in_flight.forecast import Opening, SamplingWork, predict
-from megatron_rl.sidecar.in_flight.pace import plan_ends
+from megatron_rl.sidecar.in_flight.forecast import Opening, SamplingWork, plan_ends, predict
 from tests.paced_run import Case, build_line, run_paced
 
 CASE = Case(StepCosts(0.05, 0.002, max_running=32), num_prompts=24, group_size=4, lengths=(20, 100), train_seconds=20)

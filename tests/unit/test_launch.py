@@ -15,11 +15,11 @@ import yaml
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import ExitCode
 from megatron_rl.launch.yaml import write_yaml
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.agent.main import removed_afterwards
 from megatron_rl.sidecar.hosts import HostPlace
 from megatron_rl.sidecar.hosts.scheduled import AlikeHosts, KubernetesHosts, SlurmHosts, read_alike
-from megatron_rl.sidecar.listening import parse_place
 from tests.command_lines import LAUNCHED, QWEN3, without
 from tests.documents import commands_of
 from tests.processes import ROOT

@@ -15,17 +15,17 @@ import httpx
 import msgspec
 import pytest
 
+from megatron_rl.shared.protocol.hosts import open_listener
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.arrival import writing
+from megatron_rl.sidecar.agent import messages
 from megatron_rl.sidecar.agent.application import build_agent_application
-from megatron_rl.sidecar.agent.messages import LeaseRequest
+from megatron_rl.sidecar.agent.messages import LeaseRequest, Timeouts
 from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
-from megatron_rl.sidecar.hosts import HostList, HostPlace, timeouts
+from megatron_rl.sidecar.hosts import HostList, HostPlace
 from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHandle, RemoteHost
-from megatron_rl.sidecar.hosts.timeouts import Timeouts
 from megatron_rl.sidecar.http import serve
-from megatron_rl.sidecar.listening import open_listener
 from megatron_rl.sidecar.vllm.connection import Connection
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.trainer.loop.reporter import HostNews
@@ -131,7 +131,7 @@ def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processe
 
 
 def test_agents_are_asked_for_few_starts_at_once_and_nothing_reaches_an_engine_before_its_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeouts, "_CONNECTS_AT_ONCE", 2)
+    monkeypatch.setattr(messages, "_CONNECTS_AT_ONCE", 2)
     under_way, answered, most, reached = [], [], [], []
 
     def reach(_: httpx.Request) -> httpx.Response:

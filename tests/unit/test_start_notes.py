@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.sidecar.start_notes import StartParts
+from megatron_rl.sidecar.starting import StartParts
 
 
 class Recorded:

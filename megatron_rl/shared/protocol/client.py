@@ -12,8 +12,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.addresses import is_loopback
-from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
+from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut, is_loopback
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5

@@ -28,6 +28,8 @@ from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.weights.arrival import is_being_written
 from megatron_rl.sidecar.agent.messages import (
+    ALIVE_SECONDS,
+    LONGEST_LEASE,
     PROTOCOL,
     Arrived,
     Beat,
@@ -46,9 +48,6 @@ _log = logging.getLogger(__name__)
 
 # With `processes.NUM_LOOKS`, a stopped process is named after five seconds.
 _LOOK_SECONDS = 0.2
-_LONGEST_LEASE = 600.0
-# Some beats of a service.
-_ALIVE_SECONDS = 5.0
 
 
 class LeaseOver(MegatronRLError):
@@ -131,11 +130,11 @@ class HostEngines:
                 f"the service speaks version {request.protocol} of the agents' protocol, and this agent {PROTOCOL}: "
                 "install the same megatron_rl on both hosts, and start the agent again"
             )
-        if not 0 < request.seconds <= _LONGEST_LEASE:
-            raise InputError(f"a lease of {request.seconds:g} s must be above 0 and at most {_LONGEST_LEASE:g} s")
+        if not 0 < request.seconds <= LONGEST_LEASE:
+            raise InputError(f"a lease of {request.seconds:g} s must be above 0 and at most {LONGEST_LEASE:g} s")
         held = self._lease
         if held is not None and held.token != request.token:
-            is_alive = self._clock() - held.renewed < _ALIVE_SECONDS
+            is_alive = self._clock() - held.renewed < ALIVE_SECONDS
             if held.run != request.run or is_alive:
                 raise HostTaken(
                     f"this host's engines work for the run {held.run!r}: name another host, end that run, or wait "

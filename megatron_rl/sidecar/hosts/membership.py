@@ -20,14 +20,13 @@ from typing import Any
 
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.protocol.addresses import is_loopback
-from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
+from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts, is_loopback
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.delivery.messages import Target
+from megatron_rl.sidecar.agent.messages import TIMEOUTS, HostLimits, Timeouts
 from megatron_rl.sidecar.hosts import FLAG, HostList, HostPlace, read_source
 from megatron_rl.sidecar.hosts.factory import HostsFactory, group_hosts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS, HostLimits, Timeouts
 from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.service import Engines
 from megatron_rl.sidecar.vllm.factory import VllmFactory

@@ -24,6 +24,7 @@ import httpx
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.messages import (
     LEASE_HEADER,
@@ -32,19 +33,19 @@ from megatron_rl.sidecar.agent.messages import (
     Arrived,
     Beat,
     EngineStart,
+    HostLimits,
     LeaseRequest,
     Life,
     Pulse,
     Started,
+    Timeouts,
     Welcome,
 )
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten, WeightsPlace
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST
 from megatron_rl.sidecar.hosts import HostPlace
 from megatron_rl.sidecar.hosts.engine_requests import Forwarded, GatheredRequests
-from megatron_rl.sidecar.hosts.timeouts import HostLimits, Timeouts
 from megatron_rl.sidecar.launcher import LOG_LINES
-from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.flag import suggest_nearest
 from megatron_rl.shared.protocol.client import read_token
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.sidecar.hosts import FLAG, STATIC, TOKEN_FILE, HostList, HostPlace, read_toml
-from megatron_rl.sidecar.listening import parse_place
 
 _TLS_CA = "tls_ca"
 ACCESS_KEYS = (TOKEN_FILE, _TLS_CA)

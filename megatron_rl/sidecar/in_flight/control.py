@@ -17,9 +17,8 @@ from collections.abc import Callable
 
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.shared.protocol.wire import Plan
-from megatron_rl.sidecar.in_flight.choice import choose
 from megatron_rl.sidecar.in_flight.curve import GroupLife, Point, StepCurve, fit_curve, read_points
-from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork
+from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork, choose
 
 NUM_KEPT = 8
 

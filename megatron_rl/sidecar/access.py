@@ -1,29 +1,50 @@
-"""Bounds of clients that have shown no token or key: they may send one request, soon, with a short head.
+"""Who may send a request: the token that every one must carry, and the bounds of clients that have shown none.
 
-The answer to a request that has shown nothing ends its connection. So the time to the end of a connection's first head
-is bounded here, the number of connections that wait for it, and the size of any head.
+A client without a token or key may send one request, soon, with a short head. The answer to it ends the connection. So
+the time to the end of a connection's first head is bounded here, the number of connections that wait for it, and the
+size of any head.
 """
 
 import asyncio
 import contextlib
 import functools
+import hmac
 import select
 import socket
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, raise_file_limit
-from megatron_rl.sidecar.guard import OPEN
+
+OPEN = "/health"
+
+
+class Guard:
+    """Checks the token of every request before its body is read. A plain ASGI layer, because every slot passes it."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                await JSONResponse({"error": "the token is missing or wrong"}, status_code=401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
 
 _GREETING_SECONDS = 10.0
 _MOST_GREETINGS = 4096
 _LONGEST_HEAD = 1 << 16
 _LOOK_SECONDS = 1.0
 # The answers to requests without a token or key, and to those for routes that do not exist.
-_STRANGE = (401, 404, 405)
+_UNAUTHORIZED = (401, 404, 405)
 
 
 class BoundedListener(socket.socket):
@@ -75,7 +96,7 @@ class BoundedListener(socket.socket):
                     await ended.wait()
 
 
-class CloseAfterStrangers:
+class CloseUnauthorized:
     """Closes the connection of a request that has shown no token. A plain ASGI layer, because every slot passes it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -83,7 +104,9 @@ class CloseAfterStrangers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and (message["status"] in _STRANGE or scope["path"] == OPEN):
+            if message["type"] == "http.response.start" and (
+                message["status"] in _UNAUTHORIZED or scope["path"] == OPEN
+            ):
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
@@ -113,7 +136,7 @@ class _BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def build_configuration(app: ASGIApp, listener: BoundedListener | None, **settings: Any) -> uvicorn.Config:
-    """Build uvicorn's configuration; with a listener, strangers are bounded."""
+    """Build uvicorn's configuration; with a listener, clients without a token are bounded."""
     if listener is not None:
-        app, settings["http"] = CloseAfterStrangers(app), functools.partial(_BoundedProtocol, listener.greetings)
+        app, settings["http"] = CloseUnauthorized(app), functools.partial(_BoundedProtocol, listener.greetings)
     return uvicorn.Config(app, ws="none", log_level="warning", access_log=False, lifespan="off", **settings)
