@@ -32,10 +32,11 @@ from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.hosts import HostList, HostPlace
 from megatron_rl.sidecar.hosts.factory import HostsFactory
 from megatron_rl.sidecar.hosts.membership import Hosts
-from megatron_rl.sidecar.http import build_application, serve
+from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.serving import serve
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory

@@ -45,13 +45,10 @@ _KINDS = {int(kind.exit_code): kind for kind in (UsageError, PlatformError, Inpu
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """The address and the token of a sidecar."""
-
     endpoint: str
     token: str
 
     def client(self, patience: float) -> RolloutClient:
-        """Return a client with this patience in seconds."""
         return RolloutClient(self.endpoint, self.token, patience)
 
 
@@ -121,11 +118,9 @@ class OwnSidecar:
                 log=folder / _LOG,
             )
         )
-        self._client: RolloutClient | None = None
 
     @property
     def log(self) -> Path:
-        """The file of its output."""
         return self._handle.log
 
     def try_rewards(self, prompts: Sequence[Prompt]) -> None:

@@ -96,8 +96,6 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class _IterationStart:
-    """The start of an iteration, which its groups share."""
-
     since: float
     """The time of the start on the recorder's clock, in seconds."""
     cut: asyncio.Event | None
@@ -257,14 +255,11 @@ class NoScorer:
 
 
 class PoolScorer:
-    """Scores groups in a reward pool."""
-
     def __init__(self, pool: RewardPool, decode: Decode):
         self._pool = pool
         self._decode = decode
 
     async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
-        """Return the group with rewards and their components."""
         # In a thread: decoding a long group takes many milliseconds, and the event loop has other groups to serve.
         result = await self._pool.score(await asyncio.to_thread(self._build_request, group, chats))
         responses = [

@@ -29,12 +29,13 @@ from megatron_rl.sidecar import load_part, parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.group_maker import NoScorer, PoolScorer
 from megatron_rl.sidecar.hosts import find_secrets
-from megatron_rl.sidecar.http import build_application, serve, set_at_end
+from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.members import EngineFactory
 from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.serving import serve, set_at_end
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
 from megatron_rl.sidecar.starting import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
@@ -272,7 +273,6 @@ def _count_sampled_at_a_time(rollout: RolloutConfig, pacer: Pacer) -> int:
 
 
 def _build_decode(settings: SidecarSettings) -> Decode:
-    """Build the decoder that rewards need."""
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences]
     return build_decoder(str(settings.hf_model))

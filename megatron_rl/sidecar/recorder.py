@@ -22,7 +22,7 @@ from megatron_rl.sidecar.publication import Proof
 
 
 class RunRecorder:
-    """The records of one run, in its folder. Satisfies `megatron_rl.sidecar.service.RunRecords`."""
+    """The records of one run, in its folder, from which an iteration is restored after a restart."""
 
     def __init__(
         self, folder: Path, run: str, retain: int = 2, scoring: str = "", details: dict[str, Any] | None = None
@@ -87,13 +87,11 @@ class RunRecorder:
         journal.forget_recovered()
 
     def finished(self, group: wire.Group) -> None:
-        """Record that the iteration has taken a group."""
         journal, submission = self._current()
         journal.append_group(group)
         self._group(submission, group)
 
     def claimed(self, claim: Claim) -> None:
-        """Record a claim that is about to be answered."""
         journal, submission = self._current()
         journal.append_claim(claim)
         self.audit.record_claim(submission.version, claim)
@@ -117,7 +115,6 @@ class RunRecorder:
         return self.audit.head, self.audit.last
 
     def close(self) -> None:
-        """Close the files."""
         self._end_journal()
         self._journals.close()
         self.audit.close()

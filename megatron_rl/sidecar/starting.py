@@ -39,8 +39,6 @@ _SILENCE_SECONDS = 15.0
 
 
 class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a start."""
-
     engines: dict[str, float | None] = {}
     """The seconds after which each started engine was ready; None for one that is not ready yet."""
     warnings: list[str] = []
@@ -161,7 +159,6 @@ def describe_parts(starting: StartProgress) -> str:
 
 
 def list_seconds(parts: Mapping[str, float]) -> str:
-    """List parts with their seconds."""
     return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
 
 
@@ -195,7 +192,6 @@ class StartParts:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def measure(self) -> float:
-        """Return the seconds since the start."""
         return round(self._clock() - self._begun, 1)
 
     async def _timed(self, name: str, action: Coroutine[Any, Any, Any]) -> Any:
@@ -216,7 +212,6 @@ class StartNotes:
         self._written = StartProgress()
 
     def note_engine(self, name: str, seconds: Mapping[str, float]) -> None:
-        """Note the seconds of the parts of an engine's start."""
         self._engine_parts[name] = {part: round(value, 1) for part, value in seconds.items()}
 
     @contextlib.asynccontextmanager

@@ -20,8 +20,6 @@ from megatron_rl.tool_calls import PlainReader
 
 
 class GatewayRollouts(UserRollouts):
-    """Rollouts of agents, which act through the gateway."""
-
     def __init__(self, settings: SidecarSettings, processes: PoolSettings, logs: Path) -> None:
         self._opening = GatewayOpening.open(settings.environment, processes)
         super().__init__(settings, self._opening.agents, logs)

@@ -73,8 +73,6 @@ class UserRollouts:
 
 
 class EnvironmentRollouts(UserRollouts):
-    """Conversations with environments."""
-
     def __init__(self, settings: SidecarSettings, processes: PoolSettings, logs: Path) -> None:
         self._pool = EnvironmentPool(settings.environment, processes)
         super().__init__(settings, self._pool, logs)

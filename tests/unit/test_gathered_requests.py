@@ -13,7 +13,7 @@ from megatron_rl.sidecar.agent import messages
 from megatron_rl.sidecar.agent.messages import REQUESTS_ROUTE, EngineAnswer, pack, unpack
 from megatron_rl.sidecar.engines.hosts import STEP
 from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.serving import serve
 from tests.unit.test_remote_host import Agent, connected, start, until
 
 NAMES = ("engine-0", "engine-1", "engine-2")

@@ -25,7 +25,7 @@ from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts import HostList, HostPlace
 from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHandle, RemoteHost
-from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.serving import serve
 from megatron_rl.sidecar.vllm.connection import Connection
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.trainer.loop.reporter import HostNews

@@ -59,7 +59,6 @@ class SelectionBySignal:
         self._count()
 
     def learn(self, prompt: int, has_signal: bool) -> None:
-        """Note that a group has finished."""
         if self._division.plan.num_spare:
             self._known[prompt] = _WITH if has_signal else _WITHOUT
             self._count()
@@ -104,7 +103,6 @@ class SelectionBySignal:
         return binding if least == most or binding == self._bind(most) else None
 
     def sort(self, prompts: Iterable[int]) -> list[int]:
-        """Sort groups of one unit by their numbers."""
         return sorted(prompts, key=lambda prompt: int(self._most[prompt]))
 
     def find_problem(self, claim: Claim) -> str | None:
@@ -155,7 +153,6 @@ class SelectionByArrival:
         self._arrived: set[int] = set()
 
     def learn(self, prompt: int, has_signal: bool) -> None:
-        """Note that a group has finished."""
         if prompt >= self._num_carried:
             if not self._room:
                 return
@@ -212,7 +209,6 @@ def open_selection(division: Division, num_carried: int = 0) -> SelectionBySigna
 
 
 def clip_rewards(rewards: Sequence[float], plan: Plan) -> list[float]:
-    """Clip rewards to the plan's bounds."""
     least = -math.inf if plan.least_reward is None else plan.least_reward
     largest = math.inf if plan.largest_reward is None else plan.largest_reward
     return [min(max(reward, least), largest) for reward in rewards]

@@ -87,7 +87,6 @@ def count_turns(response: Response) -> int:
 
 
 def list_spans_of_parts(response: Response) -> list[list[VersionSpan]]:
-    """List the spans of each part of a response."""
     begins = {branch.start for branch in response.branches}
     parts: list[list[VersionSpan]] = [[]]
     for span in response.spans:

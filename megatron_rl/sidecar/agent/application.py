@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.wire import decode_json
-from megatron_rl.sidecar.access import OPEN, Guard
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
 from megatron_rl.sidecar.agent.messages import (
     FAULT_HEADER,
@@ -37,6 +36,7 @@ from megatron_rl.sidecar.agent.messages import (
     LeaseRequest,
     pack,
 )
+from megatron_rl.sidecar.serving import OPEN, Guard
 
 _ENGINES = "/v1/engines/"
 # The name becomes that of a folder and of a file.
@@ -52,7 +52,6 @@ T = TypeVar("T")
 
 
 def build_agent_application(engines: HostEngines, token: str) -> ASGIApp:
-    """Build the agent's ASGI application."""
     app = Starlette(
         routes=[
             Route(OPEN, lambda _: JSONResponse({"status": "ok"})),
@@ -239,12 +238,10 @@ def _answer_for(number: int, status: int, text: str) -> EngineAnswer:
 
 
 def say_unknown(engine: str) -> str:
-    """Say that no engine has this name."""
     return f"this host has no engine {engine!r}: start it first"
 
 
 async def refuse(send: Send, status: int, text: str) -> None:
-    """Answer in place of an engine."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (FAULT_HEADER.encode(), b"1")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text.encode()})

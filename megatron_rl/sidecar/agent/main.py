@@ -21,8 +21,8 @@ from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines
-from megatron_rl.sidecar.http import serve, set_at_end
 from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.serving import serve, set_at_end
 from megatron_rl.sidecar.temporary import make_folder, make_socket_folder
 
 _log = logging.getLogger("megatron_rl.sidecar.agent")
@@ -36,8 +36,6 @@ _REMOVE_AT_END = 'trap "" TERM; cat > /dev/null; rm -rf -- "$@"'
 
 @dataclasses.dataclass(frozen=True)
 class AgentSettings:
-    """The checked settings of an agent."""
-
     listen: tuple[str, int]
     token: str
     folder: Path

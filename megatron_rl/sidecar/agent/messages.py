@@ -86,8 +86,6 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
-    """The life of an engine's processes."""
-
     ended: str | None = None
     """The way in which its server ended; None while it runs."""
     fault: str | None = None

@@ -114,7 +114,6 @@ def split_value(text: str) -> tuple[str, Path]:
 
 
 def read_toml(text: str, path: Path) -> dict[str, Any]:
-    """Read the FILE of a value of the flag."""
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -96,7 +96,6 @@ class HostsFactory:
         self._own.release(name)
 
     def _configure(self, place: _Room, rank: int) -> ServerConfig:
-        """Configure an engine, or its part, on one of its hosts."""
         host, leader = place.hosts[rank], place.hosts[0]
         part = None
         if len(place.hosts) > 1:

@@ -28,7 +28,7 @@ from megatron_rl.sidecar.hosts import FLAG, HostList, HostPlace, read_source
 from megatron_rl.sidecar.hosts.factory import HostsFactory, group_hosts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.redelivery import redeliver
-from megatron_rl.sidecar.service import Engines
+from megatron_rl.sidecar.supervisor import Supervisor
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
@@ -38,7 +38,7 @@ _LOOK_SECONDS = 2.0
 
 
 class Hosts:
-    """The other hosts of a service, from `open` to `close`. Satisfies `sidecar.service.EngineHosts`."""
+    """The other hosts of a service, from `open` to `close`."""
 
     def __init__(self, named: HostList, run: str, timeouts: Timeouts = TIMEOUTS) -> None:
         """Make the hosts of a run; the secret of the weights' delivery is another one for each service."""
@@ -98,7 +98,6 @@ class Hosts:
         return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts, num_own_engines=num_own)
 
     def leave_out(self, name: str, version: int, reason: str) -> None:
-        """Note that the trainer has not delivered a version to a host."""
         _log.warning("host %s was not given version %d: %s", name, version, reason)
         for host in self.all:
             # It may have left meanwhile.
@@ -139,7 +138,7 @@ class Hosts:
 class Membership:
     """The hosts that a run has now."""
 
-    def __init__(self, hosts: Hosts, factory: HostsFactory, engines: Engines) -> None:
+    def __init__(self, hosts: Hosts, factory: HostsFactory, engines: Supervisor) -> None:
         self._hosts = hosts
         self._factory = factory
         self._engines = engines
@@ -220,7 +219,7 @@ class OtherHosts:
         self._factory = HostsFactory(local, num_local, self.hosts.all, config)
         return self._factory
 
-    def follow(self, engines: Engines) -> Membership:
+    def follow(self, engines: Supervisor) -> Membership:
         """Follow the source until the membership is closed."""
         assert self._factory is not None
         membership = Membership(self.hosts, self._factory, engines)

@@ -53,8 +53,6 @@ class RayHosts:
 
 
 class RaySource:
-    """The hosts of `ray`."""
-
     def __init__(self, text: str, tensor_parallel_size: int) -> None:
         is_installed = importlib.util.find_spec("ray") is not None
         missing = f"{FLAG} {text}: ray is not installed: pip install 'megatron-rl[ray]'"
@@ -111,7 +109,6 @@ class AgentActor:
         return self._process is not None and self._process.poll() is None
 
     def end(self) -> None:
-        """End the agent."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -128,8 +125,6 @@ class _Host:
 
 
 class RayCluster:
-    """The hosts of a run in a Ray cluster, from `opened` on."""
-
     def __init__(self, wanted: RayHosts, token: str, port: int, num_devices: int) -> None:
         self._wanted = wanted
         self._token = token
@@ -228,7 +223,6 @@ class RayCluster:
         remove_placement_group(host.group)
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until all agents have started."""
         import ray
 
         deadline, begun = time.monotonic() + seconds, time.monotonic()

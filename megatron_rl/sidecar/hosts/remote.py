@@ -145,7 +145,6 @@ class RemoteHost:
 
     @property
     def engines(self) -> Collection[str]:
-        """The names of the host's engines."""
         return self._handles.keys()
 
     @property
@@ -169,7 +168,6 @@ class RemoteHost:
         return self._fault or None
 
     def describe(self) -> dict[str, Any]:
-        """Return the host's state, for people."""
         return {
             "state": ("leaving" if self.is_leaving else "up") if self._lease else "lost",
             "silent_seconds": round(time.monotonic() - self._answered, 1),

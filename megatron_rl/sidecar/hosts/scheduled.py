@@ -53,7 +53,6 @@ class AlikeHosts(Generic[T]):
     """The number of hosts in a row that run each of their engines together."""
 
     def place(self, addresses: Sequence[str]) -> HostList:
-        """Return the hosts with agents at these addresses."""
         size = self.hosts_per_engine
         if len(addresses) % size:
             raise UsageError(
@@ -148,14 +147,10 @@ class _ScheduledSource:
 
 
 class SlurmSource(_ScheduledSource):
-    """The hosts of `slurm`."""
-
     _table = SlurmHosts
 
 
 class KubernetesSource(_ScheduledSource):
-    """The hosts of `kubernetes`."""
-
     _table = KubernetesHosts
 
 
@@ -205,7 +200,6 @@ def _is_count(value: object) -> bool:
 
 
 async def await_agents(hosts: HostList, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-    """Wait until the agents of all hosts answer."""
     tls = None if hosts.tls_ca is None else ssl.create_default_context(cafile=hosts.tls_ca)
     begun = said = clock()
     silent = {place.address: "" for place in hosts.hosts}

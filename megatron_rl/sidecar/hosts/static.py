@@ -72,7 +72,6 @@ def read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, 
 
 
 def make_place(entry: dict[str, Any]) -> HostPlace:
-    """Make a place from a table that has been checked."""
     devices = entry.get("devices")
     return HostPlace(**{**entry, "devices": None if devices is None else tuple(devices)})
 

@@ -85,8 +85,6 @@ def plan_ends(num_groups: int, num_steps: float, group_seconds: float, step_seco
 
 @dataclasses.dataclass(frozen=True)
 class SamplingWork:
-    """The work of an iteration."""
-
     lengths: Sequence[Sequence[int]]
     """The tokens of each response, by group, in the order in which groups begin."""
     max_running: int

@@ -1,4 +1,4 @@
-"""Who may send a request: the token that every one must carry, and the bounds of clients that have shown none.
+"""Serves an application until an event: with a token that every request must carry, and bounds for clients without one.
 
 A client without a token or key may send one request, soon, with a short head. The answer to it ends the connection. So
 the time to the end of a connection's first head is bounded here, the number of connections that wait for it, and the
@@ -10,7 +10,9 @@ import contextlib
 import functools
 import hmac
 import select
+import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -140,3 +142,42 @@ def build_configuration(app: ASGIApp, listener: BoundedListener | None, **settin
     if listener is not None:
         app, settings["http"] = CloseUnauthorized(app), functools.partial(_BoundedProtocol, listener.greetings)
     return uvicorn.Config(app, ws="none", log_level="warning", access_log=False, lifespan="off", **settings)
+
+
+def set_at_end(ended: asyncio.Event) -> None:
+    """Set the event on SIGTERM, and on SIGINT if this process was not started to ignore it, as shells start jobs."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGINT, ended.set)
+
+
+async def serve(
+    app: Any,
+    *,
+    until: asyncio.Event,
+    uds: Path | None = None,
+    listener: socket.socket | None = None,
+    tls: tuple[Path, Path] | None = None,
+) -> None:
+    """Serve until the event is set, then finish the requests in progress; `tls` is a certificate and its key."""
+    cert, key = tls or (None, None)
+    bounded = None if listener is None else BoundedListener.wrap(listener)
+    config = build_configuration(
+        app,
+        bounded,
+        uds=str(uds) if uds is not None else None,
+        # The gateway must know the connection of a call, not the one that its headers claim.
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
+    )
+    server = uvicorn.Server(config)
+    # Signals belong to the sidecar, which has engines to end.
+    task = asyncio.create_task(server._serve([bounded] if bounded is not None else None))
+    ended = asyncio.create_task(until.wait() if bounded is None else bounded.expire_until(until))
+    await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    ended.cancel()
+    await task

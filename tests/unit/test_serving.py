@@ -28,7 +28,7 @@ from megatron_rl.shared.weights.delivery.greetings import raise_file_limit
 from megatron_rl.shared.weights.delivery.messages import DeliveryError, Hello
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.gateway_opening import GatewayOpening
-from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.serving import serve
 from megatron_rl.tool_calls import PlainReader
 from tests.processes import ROOT
 from tests.unit.test_remote_host import make_certificate
