@@ -118,7 +118,7 @@ def test_what_is_wrong_with_a_token_a_key_or_the_file_itself_is_named(kind, tmp_
         (f"token_file = 'none'\n{text}", "token_file: .*No such file"),
         (f"tls_ca = 'none'\n{text}", "tls_ca .* cannot be used"),
         (f"tls_ca = 3\n{text}", "tls_ca must be the path"),
-        (f"tls = 3\n{text}", "unknown key 'tls'.*the nearest is tls_ca"),
+        (f"tls_c = 3\n{text}", "unknown key 'tls_c'.*the nearest is tls_ca"),
         ("[[host", "cannot be read"),
         (text.replace("[0, 1]", "[0, 0]"), "devices = .0, 0. must name 2 different ones"),
         (text.replace("engines = 2", "engine = 2"), "unknown key 'engine' .the nearest is engines"),
