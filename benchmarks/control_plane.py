@@ -29,12 +29,14 @@ from benchmarks.control_engines import FACTS, serve_agents, serve_engines
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import EngineState
-from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
-from megatron_rl.sidecar.http import build_application, serve
+from megatron_rl.sidecar.hosts import HostList, HostPlace
+from megatron_rl.sidecar.hosts.factory import HostsFactory
+from megatron_rl.sidecar.hosts.membership import Hosts
+from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.serving import serve
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -168,7 +170,7 @@ async def _publish_rounds(addresses: Sequence[str], rounds: int, pipe: Pipe) -> 
     folder = make_socket_folder()
     config = ServerConfig(model=str(folder), max_model_len=FACTS["max_model_len"])
     places = tuple(HostPlace(address, ENGINES_OF_HOST) for address in addresses)
-    hosts = Hosts(StaticHosts(places, TOKEN), "run")
+    hosts = Hosts(HostList(places, TOKEN), "run")
     own = VllmFactory(config, folder, LocalLauncher())
     supervisor = Supervisor(HostsFactory(own, 0, hosts.all, config), SupervisorConfig())
     hosts.open()

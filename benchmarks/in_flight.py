@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks import report
 from megatron_rl.sidecar.engines.decoding import StepCosts
-from megatron_rl.sidecar.in_flight.choice import list_numbers
-from megatron_rl.sidecar.in_flight.forecast import Opening
+from megatron_rl.sidecar.in_flight.forecast import Opening, list_numbers
 from tests.paced_run import Case, PacedIteration, run_paced
 
 # vLLM on one core of a CPU, a model of two layers and 256 hidden units: milliseconds of a step, and of each response in

@@ -22,9 +22,10 @@ from benchmarks import report
 from benchmarks.connection import Connection
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
-from megatron_rl.sidecar.http import build_application, serve
+from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.serving import serve
 from tests.sidecar.scripted_service import Engines, RewardLength, weights
 
 NUM_REPLICAS, RANKS_OF_A_REPLICA = 64, 8

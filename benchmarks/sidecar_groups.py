@@ -26,10 +26,11 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.group_maker import PoolScorer
-from megatron_rl.sidecar.http import build_application, serve
+from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.serving import serve
 from megatron_rl.sidecar.vllm.answers import Limits
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.routes import GroupAnswer, GroupChoice, GroupSpan

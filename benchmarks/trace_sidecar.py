@@ -9,7 +9,7 @@ from megatron_rl.errors import ExitCode
 from megatron_rl.observe.trace import MOST_SPANS
 from megatron_rl.sidecar import main as sidecar
 from megatron_rl.sidecar import parent
-from megatron_rl.sidecar.tracing import SidecarTrace
+from megatron_rl.sidecar.recorder import SidecarTrace
 
 
 def main() -> int:

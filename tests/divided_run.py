@@ -11,9 +11,9 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.sidecar.engines.decoding import StepCosts
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedFactory
+from megatron_rl.sidecar.recorder import SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
-from megatron_rl.sidecar.tracing import SidecarTrace
 from tests import virtual_time
 from tests.sidecar.scripted_service import Memory, RewardLength, weights
 

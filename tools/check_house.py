@@ -23,7 +23,7 @@ BOUNDS = Path(__file__).with_name("house.toml")
 _SMALL = 70
 # What starts the processes of a run on one host.
 _TRAINER = (f"{PACKAGE}.__main__",)
-_RUN = (*_TRAINER, f"{PACKAGE}.sidecar.main", f"{PACKAGE}.sidecar.vllm.api_server", f"{PACKAGE}.sidecar.vllm.worker")
+RUN = (*_TRAINER, f"{PACKAGE}.sidecar.main", f"{PACKAGE}.sidecar.vllm.api_server", f"{PACKAGE}.sidecar.vllm.worker")
 
 
 class Package:
@@ -75,7 +75,7 @@ class Package:
 def measure(root: Path) -> dict[str, dict[str, int]]:
     """Measure all figures, by section."""
     package = Package(root)
-    trainer, run = package.list_imported(_TRAINER), package.list_imported(_RUN)
+    trainer, run = package.list_imported(_TRAINER), package.list_imported(RUN)
     rooms = Counter[str]()
     for name, lines in package.lines.items():
         rooms[".".join(name.split(".")[1:2]) or PACKAGE] += lines

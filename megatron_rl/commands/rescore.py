@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.protocol.branches import list_parts, trace_path
-from megatron_rl.shared.protocol.turns import mask_sampled
+from megatron_rl.shared.protocol.turns import list_parts, mask_sampled, trace_path
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_samples import KeptSamples, Sample, choose_samples

@@ -11,7 +11,7 @@ from megatron_rl.flag_parser import FlagParser
 from megatron_rl.launch.files import TOKEN_FILE, fill_template, submit, write_hosts
 from megatron_rl.launch.settings import RENDEZVOUS_PORT, SERVICE_PORT, LaunchSettings, add_flags, read_common
 from megatron_rl.shared.records.append_file import write_private
-from megatron_rl.sidecar.hosts.kinds import VARIABLE
+from megatron_rl.sidecar.hosts import VARIABLE
 
 _RUN_FILE, _SECRET_FILE = "run.yaml", "secret.yaml"
 _MOUNT = "/etc/megatron_rl"

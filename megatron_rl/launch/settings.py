@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron_rl.errors import PlatformError, UsageError, packages_checked
 from megatron_rl.flag_parser import FlagParser
 from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, write_hosts
-from megatron_rl.sidecar.hosts.kinds import DEFAULT_PORT
-from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
+from megatron_rl.sidecar.hosts import DEFAULT_PORT
+from megatron_rl.sidecar.hosts import FLAG as FLAG_OF_HOSTS
 
 USAGE = "write megatron-rl launch SCHEDULER FLAGS -- pretrain_grpo.py FLAGS"
 _PROGRAM = "pretrain_grpo.py"

@@ -10,7 +10,7 @@ from megatron_rl.flag_parser import FlagParser
 from megatron_rl.launch.files import HOSTS_FILE, TOKEN_FILE, fill_template, submit, write_hosts
 from megatron_rl.launch.settings import LaunchSettings, add_flags, read_common
 from megatron_rl.shared.records.append_file import make_private_folder
-from megatron_rl.sidecar.hosts.kinds import VARIABLE
+from megatron_rl.sidecar.hosts import VARIABLE
 
 _SCRIPT_FILE = "job.sh"
 _LOGS = "logs"

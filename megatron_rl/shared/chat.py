@@ -71,7 +71,6 @@ class ChatWriter:
         return after
 
     def _write_results(self, messages: Sequence[JSON], tools: Sequence[JSON], calls: Sequence[JSON]) -> str:
-        """Write what follows a turn that calls tools."""
         marked = [_set_arguments(call, {"text": self.mark}) for call in calls]
         said: list[JSON] = [_ASKED, {"role": "assistant", "content": "", "tool_calls": marked}]
         try:

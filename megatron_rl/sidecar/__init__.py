@@ -1,1 +1,21 @@
-"""The process that runs the rollout service and supervises the engines."""
+"""The rollout service, which samples groups with engines that it keeps alive and at one version."""
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Literal
+
+OPTIONAL_PARTS: Mapping[str, str] = {
+    # --rollout-hosts
+    "hosts": "megatron_rl.sidecar.hosts.membership",
+    # --rollout-env
+    "environments": "megatron_rl.sidecar.user_environments",
+    # --rollout-agent, --rollout-verifiers
+    "agents": "megatron_rl.sidecar.user_agents",
+}
+"""The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
+
+
+def load_part(name: Literal["hosts", "environments", "agents"]) -> ModuleType:
+    """Import an optional part, and return its module."""
+    return importlib.import_module(OPTIONAL_PARTS[name])

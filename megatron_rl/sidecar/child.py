@@ -11,14 +11,13 @@ from pathlib import Path
 
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, PlatformError, UsageError
-from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, read_token
+from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
 from megatron_rl.shared.protocol.wire import Prompt
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.launcher import LocalLauncher, ProcessSpec
-from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.settings import LAST_WORDS, MESSAGE_FLAG, SidecarSettings, write_message
 from megatron_rl.sidecar.starting import News
 
@@ -46,13 +45,10 @@ _KINDS = {int(kind.exit_code): kind for kind in (UsageError, PlatformError, Inpu
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """The address and the token of a sidecar."""
-
     endpoint: str
     token: str
 
     def client(self, patience: float) -> RolloutClient:
-        """Return a client with this patience in seconds."""
         return RolloutClient(self.endpoint, self.token, patience)
 
 
@@ -122,11 +118,9 @@ class OwnSidecar:
                 log=folder / _LOG,
             )
         )
-        self._client: RolloutClient | None = None
 
     @property
     def log(self) -> Path:
-        """The file of its output."""
         return self._handle.log
 
     def try_rewards(self, prompts: Sequence[Prompt]) -> None:

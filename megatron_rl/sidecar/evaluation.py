@@ -69,7 +69,6 @@ class EvaluationRun:
         return next(self._prompts, None)
 
     def finished(self, group: wire.Group) -> None:
-        """Take a finished group."""
         self._groups[group.prompt.index] = group
 
     def is_wanted(self, prompt: int) -> bool:

@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway.record import Transcript
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.types import RewardRequest
@@ -26,9 +25,12 @@ from megatron_rl.shared.protocol.provenance import (
 )
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar import attempts
-from megatron_rl.sidecar.conversations import EnvironmentClock
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.tool_calls import JSON
+
+if TYPE_CHECKING:
+    from megatron_rl.gateway.record import Transcript
+    from megatron_rl.sidecar.conversations import EnvironmentClock
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +47,9 @@ class Samplers(Protocol):
 class GroupHolder(Protocol):
     """Makes responses of several turns, with environments or agents."""
 
-    clock: EnvironmentClock
+    clock: "EnvironmentClock"
 
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]: ...
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> "list[Transcript]": ...
 
 
 Chats = Sequence[Sequence[JSON]]
@@ -92,8 +94,6 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class _IterationStart:
-    """The start of an iteration, which its groups share."""
-
     since: float
     """The time of the start on the recorder's clock, in seconds."""
     cut: asyncio.Event | None
@@ -253,14 +253,11 @@ class NoScorer:
 
 
 class PoolScorer:
-    """Scores groups in a reward pool."""
-
     def __init__(self, pool: RewardPool, decode: Decode):
         self._pool = pool
         self._decode = decode
 
     async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
-        """Return the group with rewards and their components."""
         # In a thread: decoding a long group takes many milliseconds, and the event loop has other groups to serve.
         result = await self._pool.score(await asyncio.to_thread(self._build_request, group, chats))
         responses = [

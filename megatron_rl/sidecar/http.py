@@ -1,15 +1,11 @@
 """The routes of the rollout service: binary bodies, and a token for every route but health."""
 
 import asyncio
-import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
@@ -20,10 +16,9 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
 from megatron_rl.shared.protocol.wire import ErrorAnswer, ErrorCode
 from megatron_rl.sidecar.evaluation import EvaluationFailed
-from megatron_rl.sidecar.guard import OPEN, Guard
 from megatron_rl.sidecar.iteration import ClaimConflict, IterationFailed, NoSuchSlot, NotAllClaimed, WrongVersion
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from megatron_rl.sidecar.strangers import BoundedListener, build_configuration
+from megatron_rl.sidecar.serving import OPEN, Guard
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
 
 MAX_BODY_BYTES = 1 << 30
@@ -251,45 +246,6 @@ def _number(text: str) -> float:
 def _bounded(patience: float) -> float:
     """Limit the patience; NaN and negative numbers count as 0."""
     return min(max(patience, 0.0), MAX_PATIENCE_SECONDS) if patience == patience else 0.0
-
-
-def set_at_end(ended: asyncio.Event) -> None:
-    """Set the event on SIGTERM, and on SIGINT if this process was not started to ignore it, as shells start jobs."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGINT, ended.set)
-
-
-async def serve(
-    app: Any,
-    *,
-    until: asyncio.Event,
-    uds: Path | None = None,
-    listener: socket.socket | None = None,
-    tls: tuple[Path, Path] | None = None,
-) -> None:
-    """Serve until the event is set, then finish the requests in progress; `tls` is a certificate and its key."""
-    cert, key = tls or (None, None)
-    bounded = None if listener is None else BoundedListener.wrap(listener)
-    config = build_configuration(
-        app,
-        bounded,
-        uds=str(uds) if uds is not None else None,
-        # The gateway must know the connection of a call, not the one that its headers claim.
-        proxy_headers=False,
-        timeout_graceful_shutdown=2,
-        ssl_certfile=cert,
-        ssl_keyfile=key,
-    )
-    server = uvicorn.Server(config)
-    # Signals belong to the sidecar, which has engines to end.
-    task = asyncio.create_task(server._serve([bounded] if bounded is not None else None))
-    ended = asyncio.create_task(until.wait() if bounded is None else bounded.expire_until(until))
-    await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    ended.cancel()
-    await task
 
 
 _PREFIX = "megatron_rl_rollout"

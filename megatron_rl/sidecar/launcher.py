@@ -40,8 +40,6 @@ _PIPE_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """A process to start."""
-
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -58,9 +56,7 @@ class Handle(Protocol):
     address: str
 
     @property
-    def log(self) -> Path:
-        """The file of its output."""
-        ...
+    def log(self) -> Path: ...
 
     def poll(self) -> str | None:
         """Say how the process ended; None while it runs."""

@@ -13,48 +13,41 @@ import sys
 import tempfile
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
-from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.environments.types import ON_ERROR_FLAG, Description
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.gateway.chats import Chats, NumberChats, NumberTexts, TemplateChats, Texts, TokenizerTexts
-from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rewards.spec import build_pool_settings, find_weights, parse_on_error, parse_specs
+from megatron_rl.rewards.spec import build_pool_settings, parse_specs
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
-from megatron_rl.shared.protocol.addresses import is_loopback
+from megatron_rl.shared.protocol.hosts import find_url, open_listener
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
-from megatron_rl.sidecar import parent, starting
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
-from megatron_rl.sidecar.conversations import Conversations, EnvironmentClock
+from megatron_rl.sidecar import load_part, parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
-from megatron_rl.sidecar.group_maker import GroupHolder, NoScorer, PoolScorer
-from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.kinds import FoundHosts, find_hosts, find_secrets
-from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.http import build_application, serve, set_at_end
+from megatron_rl.sidecar.group_maker import NoScorer, PoolScorer
+from megatron_rl.sidecar.hosts import find_secrets
+from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.listening import find_url, open_listener
 from megatron_rl.sidecar.members import EngineFactory
-from megatron_rl.sidecar.reading import build_parsers, check_offered, choose_reader
-from megatron_rl.sidecar.recorder import RunRecorder
+from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
+from megatron_rl.sidecar.serving import serve, set_at_end
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
-from megatron_rl.sidecar.start_notes import StartNotes
+from megatron_rl.sidecar.starting import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.tracing import SidecarTrace
 from megatron_rl.sidecar.vllm.engine import Deadlines
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.flags import check_with_vllm, split_flags
 from megatron_rl.sidecar.vllm.server import configure_server, find_packages
-from megatron_rl.tool_calls import PlainReader
+
+if TYPE_CHECKING:
+    from megatron_rl.sidecar.hosts.membership import OtherHosts
+    from megatron_rl.sidecar.user_environments import UserRollouts
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
@@ -88,18 +81,13 @@ async def run(settings: SidecarSettings) -> None:
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
-        pool, environments = _build_pool(settings), _build_environments(settings)
-        has_agents = settings.environment.has_turns and environments is None
-        opening = _open_gateway(settings) if has_agents else None
-        agents = None if opening is None else opening.agents
-        for one in (pool, environments, agents):
-            if one is not None:
-                stack.push_async_callback(one.close)
-        parsers = build_parsers(settings.rollout, settings.hf_model, folder / ENGINE_LOGS)
-        if parsers is not None:
-            stack.push_async_callback(parsers.close)
-        making = _name_making(settings, pool, environments or agents)
-        recorder = RunRecorder(folder, settings.run, settings.rollout.retain_journals, making)
+        pool, rollouts = _build_pool(settings), _open_rollouts(settings)
+        for part in (pool, rollouts):
+            if part is not None:
+                stack.push_async_callback(part.close)
+        recorder = RunRecorder(
+            folder, settings.run, settings.rollout.retain_journals, _name_making(settings, pool, rollouts)
+        )
         stack.callback(recorder.close)
         trace = SidecarTrace(
             folder if settings.trace == "on" else None,
@@ -107,69 +95,42 @@ async def run(settings: SidecarSettings) -> None:
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, [] if pool is None else pool.warnings)
-        found = await _unless(ended, _find_hosts(settings.rollout, stack))
+        hosts = await _unless(ended, _open_hosts(settings, stack))
         if ended.is_set():
             return
-        hosts = None if found is None else Hosts(found.read(), settings.run)
-        if hosts is not None:
-            hosts.open()
-            # The engines are closed before their hosts are left.
-            stack.push_async_callback(hosts.close)
         factory = _build_factory(settings, stack, notes, hosts)
         supervisor = Supervisor(factory, _supervisor_config(settings), trace.recorder)
         pacer = _pace(supervisor, settings)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
-        async with notes.following(supervisor):
+        num_engines = settings.rollout.num_engines + (0 if hosts is None else hosts.hosts.num_engines)
+        async with notes.following(supervisor.status):
             # Mistakes in rewards and flags are reported before those of engines, which may follow from them.
             actions = {
                 starting.REWARDS: _start_rewards(pool, settings),
-                starting.ENVIRONMENTS: _start_environments(environments or agents, settings),
+                **({} if rollouts is None else rollouts.list_starts()),
                 starting.FLAGS: _check_flags(settings.rollout),
-                starting.ENGINES: supervisor.start(
-                    settings.rollout.num_engines + (0 if hosts is None else hosts.num_engines)
-                ),
-                starting.TOKENIZER: asyncio.to_thread(_build_texts, settings),
+                starting.ENGINES: supervisor.start(num_engines),
+                starting.TOKENIZER: asyncio.to_thread(_build_decode, settings),
             }
-            if parsers is not None:
-                actions[starting.PARSERS] = parsers.start()
             made = await _unless(ended, notes.parts.run(actions))
         if made is None or ended.is_set():
             return
-        if hosts is not None and found is not None and isinstance(factory, HostsFactory):
-            membership = Membership(hosts, factory, supervisor)
-            stack.push_async_callback(membership.close)
-            membership.follow_source(found.read)
-        decode, texts = made[starting.TOKENIZER]
-        scorer = NoScorer() if pool is None else PoolScorer(pool, decode)
-        on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
-        conversations: GroupHolder | None = None
-        gateway = None
-        if opening is not None:
-            chats = await asyncio.to_thread(_build_chats, settings)
-            reads_tools = parsers is not None and parsers.has_tools
-            gateway = opening.build(chats, parsers or PlainReader(), reads_tools)
-            await stack.enter_async_context(opening.serve(gateway))
-            functions = find_weights(settings.reward)
-            conversations = AgentRollouts(supervisor, opening.agents, gateway, on_error, functions)
-        if environments is not None:
-            offered: Description = made[starting.ENVIRONMENTS]
-            texts.offer(offered.tools)
-            conversations = Conversations(
-                supervisor,
-                environments,
-                texts,
-                on_error,
-                offered.has_reward,
-                offered.has_step,
-                offered.tools,
-                choose_reader(texts, offered, parsers),
-                EnvironmentClock(trace.recorder),
-                has_functions=pool is not None,
-            )
-        lease_seconds = settings.rollout.lease_seconds
+        if hosts is not None:
+            stack.push_async_callback(hosts.follow(supervisor).close)
+        scorer = NoScorer() if pool is None else PoolScorer(pool, made[starting.TOKENIZER])
+        conversations = None if rollouts is None else await rollouts.open(supervisor, trace.recorder, stack)
         service = RolloutService(
-            supervisor, scorer, recorder, lease_seconds, settings.run, trace, pacer, hosts, conversations, gateway
+            supervisor,
+            scorer,
+            recorder,
+            settings.rollout.lease_seconds,
+            settings.run,
+            trace,
+            pacer,
+            None if hosts is None else hosts.hosts,
+            conversations,
+            dict if rollouts is None else rollouts.count,
         )
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
@@ -191,14 +152,20 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
 
 
-def _build_environments(settings: SidecarSettings) -> EnvironmentPool | None:
-    if settings.environment.source is None:
+def _open_rollouts(settings: SidecarSettings) -> "UserRollouts | None":
+    if not settings.environment.has_turns:
         return None
-    return EnvironmentPool(settings.environment, _build_pool_settings(settings))
+    part = load_part("agents" if settings.environment.source is None else "environments")
+    processes, logs = _build_pool_settings(settings), settings.folder / ENGINE_LOGS
+    rollouts: UserRollouts = part.open_rollouts(settings, processes, logs)
+    return rollouts
 
 
-def _open_gateway(settings: SidecarSettings) -> GatewayOpening:
-    return GatewayOpening.open(settings.environment, _build_pool_settings(settings))
+async def _open_hosts(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> "OtherHosts | None":
+    if settings.rollout.hosts is None:
+        return None
+    hosts: OtherHosts = await load_part("hosts").open_hosts(settings.rollout, settings.run, stack)
+    return hosts
 
 
 def _build_pool_settings(settings: SidecarSettings) -> PoolSettings:
@@ -212,24 +179,10 @@ def _build_pool(settings: SidecarSettings) -> RewardPool | None:
     return RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
 
 
-def _name_making(
-    settings: SidecarSettings, pool: RewardPool | None, environments: EnvironmentPool | Agents | None
-) -> str:
+def _name_making(settings: SidecarSettings, pool: RewardPool | None, rollouts: "UserRollouts | None") -> str:
     """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
-    identities = [one.identity for one in (pool, environments) if one is not None]
-    rollout = settings.rollout
-    parsers = [name for name in (rollout.tool_parser, rollout.reasoning_parser) if name is not None]
-    return " ".join((*identities, *parsers)) + (" with experts" if rollout.replay_routing else "")
-
-
-async def _start_environments(
-    environments: EnvironmentPool | Agents | None, settings: SidecarSettings
-) -> Description | None:
-    """Start the environments; raise a UsageError if the run cannot use what they offer, while engines start."""
-    offered = None if environments is None else await environments.start()
-    if offered is not None:
-        check_offered(offered, settings)
-    return offered
+    identities = [part.identity for part in (pool, rollouts) if part is not None]
+    return " ".join(identities) + (" with experts" if settings.rollout.replay_routing else "")
 
 
 async def _start_rewards(pool: RewardPool | None, settings: SidecarSettings) -> None:
@@ -242,21 +195,8 @@ async def _start_rewards(pool: RewardPool | None, settings: SidecarSettings) -> 
         await pool.try_on(await starting.take_trials(settings.folder / starting.TRIALS_FILE))
 
 
-async def _find_hosts(rollout: RolloutConfig, stack: contextlib.AsyncExitStack) -> FoundHosts | None:
-    if rollout.hosts is None:
-        return None
-    found = await find_hosts(rollout.hosts, rollout.tensor_parallel_size, rollout.start_minutes * 60, stack)
-    named = found.read()
-    if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):
-        _log.warning(
-            "nothing is encrypted on the way to the hosts of --rollout-hosts, their token included: use a network that "
-            "only your hosts share, or give the agents certificates (tls_ca)"
-        )
-    return found
-
-
 def _build_factory(
-    settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes, hosts: Hosts | None = None
+    settings: SidecarSettings, stack: contextlib.AsyncExitStack, notes: StartNotes, hosts: "OtherHosts | None" = None
 ) -> EngineFactory:
     rollout = settings.rollout
     if rollout.engine == "scripted":
@@ -279,11 +219,11 @@ def _build_factory(
     logs = settings.folder / ENGINE_LOGS
     make_private_folder(logs)
     deadlines = Deadlines(start=rollout.start_minutes * 60)
-    own = VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs, notes.note_engine)
+    local = VllmFactory(config, sockets, LocalLauncher(), _device_sets(settings), deadlines, logs, notes.note_engine)
     if hosts is None:
-        return own
+        return local
     elsewhere = dataclasses.replace(config, num_threads=rollout.num_threads or 0)
-    return HostsFactory(own, rollout.num_engines, hosts.all, elsewhere)
+    return hosts.build_factory(local, rollout.num_engines, elsewhere)
 
 
 async def _check_flags(rollout: RolloutConfig) -> None:
@@ -330,18 +270,10 @@ def _count_sampled_at_a_time(rollout: RolloutConfig, pacer: Pacer) -> int:
     return min(rollout.max_num_seqs, pacer.opening.num_in_flight)
 
 
-def _build_texts(settings: SidecarSettings) -> tuple[Decode, Texts]:
-    """Build the decoder that rewards need, and the texts of conversations."""
+def _build_decode(settings: SidecarSettings) -> Decode:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
-        return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences], NumberTexts()
-    return build_decoder(str(settings.hf_model)), TokenizerTexts.load(str(settings.hf_model))
-
-
-def _build_chats(settings: SidecarSettings) -> Chats:
-    """Build the chats of agents."""
-    if settings.rollout.engine == "scripted" or settings.hf_model is None:
-        return NumberChats()
-    return TemplateChats.load(str(settings.hf_model))
+        return lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences]
+    return build_decoder(str(settings.hf_model))
 
 
 async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, T]) -> T | None:

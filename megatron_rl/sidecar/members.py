@@ -85,7 +85,6 @@ class Members(dict[str, Member]):
         member.engine = self._create(member.name, member.address)
 
     async def forget(self, member: Member) -> None:
-        """End a place and its engine."""
         del self[member.name]
         await cancel([member.task, member.check])
         await member.engine.close()
@@ -101,12 +100,10 @@ class Members(dict[str, Member]):
             self._factory.release(member.name)
 
     async def forget_leaving(self) -> None:
-        """End the places that were told to leave."""
         for member in [member for member in self.values() if member.is_leaving]:
             await self.forget(member)
 
     def leave(self, name: str) -> None:
-        """Have a place leave with the next publish."""
         if name not in self:
             raise InputError(f"unknown engine {name!r}: write one of {', '.join(self) or 'none'}")
         self[name].is_leaving = True
@@ -152,7 +149,6 @@ class Members(dict[str, Member]):
 
 
 async def cancel(tasks: list[asyncio.Task[None] | None]) -> None:
-    """Cancel the tasks that exist, and wait for their ends."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

@@ -24,7 +24,6 @@ class Pace:
         self._kept: dict[str, collections.deque[float]] = {}
 
     def note(self, action: str, seconds: float) -> None:
-        """Remember the duration of an action."""
         self._kept.setdefault(action, collections.deque(maxlen=NUM_KEPT)).append(seconds)
 
     def deadline(self, action: str, most_seconds: float, longest: float = 0.0) -> float:

@@ -16,8 +16,6 @@ _MOST_TITLE = 60
 
 
 class ProcessStatus(NamedTuple):
-    """A process at one moment."""
-
     state: str
     """The kernel's letter: R for running, S for sleeping, T for stopped, Z for ended."""
     parent: int
@@ -37,7 +35,6 @@ def read_process(pid: int) -> ProcessStatus | None:
 
 
 def list_group(group: int) -> list[int]:
-    """List the processes of a process group."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _find_group(int(name)) == group]
 
 

@@ -1,16 +1,20 @@
-"""The records of a run: groups and claims in the journal, all events in the audit log.
+"""The records of a run: groups and claims in the journal, all events in the audit log, and the spans of the trace.
 
-The journal is written first, so that every group and claim in the audit log can be restored.
+The journal is written first, so that every group and claim in the audit log can be restored. For the trace the event
+loop appends a constant number of spans a group, and encodes a line when an iteration is complete.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from megatron_rl.observe.trace import SIDECAR, Recorder, TraceFile, find_own_offset
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.shared.records.audit_events import EngineReport, ProbeRecord
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.shared.records.journal import JOURNALS, Journal, JournalFolder
@@ -18,7 +22,7 @@ from megatron_rl.sidecar.publication import Proof
 
 
 class RunRecorder:
-    """The records of one run, in its folder. Satisfies `megatron_rl.sidecar.service.RunRecords`."""
+    """The records of one run, in its folder, from which an iteration is restored after a restart."""
 
     def __init__(
         self, folder: Path, run: str, retain: int = 2, scoring: str = "", details: dict[str, Any] | None = None
@@ -83,13 +87,11 @@ class RunRecorder:
         journal.forget_recovered()
 
     def finished(self, group: wire.Group) -> None:
-        """Record that the iteration has taken a group."""
         journal, submission = self._current()
         journal.append_group(group)
         self._group(submission, group)
 
     def claimed(self, claim: Claim) -> None:
-        """Record a claim that is about to be answered."""
         journal, submission = self._current()
         journal.append_claim(claim)
         self.audit.record_claim(submission.version, claim)
@@ -113,7 +115,6 @@ class RunRecorder:
         return self.audit.head, self.audit.last
 
     def close(self) -> None:
-        """Close the files."""
         self._end_journal()
         self._journals.close()
         self.audit.close()
@@ -159,3 +160,49 @@ def _build_report(proof: Proof) -> EngineReport:
         probe=record,
         quantization=proof.report.quantization or msgspec.UNSET,
     )
+
+
+_log = logging.getLogger(__name__)
+
+
+class SidecarTrace:
+    """The trace of a sidecar; empty without a folder. A file that cannot be written ends the trace."""
+
+    def __init__(self, run: Path | None = None, engines: Callable[[], Mapping[str, int]] = dict) -> None:
+        """Open the trace; `engines` returns the responses that each engine samples at a time."""
+        self.recorder = Recorder() if run is not None else Recorder(most=0)
+        self._engines = engines
+        self._file = TraceFile(run, SIDECAR, {"offset": find_own_offset(), "error": None}) if run is not None else None
+        self._version: int | None = None
+
+    def begin(self, version: int) -> None:
+        """Begin a version that is published; drop the file's lines of this version and later ones."""
+        if self._file is None:
+            return
+        if self._version is None:
+            # Earlier spans belong to the start, and to no iteration.
+            self.recorder.restart()
+        if self._file.last_version >= version:
+            self._file.restart(version)
+        self._version = version
+
+    def end_last(self) -> None:
+        """Write the spans after the last iteration, if there are any."""
+        if self.recorder.has_spans:
+            self.end()
+
+    def end(self) -> None:
+        """Write the spans since the last line."""
+        if self._file is None or self._version is None:
+            return
+        try:
+            self._file.write(self._version, self.recorder.take(), engines=dict(self._engines()))
+        except AppendFailed as error:
+            _log.warning("the trace ends here: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

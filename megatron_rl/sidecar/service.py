@@ -9,24 +9,25 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.observe.trace import SERVICE
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.hosts import DeliveryHosts
 from megatron_rl.shared.protocol.provenance import Assignment
-from megatron_rl.shared.protocol.slots import Claim, Place
+from megatron_rl.shared.protocol.slots import Place
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.iteration import Iteration
-from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
+from megatron_rl.sidecar.publication import AwaitAnswer, Published
+from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.supervisor import WeightsNotProven
-from megatron_rl.sidecar.tracing import SidecarTrace
+
+if TYPE_CHECKING:
+    from megatron_rl.sidecar.hosts.membership import Hosts
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ class Conflict(MegatronRLError):
 
 
 class Engines(Samplers, Protocol):
-    """All engines together."""
-
     async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published: ...
 
     def add(self, count: int = 1) -> list[str]: ...
@@ -49,54 +48,6 @@ class Engines(Samplers, Protocol):
     async def count_drafts(self) -> wire.Drafts | None: ...
 
     def status(self) -> dict[str, Any]: ...
-
-
-class EngineHosts(Protocol):
-    """The other hosts that engines run on. `sidecar.hosts.factory.Hosts` satisfies it."""
-
-    find_trainer_lease: Callable[[], int]
-
-    def list_for_delivery(self, engines: Collection[str]) -> DeliveryHosts: ...
-
-    def leave_out(self, name: str, version: int, reason: str) -> None: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-
-class RunRecords(Protocol):
-    """Keeps the records of a run, and restores an iteration from them after a restart."""
-
-    def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None: ...
-
-    def not_proven(self, weights: wire.Weights, wrong: Mapping[str, str]) -> None: ...
-
-    def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
-        """Record an iteration, and return its groups and claims that this process or an earlier one recorded."""
-        ...
-
-    def restored(self) -> None:
-        """Free the groups and claims that `begin` returned: the service has taken them over."""
-        ...
-
-    def finished(self, group: wire.Group) -> None: ...
-
-    def claimed(self, claim: Claim) -> None: ...
-
-    def judged(self, version: int, mismatch: wire.Mismatch) -> None: ...
-
-    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None: ...
-
-    def stated_objective(self, version: int, objective: Mapping[str, str]) -> None: ...
-
-    def completed(self, version: int) -> None: ...
-
-    def failed(self, version: int, reason: str) -> None: ...
-
-    def evaluated(self, evaluation: wire.Evaluation, groups: list[wire.Group]) -> None: ...
-
-    def head(self) -> tuple[str, int]:
-        """Return hash and number of the audit log's last line."""
-        ...
 
 
 @dataclasses.dataclass
@@ -130,19 +81,19 @@ class RolloutService:
         self,
         engines: Engines,
         scorer: Scorer,
-        records: RunRecords,
+        records: RunRecorder,
         lease_seconds: float = 60.0,
         run: str | None = None,
         trace: SidecarTrace | None = None,
         pacer: Pacer | None = None,
-        hosts: EngineHosts | None = None,
+        hosts: "Hosts | None" = None,
         conversations: GroupHolder | None = None,
-        gateway: Gateway | None = None,
+        count_calls: Callable[[], Mapping[str, Any]] = dict,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
         Without a pacer, nothing is known about the responses that engines are given at once. With `conversations`, each
-        response is one of them.
+        response is one of them, and `count_calls` returns their counters.
         """
         self.engines = engines
         self.hosts = hosts
@@ -155,7 +106,7 @@ class RolloutService:
         self.counters = Counters()
         self._trace = trace or SidecarTrace()
         self._pacer = pacer
-        self._gateway = gateway
+        self._count_calls = count_calls
         self._conversations = conversations
         # Those of the last iteration.
         self._environment_times: wire.EnvironmentTimes | None = None
@@ -422,7 +373,7 @@ class RolloutService:
             "engines": self.engines.status(),
             "hosts": {} if self.hosts is None else self.hosts.status(),
             "max_in_flight": self._pacer.room if self._pacer is not None else None,
-            "counters": dataclasses.asdict(self.counters) | ({} if self._gateway is None else self._gateway.status()),
+            "counters": dataclasses.asdict(self.counters) | dict(self._count_calls()),
         }
 
     def _note(self, name: str, begun: float, version: int) -> None:

@@ -33,12 +33,12 @@ from megatron_rl.flag import Flag, derive_flags
 from megatron_rl.flag_parser import ParsedFlags, make_parser, parse_words
 from megatron_rl.rewards import spec as reward_spec
 from megatron_rl.shared.device_memory import DIVIDED_BY_USER, FLAG_OF_SHARING, LORA_RANKS, EngineMemory
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
-from megatron_rl.sidecar.hosts import kinds
-from megatron_rl.sidecar.hosts.static import FLAG as FLAG_OF_HOSTS
-from megatron_rl.sidecar.listening import parse_place
+from megatron_rl.sidecar.hosts import FLAG as FLAG_OF_HOSTS
+from megatron_rl.sidecar.hosts import find_problems as find_host_problems
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.reader import REASONING_FLAG, TOOL_FLAG
 from megatron_rl.sidecar.vllm.server import find_invariance_problems, find_longest
@@ -349,7 +349,7 @@ def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
                 "with engines"
             )
         return
-    yield from kinds.find_problems(hosts, rollout.tensor_parallel_size)
+    yield from find_host_problems(hosts, rollout.tensor_parallel_size)
     if rollout.engine != "vllm":
         yield f"{FLAG_OF_HOSTS} {hosts} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     if rollout.is_colocated:

@@ -1,15 +1,25 @@
-"""The progress of a sidecar's start, which the sidecar writes and the trainer that started it reads."""
+"""A sidecar's start: its parts, which run at the same time, and their progress for the trainer that started it.
+
+Invariants:
+
+- an error is raised only when the parts before it in the order are done, so that of several mistakes the same one is
+  reported, whichever part is faster;
+- when one is raised, the other parts are cancelled, and none of them runs any more.
+"""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.shared.protocol.wire import Prompt, decode, encode
 from megatron_rl.shared.records.append_file import write_private
+from megatron_rl.sidecar.engines import EngineState
 
 FILE_NAME = "starting.json"
 TRIALS_FILE = "trials"
@@ -21,6 +31,7 @@ PARSERS = "parsers of vLLM"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"
 _POLL_SECONDS = 0.05
+_NOTE_SECONDS = 0.1
 # Two: enough to tell a reward per completion from a single one for all.
 _MADE_UP = ("42", "This is a trial, and no answer.")
 # Seconds without news after which the awaited processes are named.
@@ -28,8 +39,6 @@ _SILENCE_SECONDS = 15.0
 
 
 class StartProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a start."""
-
     engines: dict[str, float | None] = {}
     """The seconds after which each started engine was ready; None for one that is not ready yet."""
     warnings: list[str] = []
@@ -150,7 +159,6 @@ def describe_parts(starting: StartProgress) -> str:
 
 
 def list_seconds(parts: Mapping[str, float]) -> str:
-    """List parts with their seconds."""
     return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
 
 
@@ -161,3 +169,82 @@ def _find_ready(starting: StartProgress) -> dict[str, float]:
 def _named(engines: Iterable[str]) -> str:
     names = list(engines)
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} others"
+
+
+class StartParts:
+    """Parts of a start, with the seconds until each was done."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = clock()
+        self.seconds: dict[str, float | None] = {}
+        """The seconds from the start to the end of each part; None for one that is not done."""
+
+    async def run(self, actions: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
+        """Run the actions and return their results, by name."""
+        self.seconds |= dict.fromkeys(actions)
+        tasks = {name: asyncio.create_task(self._timed(name, action)) for name, action in actions.items()}
+        try:
+            return {name: await task for name, task in tasks.items()}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    def measure(self) -> float:
+        return round(self._clock() - self._begun, 1)
+
+    async def _timed(self, name: str, action: Coroutine[Any, Any, Any]) -> Any:
+        result = await action
+        self.seconds[name] = self.measure()
+        return result
+
+
+class StartNotes:
+    """The progress of a start, written to a file whenever it changes."""
+
+    def __init__(self, path: Path, warnings: Sequence[str]) -> None:
+        """Begin to count seconds; `warnings` are those of the rewards, and grow while these start."""
+        self.parts = StartParts()
+        self._path = path
+        self._warnings = warnings
+        self._engine_parts: dict[str, dict[str, float]] = {}
+        self._written = StartProgress()
+
+    def note_engine(self, name: str, seconds: Mapping[str, float]) -> None:
+        self._engine_parts[name] = {part: round(value, 1) for part, value in seconds.items()}
+
+    @contextlib.asynccontextmanager
+    async def following(self, status: Callable[[], Mapping[str, Any]]) -> AsyncIterator[None]:
+        """Write the progress within the context, and once more at its end; `status` returns the supervisor's."""
+
+        async def follow() -> None:
+            while True:
+                await asyncio.sleep(_NOTE_SECONDS)
+                self._note(status()["engines"])
+
+        task = asyncio.create_task(follow())
+        try:
+            yield
+            self._note(status()["engines"])
+        finally:
+            task.cancel()
+
+    def _note(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        now, known = self.parts.measure(), self._written.engines
+        engines = {
+            name: None if engine["state"] == EngineState.STARTING else known.get(name) or now
+            for name, engine in found.items()
+        }
+        progress = StartProgress(
+            engines=engines,
+            warnings=list(self._warnings),
+            parts=dict(self.parts.seconds),
+            engine_parts=dict(self._engine_parts),
+        )
+        # A failed start ends all engines, and reports the reason itself.
+        if engines and progress != self._written:
+            self._written = progress
+            # This only informs the trainer: other writers report a full disk.
+            with contextlib.suppress(OSError):
+                progress.write(self._path)

@@ -176,7 +176,6 @@ class Supervisor:
         self._members.leave(name)
 
     def names(self) -> list[str]:
-        """List the names of all engines, up or not."""
         return list(self._members)
 
     def status(self) -> dict[str, Any]:

@@ -17,10 +17,9 @@ from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics,
 from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.branches import ResponsePart
 from megatron_rl.shared.protocol.provenance import tag_version
 from megatron_rl.shared.protocol.slots import Division
-from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.shared.protocol.turns import ENVIRONMENT, ResponsePart
 from megatron_rl.trainer.data import batch as batch_module
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier

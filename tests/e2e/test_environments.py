@@ -1,12 +1,10 @@
 """Whole runs in which the policy acts in environments, over scripted engines."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import ExitCode
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.trace import read_trace
 from megatron_rl.shared.records.append_file import read_lines
@@ -100,15 +98,6 @@ def test_a_conversation_whose_environment_fails_ends_alone_and_gets_the_reward_f
     assert "RuntimeError: the third game is broken" in said
     assert "its process ended with exit code 9" in said
     assert len(failed) <= 8
-
-
-def test_a_failing_environment_ends_the_run_by_name_where_a_flag_says_so(world) -> None:
-    folder = world.folder / "stops"
-    words = world.words("stops", **{**CHANGES, "rollout_env": write_game(world, True), "rollout_env_on_error": "stop"})
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait() == [ExitCode.RUN]
-        assert "the environment of prompt" in ranks.text()
-        assert re.search("RuntimeError: the third game is broken|its process ended with exit code 9", ranks.text())
 
 
 @pytest.mark.slow

@@ -34,16 +34,31 @@ def install(requirements, extra: str, folder: Path) -> Path:
     return extras.make_environment(folder / extra, names)
 
 
-# The smaller of the two stands for both: see the next test.
-@pytest.mark.parametrize("extra", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
-def test_an_extra_brings_all_that_a_run_imports(world, requirements, tmp_path, extra):
-    python = install(requirements, extra, tmp_path)
+def run_with(python: Path, world: loop.World, name: str) -> Path:
+    """Run an iteration in an environment, and its doctor; return the run's folder."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    words = world.words(extra, train_iters=1, rollout_num_engines=1)
+    words = world.words(name, train_iters=1, rollout_num_engines=1)
     done = extras.run(python, str(loop.SCRIPT), *words, **place, MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     # The doctor's line for the platform that runs here.
     assert_usable(extras.run(python, "-m", "megatron_rl.cli", "doctor", "--platform", "cpu"))
+    return world.folder / "runs" / name
+
+
+@pytest.mark.slow
+def test_the_extra_cpu_brings_all_that_a_run_imports(world, requirements, tmp_path):
+    run_with(install(requirements, "cpu", tmp_path), world, "cpu")
+
+
+# The smaller of the two stands for both: see the next test.
+def test_the_extra_cuda_brings_all_that_a_run_imports_and_the_extra_report_all_of_a_report(
+    world, requirements, tmp_path
+):
+    folder = run_with(install(requirements, "cuda", tmp_path), world, "cuda")
+    python = install(requirements, "report", tmp_path)
+    done = extras.run(python, "-m", "megatron_rl.cli", "report", str(folder), "--out", str(tmp_path / "report.html"))
+    assert done.returncode == 0, done.stderr
+    assert "<html" in (tmp_path / "report.html").read_text()[:2000]
 
 
 def test_the_extra_cpu_has_all_packages_of_the_extra_cuda_that_this_machine_has(requirements):
@@ -54,12 +69,3 @@ def test_the_extra_cpu_has_all_packages_of_the_extra_cuda_that_this_machine_has(
 def assert_usable(done) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "usable"
-
-
-def test_the_extra_report_brings_all_that_a_report_imports(world, requirements, tmp_path):
-    folder = world.folder / "runs" / "reported"
-    loop.run(world.folder / "reported", 1, world.words("reported", train_iters=1, rollout_num_engines=1))
-    python = install(requirements, "report", tmp_path)
-    done = extras.run(python, "-m", "megatron_rl.cli", "report", str(folder), "--out", str(tmp_path / "report.html"))
-    assert done.returncode == 0, done.stderr
-    assert "<html" in (tmp_path / "report.html").read_text()[:2000]

@@ -238,7 +238,7 @@ Policy.update = update
 def test_in_completion_order_the_gradients_are_the_same_to_rounding(world):
     """Train the same weights on six micro-batches of groups, which arrival composes differently each time."""
     gradients, orders = [], []
-    for seed in (31, 32, 33):
+    for seed in (31, 32):
         folder = world.folder / f"completion-{seed}"
         folder.mkdir()
         words = words_of(
@@ -251,11 +251,10 @@ def test_in_completion_order_the_gradients_are_the_same_to_rounding(world):
         gradients.append(torch.load(folder / "gradients.pt"))
         events = [json.loads(line) for line in (folder / "run" / "audit.jsonl").read_text().splitlines()]
         orders.append([event["prompt"] for event in events if event["event"] == "group"])
-    assert len({tuple(order) for order in orders}) == 3
+    assert orders[0] != orders[1]
     worst = 0.0
-    for other in gradients[1:]:
-        for name, gradient in gradients[0].items():
-            assert gradient.abs().max() > 0, name
-            worst = max(worst, float((gradient - other[name]).abs().max() / gradient.abs().max()))
-    print(f"three arrivals: gradients differ by at most {worst:.1e} of their largest element")
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        worst = max(worst, float((gradient - gradients[1][name]).abs().max() / gradient.abs().max()))
+    print(f"two arrivals: gradients differ by at most {worst:.1e} of their largest element")
     assert 0 < worst < 1e-5

@@ -244,25 +244,22 @@ def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, 
 
 
 @pytest.mark.each_change
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path, num_stages):
+def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
+    """Run two stages, of which the first alone speaks to the sidecar; the next test has two replicas, which both do."""
     reward = tmp_path / "bad.py"
     reward.write_text("def bad(prompts, completions, completion_ids, **columns):\n    raise KeyError('solution')\n")
     reason = r"iteration 0 failed: .*bad.*KeyError.*solution"
-    changes = {"reward": f"{reward}:bad", "pipeline_model_parallel_size": num_stages}
-    ended(world, f"reward-{num_stages}", reason, 5, **changes)
+    ended(world, "reward", reason, 5, reward=f"{reward}:bad", pipeline_model_parallel_size=2)
 
 
 @pytest.mark.each_change
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world, num_stages):
-    folder = world.folder / f"gone-{num_stages}"
+def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
+    folder = world.folder / "gone"
     script = world.folder / "slow.json"
     script.write_text(json.dumps({"delay": [2.0, 2.0], "delay_seed": 1}))
     words = world.words(
-        "gone", rollout_folder=folder / "gone", rollout_script=script, rollout_patience_seconds=600, train_iters=50,
-        pipeline_model_parallel_size=num_stages,
-    )  # fmt: skip
+        "gone", rollout_folder=folder / "gone", rollout_script=script, rollout_patience_seconds=600, train_iters=50
+    )
     with loop.running(folder, 2, words) as ranks:
         until_line(ranks, folder / "gone", 1)
         (sidecar,) = [
@@ -371,6 +368,8 @@ def test_a_sidecar_that_ends_while_weights_are_loaded_ends_the_run_with_what_it_
     assert len(set(reasons(ranks))) == 1
     assert re.search(r"the run ended: --reward: .*broken.py:1 does not import: ModuleNotFoundError", ranks.text())
     assert re.search(r"\(the sidecar ended with exit code 2; its log is .*sidecar.log\) \(rank 0\)", ranks.text())
+    assert "serving" not in (folder / "r" / "sidecar.log").read_text()
+    assert not processes_of(folder)
 
 
 @pytest.mark.each_change
@@ -393,18 +392,6 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
 
 
 @pytest.mark.each_change
-def test_a_reward_file_that_does_not_import_is_said_and_nothing_is_served(world, tmp_path):
-    reward = tmp_path / "broken.py"
-    reward.write_text("import nothing_of_this_name\ndef f(completions): ...\n")
-    folder = world.folder / "broken"
-    with loop.running(folder, 1, world.words("broken", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait() == [2]
-    assert "nothing_of_this_name" in ranks.text()
-    assert "serving" not in (folder / "r" / "sidecar.log").read_text()
-    assert not processes_of(folder)
-
-
-@pytest.mark.each_change
 def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_and_nothing_is_served(world, tmp_path):
     reward = tmp_path / "target.py"
     reward.write_text("def f(completions, target): return [0.0] * len(completions)\n")
@@ -417,17 +404,6 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_and_nothing_i
     assert "serving" not in (folder / "r" / "sidecar.log").read_text()
     assert not (folder / "r" / "trials").exists()
     assert not processes_of(folder)
-
-
-@pytest.mark.each_change
-def test_a_wrong_row_is_said_before_an_engine_is_started(world, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "1 2 3"}\n{"question": "4 5 6"}\n')
-    folder = world.folder / "row"
-    with loop.running(folder, 1, world.words("row", prompts=prompts, rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait() == [4]
-    assert re.search(r"pretrain_grpo.py: .*prompts.jsonl.*2.*prompt", ranks.text()), ranks.text()
-    assert not (folder / "r").exists()
 
 
 @pytest.mark.each_change
@@ -461,7 +437,7 @@ def test_a_prompt_that_only_the_tokenizer_finds_too_long_ends_the_sidecar_that_i
 
 
 @pytest.mark.each_change
-def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world, tmp_path):
+def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end_before_an_engine_is_started(world, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"question": "4 5 6"}\n')
     # With this grace, ranks that wait for rank 0 would use up all of torchrun's own patience.
@@ -479,6 +455,7 @@ def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end(world
     assert "exitcode  : 4" in ended.stderr
     # The text of torchrun about ranks that it had to kill after its 30 seconds.
     assert "forcefully exiting" not in ended.stderr
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.each_change

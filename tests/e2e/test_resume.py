@@ -111,6 +111,17 @@ def uninterrupted(world: loop.World, name: str, world_size: int, **changes) -> P
     return folder
 
 
+@pytest.fixture(scope="module")
+def finished(world: loop.World) -> Path:
+    """Run on one rank to the end."""
+    return uninterrupted(world, "finished", 1)
+
+
+def copy(finished: Path, name: str) -> Path:
+    """Copy a run with its checkpoints and weights."""
+    return Path(shutil.copytree(finished, finished.with_name(name)))
+
+
 def assert_same(folder: Path, whole: Path) -> None:
     """Compare bit for bit: metrics, samples (with their prompts), and the weights."""
     assert without_times(read_metrics(folder / "run")) == without_times(read_metrics(whole / "run"))
@@ -142,8 +153,8 @@ def test_a_run_killed_in_mid_backward_resumes_as_if_it_had_not_been(world):
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
-def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_schedule(world):
-    folder = uninterrupted(world, "longer", 1)
+def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_schedule(world, finished):
+    folder = copy(finished, "longer")
     (folder / "run" / "sidecar.log").unlink()
     longer = {"train_iters": ITERATIONS + 1}
     with loop.running(folder, 1, words(world, folder, **longer)) as ranks:
@@ -186,7 +197,7 @@ def test_an_objective_that_changes_at_a_resume_is_listed_at_the_start_and_in_the
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
 def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_something_is_missing(world):
-    folder = uninterrupted(world, "finished", 2)
+    folder = uninterrupted(world, "finished-on-two", 2)
     run, log = folder / "run", folder / "run" / "sidecar.log"
     before = (run / "metrics.jsonl").read_text()
 
@@ -226,8 +237,8 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_somet
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
-def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_again_keeps_the_old_files(world):
-    folder = uninterrupted(world, "earlier", 1)
+def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_again_keeps_the_old_files(world, finished):
+    folder = copy(finished, "earlier")
     metrics = folder / "run" / "metrics.jsonl"
     before = metrics.read_text()
     metrics.write_text("".join(before.splitlines(keepends=True)[:2]))

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from examples.calculator import demo as calculator
-from megatron_rl.errors import ExitCode
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 from tests.e2e import test_resume as resume
@@ -98,14 +97,6 @@ def test_a_run_killed_amid_calls_of_tools_resumes_as_if_it_had_not_been(world) -
     folder = resume.killed(world, "killed", 1, {0: resume.fault("generation", "sidecar")}, **changes)
     resume.resumed(world, folder, 1, **changes)
     resume.assert_same(folder, whole)
-
-
-@pytest.mark.each_change
-def test_tools_and_prompts_of_plain_text_are_refused_by_name(world) -> None:
-    words = world.words("plain", **{**TOOLS, "rollout_env": write_sums(world), "prompt_chat": None})
-    with loop.running(Path(world.folder / "plain"), 1, words) as ranks:
-        assert ranks.wait() == [ExitCode.INPUT]
-        assert "has plain text as its prompt, and the tools of --rollout-env are for chats" in ranks.text()
 
 
 @pytest.mark.slow

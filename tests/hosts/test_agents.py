@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megatron_rl.sidecar.agent.messages import TIMEOUTS
 from megatron_rl.sidecar.engines import EngineLost
-from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS
 from tests.hosts.worlds import TOKEN, Agent, agents, serving, until, until_gone
 from tests.sidecar.standin_engines import request
 

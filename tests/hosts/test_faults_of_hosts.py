@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS
+from megatron_rl.sidecar.agent.messages import TIMEOUTS
 from tests.hosts.namespaces import Host, network
 from tests.hosts.worlds import Agent, World, agents, serving, until, until_gone
 from tests.sidecar.standin_engines import request

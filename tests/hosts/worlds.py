@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 
 from megatron_rl.sidecar import parent
+from megatron_rl.sidecar.agent.messages import TIMEOUTS, Timeouts
 from megatron_rl.sidecar.engines import EngineState
-from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.membership import Membership
-from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
-from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS, Timeouts
+from megatron_rl.sidecar.hosts import HostList, HostPlace
+from megatron_rl.sidecar.hosts.factory import HostsFactory
+from megatron_rl.sidecar.hosts.membership import Hosts, Membership
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
@@ -168,7 +168,7 @@ async def serving(
     model.mkdir(exist_ok=True)
     config = ServerConfig(model=str(model), max_model_len=512)
     sockets = make_socket_folder()
-    hosts = Hosts(StaticHosts(tuple(HostPlace(address) for address in addresses), token), run, timeouts)
+    hosts = Hosts(HostList(tuple(HostPlace(address) for address in addresses), token), run, timeouts)
     own = VllmFactory(config, sockets, LocalLauncher())
     factory = HostsFactory(own, 0, hosts.all, config)
     supervisor = Supervisor(factory, SupervisorConfig(first_pause=0.1, watch_seconds=0.2))

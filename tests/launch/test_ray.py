@@ -18,8 +18,7 @@ from ray.cluster_utils import Cluster
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.client import RolloutClient, read_token
-from megatron_rl.sidecar.hosts import ray_cluster
-from megatron_rl.sidecar.hosts.kinds import find_hosts
+from megatron_rl.sidecar.hosts import ray_cluster, read_source
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
 from tests.e2e import loop
 from tests.hosts.listeners import find_free_address
@@ -66,9 +65,10 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
 
     async def check() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            found = await find_hosts(write(tmp_path, cluster.address, 1, port), 1, SECONDS, stack)
-            (place,) = found.read().hosts
-            assert (place.engines, found.read().token) == (3, TOKEN)
+            source = read_source(write(tmp_path, cluster.address, 1, port), 1)
+            read = await stack.enter_async_context(source.opened(SECONDS))
+            (place,) = read().hosts
+            assert (place.engines, read().token) == (3, TOKEN)
             assert is_healthy(place.address)
             await asyncio.to_thread(cluster.remove_node, first, False)
             while is_healthy(place.address):
@@ -78,9 +78,9 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
             with socket.create_server((host, int(number))):
                 cluster.add_node(num_cpus=1)
                 async with asyncio.timeout(SECONDS):
-                    while found.read().hosts == (place,):
+                    while read().hosts == (place,):
                         await asyncio.sleep(0.1)
-            (replaced,) = found.read().hosts
+            (replaced,) = read().hosts
             assert is_healthy(replaced.address)
         assert not is_healthy(replaced.address)
 
@@ -151,7 +151,7 @@ def test_a_wait_for_room_says_what_it_waits_for(cluster, tmp_path):
 
     async def check() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            await find_hosts(write(tmp_path, cluster.address, 2), 1, 15.0, stack)
+            await stack.enter_async_context(read_source(write(tmp_path, cluster.address, 2), 1).opened(15.0))
 
     said = r"1 of 2 hosts have no agent .* group of \{'CPU': 1.0\}, and \{'CPU': 0.0\} of \{'CPU': 1.0\} are free"
     with pytest.raises(NoRoomInCluster, match=said):

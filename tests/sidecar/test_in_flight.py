@@ -9,10 +9,9 @@ import pytest
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.engines.decoding import StepCosts
 from megatron_rl.sidecar.in_flight import control
-from megatron_rl.sidecar.in_flight.choice import choose, list_numbers
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.in_flight.curve import GroupLife
-from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork
+from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork, choose, list_numbers
 from tests import virtual_time
 from tests.paced_run import Case, PacedIteration, run_paced
 

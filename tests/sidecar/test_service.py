@@ -15,8 +15,8 @@ from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.group_maker import Scorer
-from megatron_rl.sidecar.hosts.factory import Hosts
-from megatron_rl.sidecar.hosts.static import StaticHosts
+from megatron_rl.sidecar.hosts import HostList
+from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.service import Conflict, RolloutService
@@ -187,34 +187,26 @@ def test_prompts_sampled_ahead_are_called_off_once_they_are_not_needed() -> None
     serve(check, engine("0", group_faults=hang), scorer=RewardByPrompt(set(range(8))))
 
 
-def test_an_iteration_that_takes_too_long_fails_by_name() -> None:
+class Faulty:
+    async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("faults", "memory", "scorer", "words"),
+    [
+        ({"run-0-1": "hang"}, None, None, "after 0.3 s, its deadline"),
+        ({}, Memory(full=True), None, "the journal cannot be written"),
+        # A fault of the rewards is not taken for one of the journal.
+        ({}, None, Faulty(), "the sidecar failed: OSError(24, 'Too many open files'); its log has the traceback"),
+    ],
+)
+def test_an_iteration_that_cannot_be_made_fails_by_name(faults, memory, scorer, words) -> None:
     async def check(service: RolloutService) -> None:
-        await service.submit(submission(deadline=0.3))
-        assert "after 0.3 s, its deadline" in await failure_of(service)
+        await service.submit(submission(deadline=0.3 if faults else 20.0))
+        assert words in await failure_of(service)
 
-    serve(check, engine("0", group_faults={"run-0-1": "hang"}))
-
-
-def test_a_full_disk_under_the_journal_fails_the_iteration_by_name() -> None:
-    async def check(service: RolloutService) -> None:
-        await service.submit(submission())
-        assert "the journal cannot be written" in await failure_of(service)
-
-    serve(check, memory=Memory(full=True))
-
-
-def test_a_fault_of_the_rewards_is_not_taken_for_one_of_the_journal() -> None:
-    class Faulty:
-        async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
-            raise OSError(errno.EMFILE, "Too many open files")
-
-    async def check(service: RolloutService) -> None:
-        await service.submit(submission())
-        assert await failure_of(service) == (
-            "the sidecar failed: OSError(24, 'Too many open files'); its log has the traceback"
-        )
-
-    serve(check, scorer=Faulty())
+    serve(check, engine("0", group_faults=faults), memory=memory, scorer=scorer)
 
 
 def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_evaluation() -> None:
@@ -551,7 +543,7 @@ def test_a_version_is_sent_to_hosts_under_the_lease_of_the_trainer_that_has_publ
     """Hold this, because under the next lease it would keep earlier versions of the next trainer away."""
 
     async def check() -> None:
-        hosts = Hosts(StaticHosts((), "token"), "run")
+        hosts = Hosts(HostList((), "token"), "run")
         service = RolloutService(Engines(engine()), RewardLength(), Memory(), hosts=hosts)
         first = await service.take_lease("run")
         await service.publish(weights())
@@ -579,28 +571,22 @@ def test_a_trainer_that_returns_to_a_version_answers_its_probe_itself() -> None:
     serve(check)
 
 
-def test_the_trainers_mismatch_is_recorded_once_before_the_iteration_is_complete() -> None:
-    mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
+MISMATCH = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
+PLUG_INS = {"--grpo-loss own.py:f": "0" * 64}
 
+
+@pytest.mark.parametrize(
+    ("told", "event"),
+    [((MISMATCH,), ("judged", 0, MISMATCH)), ((None, PLUG_INS), ("trained with", 0, PLUG_INS))],
+)
+def test_what_the_trainer_tells_is_recorded_once_before_the_iteration_is_complete(told: tuple, event: tuple) -> None:
     async def check(service: RolloutService) -> None:
         await service.submit(submission())
         await all_slots(service)
         for _ in range(2):
-            service.complete(0, mismatch)
+            service.complete(0, *told)
 
-    assert serve(check).events[-2:] == [("judged", 0, mismatch), ("completed", 0)]
-
-
-def test_the_trainers_plug_ins_are_recorded_once_before_the_iteration_is_complete() -> None:
-    plug_ins = {"--grpo-loss own.py:f": "0" * 64}
-
-    async def check(service: RolloutService) -> None:
-        await service.submit(submission())
-        await all_slots(service)
-        for _ in range(2):
-            service.complete(0, None, plug_ins)
-
-    assert serve(check).events[-2:] == [("trained with", 0, plug_ins), ("completed", 0)]
+    assert serve(check).events[-2:] == [event, ("completed", 0)]
 
 
 def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_complete() -> None:

@@ -85,8 +85,8 @@ def test_an_engine_that_has_received_everything_or_refused_it_waits_for_no_proce
             before = engine.last_words()
             await engine.load(STREAMED)
             assert engine.last_words() == before
+            unnamed = msgspec.structs.replace(STREAMED.stream, manifest=[])
             with pytest.raises(InputError, match="must have a manifest"):
-                unnamed = msgspec.structs.replace(STREAMED.stream, manifest=[])
                 await engine.load(msgspec.structs.replace(STREAMED, source=unnamed))
             assert engine.last_words() == before
 

@@ -8,9 +8,9 @@ from megatron_rl.analysis.ledger import compute_ledger
 from megatron_rl.observe import trace
 from megatron_rl.observe.trace import Process, Span
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine, ScriptedFactory
+from megatron_rl.sidecar.recorder import SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.supervisor import Supervisor
-from megatron_rl.sidecar.tracing import SidecarTrace
 from tests.sidecar.scripted_service import PLAN, Memory, RewardLength, evaluation, submission, weights
 from tests.sidecar.supervised import CONFIG, until
 

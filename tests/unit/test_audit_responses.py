@@ -12,9 +12,9 @@ from megatron_rl.errors import ExitCode
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.protocol.wire import FileSource, Group, Sampling, VersionSpan, Weights, encode_log_probs
+from megatron_rl.shared.records.audit_check import find_response_problems
 from megatron_rl.shared.records.audit_events import EngineReport, ResponseRecord, SpanRecord, Submit
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
-from megatron_rl.shared.records.audit_responses import find_response_problems
 from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder

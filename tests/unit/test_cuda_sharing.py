@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_rl.platforms.cuda_sharing import CudaSharing
+from megatron_rl.platforms.cuda import CudaSharing
 from megatron_rl.platforms.device_sharing import CannotShare
 
 pytestmark = pytest.mark.each_change

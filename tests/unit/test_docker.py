@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import versions
-from megatron_rl.sidecar.hosts.kinds import DEFAULT_PORT
+from megatron_rl.sidecar.hosts import DEFAULT_PORT
 from tests.processes import ROOT, run_python
 
 TRAINER, ENGINES = "Dockerfile", "engines.Dockerfile"

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.branches import find_branch_problems, list_parts, trace_path
-from megatron_rl.shared.protocol.turns import ENVIRONMENT, count_turns, find_span_problems
+from megatron_rl.shared.protocol.turns import (
+    ENVIRONMENT,
+    count_turns,
+    find_branch_problems,
+    find_span_problems,
+    list_parts,
+    trace_path,
+)
 from megatron_rl.trainer.data.batch import Batch, Batcher
 
 PROMPT = [7, 8, 9]

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from megatron_rl.sidecar.agent import messages
 from megatron_rl.sidecar.agent.messages import REQUESTS_ROUTE, EngineAnswer, pack, unpack
 from megatron_rl.sidecar.engines.hosts import STEP
-from megatron_rl.sidecar.hosts import timeouts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.http import serve
+from megatron_rl.sidecar.serving import serve
 from tests.unit.test_remote_host import Agent, connected, start, until
 
 NAMES = ("engine-0", "engine-1", "engine-2")
@@ -78,7 +78,7 @@ class Count:
 
 
 def test_a_step_of_several_engines_is_one_request_and_each_answer_comes_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeouts, "_CONNECTS_AT_ONCE", 1)
+    monkeypatch.setattr(messages, "_CONNECTS_AT_ONCE", 1)
 
     async def check() -> None:
         async with connected(tmp_path) as (agent, _, host), engines(agent, host) as (made, clients):

@@ -11,15 +11,17 @@ import pytest
 
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
-from megatron_rl.sidecar.hosts.factory import Hosts, HostsFactory
-from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts, read_hosts
+from megatron_rl.sidecar.hosts import HostList, HostPlace
+from megatron_rl.sidecar.hosts.factory import HostsFactory
+from megatron_rl.sidecar.hosts.membership import Hosts
+from megatron_rl.sidecar.hosts.static import read_hosts
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.parts import encode_places, find_interface, pick_place
 from megatron_rl.sidecar.vllm.server import ServerConfig
+from tests.unit.test_host_sources import write
 from tests.unit.test_remote_host import QUICK, TOKEN, Agent, until, version
-from tests.unit.test_static_hosts import write
 
 TOGETHER = 'together = "a"'
 
@@ -34,7 +36,7 @@ async def two_hosts(folder: Path, engines: int = 1) -> AsyncIterator[tuple[list[
     places = tuple(
         HostPlace(f"127.0.0.1:{agent.port}", engines, tuple(range(2 * engines)), together="a") for agent in agents
     )
-    hosts = Hosts(StaticHosts(places, TOKEN), "run", QUICK)
+    hosts = Hosts(HostList(places, TOKEN), "run", QUICK)
     config = ServerConfig(str(folder), 64, device="cuda", tensor_parallel_size=4, python="")
     hosts.open()
     try:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.in_flight import bound_seconds
 from megatron_rl.sidecar.engines.decoding import StepCosts
-from megatron_rl.sidecar.in_flight.choice import PACES
-from megatron_rl.sidecar.in_flight.forecast import SamplingWork, predict
+from megatron_rl.sidecar.in_flight.forecast import PACES, SamplingWork, predict
 from tests.paced_run import Case, build_line
 
 CASES = st.builds(

@@ -14,11 +14,11 @@ import yaml
 
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import ExitCode
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.agent.main import removed_afterwards
-from megatron_rl.sidecar.hosts import kinds
-from megatron_rl.sidecar.hosts.static import HostPlace
-from megatron_rl.sidecar.listening import parse_place
+from megatron_rl.sidecar.hosts import HostPlace
+from megatron_rl.sidecar.hosts.scheduled import AlikeHosts, KubernetesHosts, SlurmHosts, read_alike
 from tests.command_lines import LAUNCHED, QWEN3, without
 from tests.documents import commands_of
 from tests.processes import ROOT
@@ -42,10 +42,8 @@ def launch(scheduler: str, *words: str, save: str = "runs/maths") -> int:
     return megatron_rl(["launch", scheduler, *flags, "--", *LAUNCHED, save])
 
 
-def read_hosts(folder: Path, value: str) -> kinds._Found:
-    found = kinds._read(f"{value}:{folder / 'hosts.toml'}", 2)
-    assert isinstance(found, kinds._Found)
-    return found
+def read_hosts(folder: Path, kind: str) -> AlikeHosts:
+    return read_alike(f"{kind}:{folder / 'hosts.toml'}", {"slurm": SlurmHosts, "kubernetes": KubernetesHosts}[kind], 2)
 
 
 def find_words(script: str, program: str) -> list[str]:
@@ -152,7 +150,7 @@ def test_the_manifests_name_each_other_and_the_secret_alone_has_the_token(place,
     # The names at which the sidecar looks are those that the StatefulSet and its Service give.
     name, spec = engines["metadata"]["name"], engines["spec"]
     assert spec["serviceName"] == service["metadata"]["name"]
-    assert found.source.list_names() == [f"{name}-{number}.{spec['serviceName']}" for number in range(spec["replicas"])]
+    assert found.which.list_names() == [f"{name}-{number}.{spec['serviceName']}" for number in range(spec["replicas"])]
     for part in (engines, trainer):
         template = part["spec"]["template"]
         assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()

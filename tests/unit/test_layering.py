@@ -5,8 +5,11 @@ import re
 
 import pytest
 
+from megatron_rl.sidecar import OPTIONAL_PARTS
+from megatron_rl.sidecar.hosts import KINDS
 from tests.layering import WITHOUT_TORCH, violations
 from tests.processes import ROOT, run_python
+from tools.check_house import RUN, Package
 
 
 def test_the_package_keeps_to_its_layers():
@@ -142,6 +145,16 @@ def test_allowed_imports_and_statements_are_not_reported(tmp_path, path, code):
     file.parent.mkdir(parents=True)
     file.write_text(code)
     assert violations(tmp_path) == []
+
+
+def test_a_run_on_one_host_imports_no_part_that_only_other_runs_need():
+    imported = Package(ROOT).list_imported(RUN)
+    assert "megatron_rl.sidecar.supervisor" in imported
+    optional = [name.partition(":")[0] for name in (*OPTIONAL_PARTS.values(), *KINDS.values())]
+    folders = ("megatron_rl.gateway", "megatron_rl.sidecar.agent.", "megatron_rl.sidecar.hosts.")
+    assert [name for name in imported if name in optional or name.startswith(folders)] == []
+    # What tables name is there.
+    run_python(f"import importlib\nfor name in {optional}:\n    importlib.import_module(name)")
 
 
 def test_packages_that_need_no_torch_do_not_import_it_indirectly():

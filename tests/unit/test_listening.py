@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError
-from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
+from megatron_rl.shared.protocol.hosts import find_url, is_loopback, open_listener, parse_place
 
 
 @pytest.mark.parametrize(

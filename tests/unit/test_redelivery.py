@@ -1,15 +1,12 @@
 """The current version, sent to a host that joins between two publishes by a host that has it; all on the loopback."""
 
-import asyncio
 import contextlib
-import secrets
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from megatron_rl.shared.protocol.wire import FileSource, StreamSource, Weights
@@ -21,16 +18,10 @@ from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.shared.weights.folders import COUNTS_FILE, Arrival, Counter
 from megatron_rl.sidecar import redelivery
-from megatron_rl.sidecar.agent.messages import PASSING_ROUTE, PassOn
-from megatron_rl.sidecar.hosts.factory import Hosts
-from megatron_rl.sidecar.hosts.remote import HostLost, HostRefused
-from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
 from megatron_rl.sidecar.redelivery import describe_whole, redeliver
 from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, read_tensors
-from tests.unit import test_remote_host
 from tests.unit.test_device_files import SMALL, draw_shards
-from tests.unit.test_remote_host import QUICK, Agent, until, version
 
 LEASE = 7
 
@@ -141,92 +132,3 @@ def test_a_host_with_a_newer_version_or_trainer_takes_none_of_the_service(ranks,
         assert not send(ranks, receiver, lease=0)
         assert not send(ranks, receiver, lease=1)
         assert receiver.describe()["version"] == 5
-
-
-@contextlib.asynccontextmanager
-async def with_receivers(folders: Sequence[Path]) -> AsyncIterator[tuple[list[Receiver], Hosts]]:
-    """Yield the receivers of weights of several hosts, and the hosts."""
-    receivers: list[Receiver] = []
-    async with contextlib.AsyncExitStack() as stack:
-        agents = [Agent(folder) for folder in folders]
-        for agent in agents:
-
-            def make(token: str, folder: Path = agent.world.sockets / "weights") -> Receiver:
-                folder.mkdir(mode=0o700)
-                receivers.append(Receiver(folder, token, "127.0.0.1"))
-                return receivers[-1]
-
-            agent.world.engines._make_receiver = make
-            stack.callback(agent.world.close)
-            await agent.start()
-            stack.push_async_callback(agent.stop)
-        places = tuple(HostPlace(f"127.0.0.1:{agent.port}") for agent in agents)
-        hosts = Hosts(StaticHosts(places, test_remote_host.TOKEN), "run", QUICK)
-        stack.push_async_callback(hosts.close)
-        # One after the other, so that receivers are in the order of the hosts.
-        for host in hosts.all:
-            hosts._open(host)
-            await until(lambda one=host: one.lease)
-        yield receivers, hosts
-
-
-def test_a_version_that_no_rank_has_whole_is_passed_on_by_a_host_that_holds_it(tmp_path, ranks):
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        folder.mkdir()
-
-    async def check() -> None:
-        async with with_receivers(folders) as (receivers, hosts):
-            first, holder, joined = hosts.all
-            hosts.find_trainer_lease = lambda: LEASE
-            weights = msgspec.structs.replace(version(4), fingerprint=ranks.fingerprint)
-            of_holder, of_joined = (Target(host.name, host.address, host.port) for host in (holder, joined))
-            assert not await hosts._bring(joined, weights)
-            whole = msgspec.structs.replace(weights, source=FileSource(folder=str(ranks.folder)))
-            assert await asyncio.to_thread(redeliver, whole, of_holder, hosts._secret.encode(), LEASE)
-            await until(lambda: receivers[1].describe()["complete"])
-            # It passes on no version that it does not hold.
-            other = msgspec.structs.replace(weights, version=5)
-            assert not await holder.pass_on(PassOn(weights=other, target=of_joined, lease=LEASE))
-            assert not await hosts._bring(holder, weights)
-            assert receivers[2].describe()["version"] is None
-            assert await joined.has_copy(weights)
-            await until(lambda: receivers[2].describe()["complete"])
-            assert list(read_tensors(receivers[2].folder / "version-4")) == list(read_tensors(ranks.folder))
-            assert read_digests(receivers[2].folder / "version-4") == ranks.digests
-            assert receivers[2]._current is not None
-            assert receivers[2]._current.hello.lease == LEASE
-            assert receivers[0].describe()["version"] is None
-            with pytest.raises(HostRefused, match="not a PassOn"):
-                await first._send("POST", PASSING_ROUTE, b"{}")
-            first._lease = "another"
-            with pytest.raises(HostLost, match="the lease of this host is over"):
-                await first._send(
-                    "POST", PASSING_ROUTE, msgspec.json.encode(PassOn(weights=weights, target=of_joined, lease=LEASE))
-                )
-
-    asyncio.run(check())
-
-
-def test_a_host_that_got_the_version_meanwhile_is_not_asked_to_send_it_to_itself(tmp_path, ranks, monkeypatch):
-    """Two engines of a host may ask for it at once. The trainer divides a version otherwise than a host does."""
-    monkeypatch.setattr(secrets, "token_hex", lambda _: TOKEN)
-
-    async def check() -> None:
-        async with with_receivers([tmp_path]) as ([receiver], hosts):
-            (host,) = hosts.all
-            target = Target(host.name, host.address, host.port)
-            with contextlib.closing(ranks.begin([target], 4)) as control:
-                control.await_begun()
-                for supply, _ in ranks.send([target], 4):
-                    supply.add(supply.numbers)
-                assert await asyncio.to_thread(control.await_round, 60)
-            arrived = receiver._current
-            assert arrived is not None
-            assert arrived.is_complete
-            hosts.find_trainer_lease = lambda: arrived.hello.lease
-            assert not await hosts._bring(host, msgspec.structs.replace(version(4), fingerprint=ranks.fingerprint))
-            assert receiver._current is arrived
-            assert not folders.is_being_written(arrived.folder)
-
-    asyncio.run(check())

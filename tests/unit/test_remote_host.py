@@ -15,19 +15,17 @@ import httpx
 import msgspec
 import pytest
 
+from megatron_rl.shared.protocol.hosts import open_listener
 from megatron_rl.shared.protocol.wire import FileSource, Weights
-from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.shared.weights.folders import writing
+from megatron_rl.sidecar.agent import messages
 from megatron_rl.sidecar.agent.application import build_agent_application
-from megatron_rl.sidecar.agent.messages import LeaseRequest, PassOn
+from megatron_rl.sidecar.agent.messages import LeaseRequest, Timeouts
 from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
-from megatron_rl.sidecar.hosts import timeouts
-from megatron_rl.sidecar.hosts.factory import Hosts
+from megatron_rl.sidecar.hosts import HostList, HostPlace
+from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHandle, RemoteHost
-from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
-from megatron_rl.sidecar.hosts.timeouts import Timeouts
-from megatron_rl.sidecar.http import serve
-from megatron_rl.sidecar.listening import open_listener
+from megatron_rl.sidecar.serving import serve
 from megatron_rl.sidecar.vllm.connection import Connection
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.trainer.loop.reporter import HostNews
@@ -80,7 +78,7 @@ async def connected(
     agent = Agent(folder)
     await agent.start(tls)
     tls_ca = None if tls is None else tls[0]
-    hosts = Hosts(StaticHosts((HostPlace(f"127.0.0.1:{agent.port}"),), TOKEN, tls_ca), "run", QUICK)
+    hosts = Hosts(HostList((HostPlace(f"127.0.0.1:{agent.port}"),), TOKEN, tls_ca), "run", QUICK)
     hosts.open()
     try:
         await until(lambda: hosts.all[0].lease)
@@ -133,7 +131,7 @@ def test_a_service_learns_faults_and_lines_of_an_engine_and_tells_which_processe
 
 
 def test_agents_are_asked_for_few_starts_at_once_and_nothing_reaches_an_engine_before_its_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeouts, "_CONNECTS_AT_ONCE", 2)
+    monkeypatch.setattr(messages, "_CONNECTS_AT_ONCE", 2)
     under_way, answered, most, reached = [], [], [], []
 
     def reach(_: httpx.Request) -> httpx.Response:
@@ -315,8 +313,6 @@ def test_a_version_of_a_former_trainer_is_not_taken_for_one_with_its_number(tmp_
             assert not await host.has_copy(current)
             with pytest.raises(NotGiven, match="was not given version 4"):
                 await host.find_weights(current)
-            target = Target("another", "127.0.0.1", 1)
-            assert not await host.pass_on(PassOn(weights=current, target=target, lease=1))
             with writing(tmp_path / "weights" / "version-4", 1, 1):
                 await host.beat()
                 assert (host.is_being_written(former), host.is_being_written(current)) == (True, False)
@@ -443,7 +439,7 @@ def test_an_agent_with_a_certificate_is_spoken_to_by_tls_and_another_certificate
             ended.set()
             await serving
             for wrong in (make_certificate(tmp_path, "another")[0], None):
-                others = Hosts(StaticHosts((host.place,), TOKEN, wrong), "run", QUICK)
+                others = Hosts(HostList((host.place,), TOKEN, wrong), "run", QUICK)
                 others.open()
                 await until(others.all[0].find_fault)
                 assert "has not answered" in (others.all[0].find_fault() or "")

@@ -17,7 +17,7 @@ from megatron_rl.flag import IntegerOr
 from megatron_rl.shared.protocol.wire import WIRE_VERSION
 from megatron_rl.sidecar.main import _build_factory
 from megatron_rl.sidecar.settings import SidecarSettings, list_flags, parse, read_settings, write_message
-from megatron_rl.sidecar.start_notes import StartNotes
+from megatron_rl.sidecar.starting import StartNotes
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models

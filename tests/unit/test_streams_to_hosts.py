@@ -27,9 +27,9 @@ from megatron_rl.trainer.mcore.publish import senders
 from megatron_rl.trainer.mcore.publish.senders import find_free_port, find_own_address
 from tests.sidecar.fake_engines import FakeFactory, streamed
 from tests.sidecar.supervised import CONFIG, supervised, until
+from tests.unit.test_host_sources import write
 from tests.unit.test_publish_to_hosts import Factory
 from tests.unit.test_remote_host import connected, version
-from tests.unit.test_static_hosts import write
 
 HOURS = dataclasses.replace(CONFIG, deadlines=StepDeadlines(*[3600.0] * 6))
 ROUTES = {

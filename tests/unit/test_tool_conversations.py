@@ -1,7 +1,6 @@
 """Conversations in which the policy calls tools, and the reader that asks a process of parsers."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import stat
@@ -19,9 +18,8 @@ from megatron_rl.gateway.chats import NumberReader, NumberTexts, TokenizerTexts,
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
 from megatron_rl.sidecar.conversations import Conversations
-from megatron_rl.sidecar.main import _start_environments
-from megatron_rl.sidecar.reading import choose_reader
 from megatron_rl.sidecar.settings import parse
+from megatron_rl.sidecar.user_environments import check_offered, choose_reader
 from megatron_rl.sidecar.vllm.reader import Parsers, VllmReader, suggest_parser
 from megatron_rl.tool_calls import JSON, PlainReader, Said, ToolCall
 from megatron_rl.trainer.data.prompts import read_prompts, tokenize_prompts
@@ -46,16 +44,6 @@ class ToolTalk(Talk):
     async def use(self, name: str, arguments: str) -> str:
         self.used.append((name, arguments))
         return self._results.pop(0)
-
-
-@dataclasses.dataclass
-class Offering:
-    """Environments that start, and say what they offer."""
-
-    offered: Description
-
-    async def start(self) -> Description:
-        return self.offered
 
 
 class Reader:
@@ -173,10 +161,9 @@ def test_a_model_without_calls_in_its_template_is_refused_and_a_missing_parser_i
     model = command_lines.folder(folder, command_lines.QWEN3)
     words = f"--rollout-folder run --platform cpu --seq-length 64 --hf-model {model} --rollout-env {__file__}:ToolTalk"
     with pytest.raises(UsageError, match=r"Sums has tools \(add\), and --rollout-tool-parser is missing: write hermes"):
-        asyncio.run(_start_environments(Offering(offered), parse(words.split())))
+        check_offered(offered, parse(words.split()))
     for more in ("--rollout-tool-parser hermes", "--rollout-engine scripted"):
-        settings = parse([*words.split(), *more.split()])
-        assert asyncio.run(_start_environments(Offering(offered), settings)) is offered
+        check_offered(offered, parse([*words.split(), *more.split()]))
     assert isinstance(choose_reader(TokenizerTexts.load(str(folder)), Description("Game", True), None), PlainReader)
     assert isinstance(choose_reader(NumberTexts(), offered, None), NumberReader)
     assert suggest_parser("{{ m.content }}") is None

@@ -12,8 +12,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.addresses import is_loopback
-from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut
+from megatron_rl.shared.protocol.hosts import DeliveryHosts, LeftOut, is_loopback
 
 _POLL_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
@@ -113,7 +112,6 @@ class RolloutClient:
         self._call("POST", "/v1/probe", content=wire.encode(answer))
 
     def submit(self, submission: wire.Submission) -> None:
-        """Start an iteration."""
         self._call("POST", "/v1/iterations", content=wire.encode(submission))
 
     def slot(self, version: int, replica: int, index: int, deadline_seconds: float) -> wire.Slot:
@@ -200,7 +198,6 @@ class RolloutClient:
         return found
 
     def shutdown(self) -> None:
-        """End the sidecar."""
         self._call("POST", "/v1/shutdown")
 
     def _poll(self, path: str, seconds: float) -> bytes | None:

@@ -77,7 +77,6 @@ def count_later_tokens(first: int, is_base_proved: bool) -> int:
 
 
 def draw_tokens(version: int, vocab_size: int, count: int = LEAST_TOKENS) -> list[int]:
-    """Draw the tokens of a version's probe."""
     stream = np.random.Generator(np.random.Philox(key=version))
     return stream.integers(0, vocab_size, count).tolist()
 

@@ -59,7 +59,6 @@ class SelectionBySignal:
         self._count()
 
     def learn(self, prompt: int, has_signal: bool) -> None:
-        """Note that a group has finished."""
         if self._division.plan.num_spare:
             self._known[prompt] = _WITH if has_signal else _WITHOUT
             self._count()
@@ -104,7 +103,6 @@ class SelectionBySignal:
         return binding if least == most or binding == self._bind(most) else None
 
     def sort(self, prompts: Iterable[int]) -> list[int]:
-        """Sort groups of one unit by their numbers."""
         return sorted(prompts, key=lambda prompt: int(self._most[prompt]))
 
     def find_problem(self, claim: Claim) -> str | None:
@@ -113,9 +111,9 @@ class SelectionBySignal:
         if problem:
             return problem
         name = f"slot ({claim.replica}, {claim.index})"
-        strangers = [prompt for prompt in claim.prompts if not 0 <= prompt < len(self._known)]
-        if strangers:
-            return f"{name} takes prompt {strangers[0]}, which is not among the {len(self._known)} of the iteration"
+        foreign = [prompt for prompt in claim.prompts if not 0 <= prompt < len(self._known)]
+        if foreign:
+            return f"{name} takes prompt {foreign[0]}, which is not among the {len(self._known)} of the iteration"
         if self._division.plan.order == "prompt":
             pools = {self.find_binding(prompt) for prompt in claim.prompts}
             if pools == {claim.place} and claim.prompts == self.sort(claim.prompts):
@@ -124,8 +122,8 @@ class SelectionBySignal:
             bound = "groups with the numbers " if self._division.plan.num_spare else ""
             return f"{name} takes prompts {claim.prompts}, and {bound}{numbers} are bound to it"
         update = self._division.update_of_slot(claim.index)
-        strangers = [prompt for prompt in claim.prompts if self.find_binding(prompt) != update]
-        return f"{name} belongs to update {update}, and prompt {strangers[0]} does not" if strangers else None
+        foreign = [prompt for prompt in claim.prompts if self.find_binding(prompt) != update]
+        return f"{name} belongs to update {update}, and prompt {foreign[0]} does not" if foreign else None
 
     def _bind(self, number: int) -> Binding:
         is_bound = self._division.plan.order == "prompt"
@@ -155,7 +153,6 @@ class SelectionByArrival:
         self._arrived: set[int] = set()
 
     def learn(self, prompt: int, has_signal: bool) -> None:
-        """Note that a group has finished."""
         if prompt >= self._num_carried:
             if not self._room:
                 return
@@ -197,11 +194,11 @@ class SelectionByArrival:
     def find_problem(self, claim: Claim) -> str | None:
         """Say why a claim does not fit the selection so far; None if it fits."""
         problem = self._division.find_problem(claim)
-        strangers = [prompt for prompt in claim.prompts if prompt not in self._arrived]
-        if problem or not strangers:
+        foreign = [prompt for prompt in claim.prompts if prompt not in self._arrived]
+        if problem or not foreign:
             return problem
         return (
-            f"slot ({claim.replica}, {claim.index}) takes prompt {strangers[0]}, which is not among the "
+            f"slot ({claim.replica}, {claim.index}) takes prompt {foreign[0]}, which is not among the "
             f"{len(self._arrived)} that came first"
         )
 
@@ -212,7 +209,6 @@ def open_selection(division: Division, num_carried: int = 0) -> SelectionBySigna
 
 
 def clip_rewards(rewards: Sequence[float], plan: Plan) -> list[float]:
-    """Clip rewards to the plan's bounds."""
     least = -math.inf if plan.least_reward is None else plan.least_reward
     largest = math.inf if plan.largest_reward is None else plan.largest_reward
     return [min(max(reward, least), largest) for reward in rewards]

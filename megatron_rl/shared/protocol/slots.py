@@ -79,7 +79,6 @@ class Division:
         return Place(replica, index - index % self.slots_per_unit)
 
     def slots(self, unit: Place) -> list[Place]:
-        """List the slots of a unit."""
         return [Place(unit.replica, unit.slot + part) for part in range(self.slots_per_unit)]
 
     def bound_numbers(self, unit: Place) -> range:

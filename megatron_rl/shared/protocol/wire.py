@@ -458,7 +458,6 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message."""
     return msgspec.msgpack.encode(message)
 
 
@@ -562,7 +561,6 @@ def _check_sampling(sampling: Sampling, deadline_seconds: float, is_greedy_allow
 
 
 def encode_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """Encode tokens as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
@@ -572,7 +570,6 @@ def decode_tokens(data: bytes) -> np.ndarray:
 
 
 def encode_log_probs(log_probs: Sequence[float] | np.ndarray) -> bytes:
-    """Encode log-probs as little-endian float32."""
     return np.asarray(log_probs, dtype="<f4").tobytes()
 
 

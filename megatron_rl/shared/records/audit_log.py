@@ -162,7 +162,6 @@ class AuditLog:
         self._append(NotProven(version=version, fingerprint=fingerprint, engine=engine, reason=reason[:300]))
 
     def record_mismatch(self, version: int, mismatch: Mismatch) -> None:
-        """Record the mismatch that the trainer measured in an iteration."""
         mean, largest = (value if math.isfinite(value) else None for value in (mismatch.mean, mismatch.largest))
         self._append(
             MismatchMeasured(
@@ -192,7 +191,6 @@ class AuditLog:
         )
 
     def record_group(self, version: int, group: Group, is_restored: bool = False) -> None:
-        """Record that a group was taken into the iteration."""
         responses = [
             ResponseRecord(
                 tokens=hash_content(response.tokens),
@@ -243,7 +241,6 @@ class AuditLog:
         self._append(Fail(version=version, reason=reason[:200]))
 
     def record_evaluation(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-        """Record an evaluation that has ended."""
         rewards = [response.reward for group in groups for response in group.responses]
         self._append(
             Evaluate(

@@ -80,8 +80,6 @@ class RecoveredJournal:
 
 
 class JournalFolder:
-    """The journals of a run."""
-
     def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
         """Open the folder; `scoring` describes the rewards: groups that were scored otherwise are not recovered."""
         if retain < 1:

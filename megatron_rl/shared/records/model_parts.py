@@ -82,8 +82,6 @@ JOINED = {
 
 
 class Recording:
-    """The tensors of each point."""
-
     def __init__(self, points: Mapping[LayerPart, Tensors]) -> None:
         self._points = dict(points)
 
@@ -94,7 +92,6 @@ class Recording:
         return iter(self._points)
 
     def of(self, part: ModelPart) -> list[LayerPart]:
-        """List the points of a part, by layer."""
         return sorted((point for point in self._points if point.part is part), key=lambda point: point.layer)
 
     def changed(self, changes: Mapping[LayerPart, Tensors]) -> "Recording":
@@ -118,7 +115,6 @@ class Recording:
         return Recording(points)
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
         tensors = {
             # A file takes no tensor twice, and one part's output may be another's input.
             f"{point.layer}|{point.part}|{name}": tensor.clone(memory_format=torch.contiguous_format)
@@ -152,7 +148,6 @@ def join_ranks(ranks: Sequence[Recording]) -> Recording:
 
 
 def join_rows(calls: Iterable[tuple[LayerPart, Tensors]]) -> Recording:
-    """Join the rows of several calls of each point."""
     found: dict[LayerPart, dict[str, list[torch.Tensor]]] = {}
     for point, tensors in calls:
         of_point = found.setdefault(point, {})

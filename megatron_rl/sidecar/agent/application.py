@@ -1,37 +1,43 @@
 """The routes of a host's agent: the lease, its engines, and everything that these answer themselves.
 
 Every request but that for the agent's health carries the token. Every request but the first also carries the lease.
+Requests below an engine's name are passed on to its unix socket, and the answers back, bytes as they are. A request
+that its caller gives up ends at the engine too, so that nothing is sampled in vain. Several requests may come as one:
+then each answer goes back as soon as its engine has given it.
 """
 
+import asyncio
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.wire import decode_json
 from megatron_rl.sidecar.agent.engines import HostEngines, HostTaken, LeaseOver
-from megatron_rl.sidecar.agent.forwarding import ask_all, forward, refuse, say_unknown
 from megatron_rl.sidecar.agent.messages import (
+    FAULT_HEADER,
     LEASE_HEADER,
-    PASSING_ROUTE,
+    MAX_BODY_BYTES,
     REQUESTS_ROUTE,
     AgentRefusal,
     Beat,
+    EngineAnswer,
     EngineRequest,
     EngineStart,
     LeaseRequest,
-    PassOn,
+    pack,
 )
-from megatron_rl.sidecar.guard import OPEN, Guard
+from megatron_rl.sidecar.serving import OPEN, Guard
 
-MAX_BODY_BYTES = 1 << 28
 _ENGINES = "/v1/engines/"
 # The name becomes that of a folder and of a file.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
@@ -46,7 +52,6 @@ T = TypeVar("T")
 
 
 def build_agent_application(engines: HostEngines, token: str) -> ASGIApp:
-    """Build the agent's ASGI application."""
     app = Starlette(
         routes=[
             Route(OPEN, lambda _: JSONResponse({"status": "ok"})),
@@ -72,16 +77,10 @@ def _lease_routes(engines: HostEngines) -> list[Route]:
         _check_lease(engines, request)
         return _answer(engines.beat(beat))
 
-    async def pass_on(request: Request) -> Response:
-        passing = await _read(request, PassOn)
-        _check_lease(engines, request)
-        return _answer(await engines.pass_on(passing))
-
     return [
         Route("/v1/lease", take, methods=["POST"]),
         Route("/v1/lease", leave, methods=["DELETE"]),
         Route("/v1/beat", beat, methods=["POST"]),
-        Route(PASSING_ROUTE, pass_on, methods=["POST"]),
     ]
 
 
@@ -177,3 +176,93 @@ async def _report(_: Request, error: Exception) -> Response:
 
 def _find_status(error: MegatronRLError) -> int:
     return next(status for kind, status in _STATUS if isinstance(error, kind))
+
+
+FindClient = Callable[[str], httpx.AsyncClient | None]
+"""A function that finds the client of an engine's socket by the engine's name."""
+_PASSED_ON = (b"content-type", b"accept")
+_PASSED_BACK = ("content-type", "content-length", "content-encoding")
+# What httpx raises if a server ends, or if its client is closed.
+_NO_ANSWER = (httpx.HTTPError, RuntimeError)
+
+
+async def forward(
+    client: httpx.AsyncClient, path: str, body: bytes, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send a request, whose body is read, to an engine, and the answer back while it comes."""
+    query = scope["query_string"].decode()
+    headers = [(name, value) for name, value in scope["headers"] if name in _PASSED_ON]
+    request = client.build_request(scope["method"], f"{path}?{query}" if query else path, content=body, headers=headers)
+    answering = asyncio.create_task(client.send(request, stream=True))
+    leaving = asyncio.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            await _send_back(answering, send)
+    finally:
+        leaving.cancel()
+        answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError, *_NO_ANSWER):
+            await (await answering).aclose()
+
+
+async def ask_all(find_client: FindClient, requests: Sequence[EngineRequest]) -> AsyncIterator[bytes]:
+    """Send each request to its engine, all at the same time; yield their answers as they come."""
+    asking = [
+        asyncio.create_task(_ask(find_client(request.engine), number, request))
+        for number, request in enumerate(requests)
+    ]
+    try:
+        for answer in asyncio.as_completed(asking):
+            yield pack(await answer)
+    finally:
+        for task in asking:
+            task.cancel()
+
+
+async def _ask(client: httpx.AsyncClient | None, number: int, request: EngineRequest) -> EngineAnswer:
+    if client is None:
+        return _answer_for(number, 404, say_unknown(request.engine))
+    try:
+        headers = {"content-type": request.kind} if request.kind else {}
+        answer = await client.post(request.path, content=request.body, headers=headers)
+    except _NO_ANSWER as error:
+        return _answer_for(number, 502, f"the engine gave no answer: {error!r}")
+    kind = answer.headers.get("content-type", "")
+    return EngineAnswer(number=number, status=answer.status_code, kind=kind, body=answer.content)
+
+
+def _answer_for(number: int, status: int, text: str) -> EngineAnswer:
+    """Make an answer in place of an engine."""
+    return EngineAnswer(number=number, status=status, kind="text/plain", body=text.encode(), is_fault=True)
+
+
+def say_unknown(engine: str) -> str:
+    return f"this host has no engine {engine!r}: start it first"
+
+
+async def refuse(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (FAULT_HEADER.encode(), b"1")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})
+
+
+async def _send_back(answering: "asyncio.Task[httpx.Response]", send: Send) -> None:
+    try:
+        answer = answering.result()
+    except _NO_ANSWER as error:
+        await refuse(send, 502, f"the engine gave no answer: {error!r}")
+        return
+    headers = [(name.encode(), answer.headers[name].encode()) for name in _PASSED_BACK if name in answer.headers]
+    await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+    # If the engine ends here, the server closes the connection: the caller gets half an answer, which is an error.
+    with contextlib.suppress(*_NO_ANSWER):
+        async for part in answer.aiter_raw():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _until_gone(receive: Receive) -> None:
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()

@@ -23,37 +23,31 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-import msgspec
 
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.shared.protocol.wire import FileSource
 from megatron_rl.shared.weights.folders import is_being_written
 from megatron_rl.sidecar.agent.messages import (
+    ALIVE_SECONDS,
+    LONGEST_LEASE,
     PROTOCOL,
     Arrived,
     Beat,
     EngineStart,
     LeaseRequest,
     Life,
-    PassedOn,
-    PassOn,
     Pulse,
     Started,
     Welcome,
 )
 from megatron_rl.sidecar.engines.hosts import reach_socket
 from megatron_rl.sidecar.launcher import LocalHandle, LocalLauncher
-from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.vllm.server import make_process_spec
 
 _log = logging.getLogger(__name__)
 
 # With `processes.NUM_LOOKS`, a stopped process is named after five seconds.
 _LOOK_SECONDS = 0.2
-_LONGEST_LEASE = 600.0
-# Some beats of a service.
-_ALIVE_SECONDS = 5.0
 
 
 class LeaseOver(MegatronRLError):
@@ -136,11 +130,11 @@ class HostEngines:
                 f"the service speaks version {request.protocol} of the agents' protocol, and this agent {PROTOCOL}: "
                 "install the same megatron_rl on both hosts, and start the agent again"
             )
-        if not 0 < request.seconds <= _LONGEST_LEASE:
-            raise InputError(f"a lease of {request.seconds:g} s must be above 0 and at most {_LONGEST_LEASE:g} s")
+        if not 0 < request.seconds <= LONGEST_LEASE:
+            raise InputError(f"a lease of {request.seconds:g} s must be above 0 and at most {LONGEST_LEASE:g} s")
         held = self._lease
         if held is not None and held.token != request.token:
-            is_alive = self._clock() - held.renewed < _ALIVE_SECONDS
+            is_alive = self._clock() - held.renewed < ALIVE_SECONDS
             if held.run != request.run or is_alive:
                 raise HostTaken(
                     f"this host's engines work for the run {held.run!r}: name another host, end that run, or wait "
@@ -231,15 +225,6 @@ class HostEngines:
             },
             arrived=None if beat.version is None else self._find_arrived(beat.version),
         )
-
-    async def pass_on(self, passing: PassOn) -> PassedOn:
-        """Begin to send a version of the weights to another host, if all of it has arrived here."""
-        lease, arrived = self._lease, self._find_arrived(passing.weights.version)
-        if lease is None or arrived is None or not arrived.is_of(passing.weights):
-            return PassedOn(has_begun=False)
-        weights = msgspec.structs.replace(passing.weights, source=FileSource(folder=arrived.folder))
-        key = lease.token.encode()
-        return PassedOn(has_begun=await asyncio.to_thread(redeliver, weights, passing.target, key, passing.lease))
 
     async def watch(self) -> None:
         """Look at the processes of all engines, and at the lease, for ever."""

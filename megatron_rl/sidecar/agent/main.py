@@ -15,15 +15,14 @@ from pathlib import Path
 
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.flag_parser import FlagParser
-from megatron_rl.shared.protocol.addresses import is_loopback
 from megatron_rl.shared.protocol.client import read_token
+from megatron_rl.shared.protocol.hosts import find_url, is_loopback, open_listener, parse_place
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines
-from megatron_rl.sidecar.http import serve, set_at_end
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.listening import find_url, open_listener, parse_place
+from megatron_rl.sidecar.serving import serve, set_at_end
 from megatron_rl.sidecar.temporary import make_folder, make_socket_folder
 
 _log = logging.getLogger("megatron_rl.sidecar.agent")
@@ -37,8 +36,6 @@ _REMOVE_AT_END = 'trap "" TERM; cat > /dev/null; rm -rf -- "$@"'
 
 @dataclasses.dataclass(frozen=True)
 class AgentSettings:
-    """The checked settings of an agent."""
-
     listen: tuple[str, int]
     token: str
     folder: Path

@@ -1,30 +1,40 @@
-"""Messages between a rollout service and the agent of a host, as JSON; the routes are in `application.py`.
+"""The protocol between a rollout service and the agent of a host: messages as JSON, durations and bounds.
 
-Requests to several engines travel together, as msgpack, because they have bodies of bytes.
+The routes are in `application.py`. Requests to several engines travel together, as msgpack, because they have bodies of
+bytes.
 
 A lease is the right of one service to run engines on a host. It has a name that cannot be guessed, and every request
 but the first carries it. Its length is a duration that each side counts on its own steady clock: no time of day is
 compared.
 """
 
+import asyncio
+import dataclasses
 import struct
 from collections.abc import Iterator
 
 import msgspec
 
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of these messages and of the routes; an agent refuses a service of another one."""
 
 REQUESTS_ROUTE = "/v1/requests"
-PASSING_ROUTE = "/v1/weights/passing"
 LEASE_HEADER = "x-lease"
 FAULT_HEADER = "x-agent-fault"
 """Marks an answer that the agent gives in place of an engine. An engine may answer with any status itself."""
 UNAUTHORIZED = 401
+
+MAX_BODY_BYTES = 1 << 28
+LONGEST_LEASE = 600.0
+ALIVE_SECONDS = 5.0
+"""Some beats: a service that was silent for so long may be followed by one of the same run."""
+_CONNECTS_AT_ONCE = 64
+"""Some of a thousand at once would be given up before the service gets to them."""
+_LEAST_SECONDS_BETWEEN_BEATS = 0.02
+"""The same for the beats of all hosts: each takes more than a millisecond of the service."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +86,6 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
-    """The life of an engine's processes."""
-
     ended: str | None = None
     """The way in which its server ended; None while it runs."""
     fault: str | None = None
@@ -107,22 +115,6 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, Life]
     arrived: Arrived | None = None
     """The weights that the service asked about; None if they have not begun to arrive."""
-
-
-class PassOn(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to send a version of the weights, which lies whole on the agent's host, to another host."""
-
-    weights: Weights
-    target: Target
-    lease: int
-    """The number of the lease of the trainer that has published it. A later trainer's versions take its place."""
-
-
-class PassedOn(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to that request."""
-
-    has_begun: bool
-    """True if the version arrives on the other host now; False if this host does not hold all of it."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,3 +163,39 @@ class AgentRefusal(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a request that the agent refuses."""
 
     error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeouts:
+    """Durations in seconds between a service and an agent."""
+
+    beat: float = 0.5
+    """Seconds between two beats."""
+    answer: float = 5.0
+    """The most seconds for an answer. A link that is cut for less time than this costs nothing but the wait."""
+    lost: float = 15.0
+    """Seconds without an answer after which a host is lost: longer than a link is cut while a switch restarts."""
+    lease: float = 30.0
+    """The length of the lease: longer than `lost`, so that the service names a loss before engines are ended."""
+    ending: float = 60.0
+    """The most seconds for the end of engines, which may have much memory to free."""
+    first_pause: float = 1.0
+    """Seconds before a lost host is asked again; doubled with each time."""
+    longest_pause: float = 30.0
+
+
+TIMEOUTS = Timeouts()
+
+
+class HostLimits:
+    """The bounds that all hosts of a run share, so that the service has time for each of a hundred."""
+
+    def __init__(self) -> None:
+        self.connects = asyncio.Semaphore(_CONNECTS_AT_ONCE)
+        """Bounds the connections that are opened at once, for starts and for steps."""
+        self.num_hosts = 0
+        """The number of the hosts."""
+
+    def find_pause(self, seconds: float) -> float:
+        """Return the seconds between two beats of a host: longer than these if there are many hosts."""
+        return max(seconds, _LEAST_SECONDS_BETWEEN_BEATS * self.num_hosts)

@@ -128,9 +128,7 @@ class EngineHost(Protocol):
         """Check whether engines can be started there now."""
         ...
 
-    async def until_back(self) -> None:
-        """Wait until the host answers."""
-        ...
+    async def until_back(self) -> None: ...
 
     def connect(self, address: str, is_ours: bool = True) -> "httpx.AsyncBaseTransport":
         """Make a transport for requests to the engine at this address; `is_ours` if it was not adopted."""

@@ -27,8 +27,6 @@ class StepCosts:
 
 
 class _Group:
-    """A group that is sampled."""
-
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left
         self.done = asyncio.get_running_loop().create_future()
@@ -36,8 +34,6 @@ class _Group:
 
 @dataclasses.dataclass(eq=False)
 class _Response:
-    """A response of a group."""
-
     group: _Group
     length: int
     started: float | None = None
@@ -83,7 +79,6 @@ class Decoding:
         return [self._count(response) for response in responses]
 
     def _count(self, response: _Response) -> int:
-        """Count the tokens that a response has by now."""
         if response.is_done or response.started is None:
             return response.length if response.is_done else 0
         return min(response.length - 1, int(self._steps - response.started))

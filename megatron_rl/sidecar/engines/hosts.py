@@ -29,8 +29,6 @@ def reach_socket(path: str, is_ours: bool) -> httpx.AsyncBaseTransport:
 
 
 class OwnHost:
-    """The sidecar's own host."""
-
     async def answers(self) -> bool:
         return True
 

@@ -16,32 +16,15 @@ import asyncio
 import collections
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineRefused, EngineState, GroupRequest
+from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.in_flight.curve import GroupLife
 
 _log = logging.getLogger(__name__)
-
-
-class Pacing(Protocol):
-    """Decides how many responses the engines are given at once."""
-
-    def count_room(self, num_engines: int, can_wait: bool = False) -> int:
-        """Return the most responses that each of the engines that are ready may have in flight now.
-
-        With `can_wait`, a group asks that can wait.
-        """
-        ...
-
-    def begun(self) -> None:
-        """Take in that a group of the iteration has begun."""
-
-    def sampled(self, life: GroupLife) -> None:
-        """Take in a group that an engine has sampled."""
 
 
 _Queue = collections.deque[tuple[int, str | None, asyncio.Future[Engine]]]
@@ -65,7 +48,7 @@ class EnginePool:
         """
         self.num_retried = 0
         self.max_responses = max_responses
-        self.pacing: Pacing | None = None
+        self.pacing: Pacer | None = None
         """Decides how much of the bound may be used for now; all of it without one."""
         self._engines = engines
         self._on_lost = on_lost
@@ -78,7 +61,6 @@ class EnginePool:
         self._waiting: tuple[_Queue, ...] = tuple(collections.deque() for _ in range(4))
 
     async def generate(self, request: GroupRequest) -> list[Response]:
-        """Sample a group on one of the engines."""
         since = self._recorder.now() if request.since is None else request.since
         for attempt in range(1, attempts.TURN + 1):
             engine = await self._take(request.group_size, request.can_wait, request.after)
@@ -130,7 +112,6 @@ class EnginePool:
         return end
 
     def in_flight(self, name: str) -> int:
-        """Return the number of responses that the engine of this name is sampling."""
         return self._in_flight[name]
 
     @property

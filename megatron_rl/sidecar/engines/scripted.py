@@ -84,7 +84,6 @@ class ScriptedEngine:
         return EngineKind(has_model=False)
 
     async def start(self) -> None:
-        """Start at once, without weights."""
         self.state = EngineState.WAITING
 
     def last_words(self) -> str:
@@ -145,7 +144,6 @@ class ScriptedEngine:
         return "it is dead" if self.state is EngineState.DEAD else None
 
     async def close(self) -> None:
-        """End the engine, as its process would end."""
         self.state = EngineState.DEAD
 
     def _respond(self, request: GroupRequest, sample: int) -> Response:

@@ -47,8 +47,6 @@ class LeasedHost(Protocol):
 
 
 class GatheredRequests:
-    """The requests to one host."""
-
     def __init__(
         self,
         host: LeasedHost,

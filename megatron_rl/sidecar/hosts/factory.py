@@ -1,157 +1,30 @@
-"""Gives each engine a place: on the service's own host, or on another one through its agent."""
+"""Makes engines on all hosts: each has a place on the service's own host, on another one, or on several together.
+
+Invariants of an engine that several hosts run together, with a part on each (`vllm/parts.py`):
+
+- the engine is lost with any of its parts or hosts, and its fault names the host. Then the other parts are ended
+  with it, and all start again;
+- a version has reached the engine once it has arrived on every host; each worker loads it from its own host's folder.
+"""
 
 import asyncio
-import contextlib
 import dataclasses
-import logging
-import random
-import secrets
-import ssl
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts
+import httpx
+
 from megatron_rl.shared.protocol.wire import Weights
-from megatron_rl.shared.weights.delivery.messages import Target
-from megatron_rl.sidecar.agent.messages import PassOn
-from megatron_rl.sidecar.hosts.remote import RemoteHost
-from megatron_rl.sidecar.hosts.spanned_hosts import HandleOfParts, SpannedHosts
-from megatron_rl.sidecar.hosts.static import HostPlace, StaticHosts
-from megatron_rl.sidecar.hosts.timeouts import TIMEOUTS, HostLimits, Timeouts
-from megatron_rl.sidecar.redelivery import redeliver
+from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WeightsPlace
+from megatron_rl.sidecar.hosts.remote import RemoteHandle, RemoteHost
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.parts import EnginePart
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
-_log = logging.getLogger(__name__)
-
 _FIRST_PORT_OF_ENGINES = 2
 """The distance from an agent's port to that of the first engine whose parts meet there; the next one takes weights."""
-
-_BRING_SECONDS = 60.0
-"""Seconds to find a host that can send a version to another one, if that answers none of them."""
-
-
-class Hosts:
-    """The other hosts of a service, from `open` to `close`."""
-
-    def __init__(self, named: StaticHosts, run: str, timeouts: Timeouts = TIMEOUTS) -> None:
-        """Make the hosts of a run; the secret of the weights' delivery is another one for each service."""
-        self._secret = secrets.token_hex(32)
-        self._epoch = 0
-        self._run = run
-        self._timeouts = timeouts
-        self._limits = HostLimits()
-        self.all = [self._make(place, named) for place in named.hosts]
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._bringing: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
-        self.find_trainer_lease: Callable[[], int] = lambda: 0
-        """Finds the number of the lease under which the current version was published, which may be over by now."""
-
-    @property
-    def num_engines(self) -> int:
-        """The number of engines that run on these hosts."""
-        return sum(hosts[0].place.engines for hosts in _group(self.all))
-
-    def open(self) -> None:
-        """Begin to hold the lease of each host."""
-        for host in self.all:
-            self._open(host)
-
-    def add(self, place: HostPlace, named: StaticHosts) -> RemoteHost:
-        """Begin to hold the lease of one more host, which is one of those named."""
-        host = self._make(place, named)
-        self.all.append(host)
-        self._open(host)
-        return host
-
-    def drop(self, host: RemoteHost) -> Coroutine[Any, Any, None]:
-        """Forget a host at once; what is returned gives up its lease, and with it its engines."""
-        self.all.remove(host)
-        self._change()
-        return self._leave(host, self._tasks.pop(host.name))
-
-    @staticmethod
-    async def _leave(host: RemoteHost, task: "asyncio.Task[None]") -> None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await host.close()
-
-    async def close(self) -> None:
-        """Give up all leases, and with them the engines."""
-        await asyncio.gather(*map(self.drop, list(self.all)))
-
-    def list_for_delivery(self, engines: Collection[str]) -> DeliveryHosts:
-        """List the hosts to which the trainer delivers weights; `engines` are all that the service has."""
-        hosts = []
-        for host in self.all:
-            host.is_listed = host.port is not None and not host.is_leaving
-            if host.port is not None and host.is_listed:
-                hosts.append(DeliveryHost(name=host.name, address=host.address, port=host.port))
-        elsewhere = {name for host in self.all for name in host.engines}
-        num_own = sum(name not in elsewhere for name in engines)
-        return DeliveryHosts(epoch=self._epoch, token=self._secret, hosts=hosts, num_own_engines=num_own)
-
-    def leave_out(self, name: str, version: int, reason: str) -> None:
-        """Note that the trainer has not delivered a version to a host."""
-        _log.warning("host %s was not given version %d: %s", name, version, reason)
-        for host in self.all:
-            # It may have left meanwhile.
-            if host.name == name:
-                host.left_out = (version, reason)
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of each host."""
-        return {host.name: host.describe() for host in self.all}
-
-    def _make(self, place: HostPlace, named: StaticHosts) -> RemoteHost:
-        tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
-        return RemoteHost(place, self._run, named.token, self._secret, self._timeouts, tls, self._limits)
-
-    def _open(self, host: RemoteHost) -> None:
-        host.on_changed, host.bring = self._change, self._bring
-        self._tasks[host.name] = asyncio.create_task(host.run())
-
-    def _change(self) -> None:
-        self._epoch += 1
-        self._limits.num_hosts = len(self.all)
-
-    async def _bring(self, host: RemoteHost, weights: Weights) -> bool:
-        """Begin to send a version to a host, within a bound; its engines that ask at once share the attempt."""
-        name = host.name, weights.version, weights.fingerprint
-        if name not in self._bringing:
-            self._bringing[name] = asyncio.create_task(self._try_to_bring(host, weights))
-            self._bringing[name].add_done_callback(lambda _: self._bringing.pop(name))
-        return await asyncio.shield(self._bringing[name])
-
-    async def _try_to_bring(self, host: RemoteHost, weights: Weights) -> bool:
-        try:
-            async with asyncio.timeout(_BRING_SECONDS):
-                return await self._find_sender(host, weights)
-        except TimeoutError:
-            _log.warning("version %d was not sent to host %s in %g s", weights.version, host.name, _BRING_SECONDS)
-            return False
-
-    async def _find_sender(self, host: RemoteHost, weights: Weights) -> bool:
-        if host.port is None:
-            return False
-        target, key, lease = (
-            Target(host.name, host.address, host.port),
-            self._secret.encode(),
-            self.find_trainer_lease(),
-        )
-        _log.info("version %d is sent to host %s, which has joined since its publish", weights.version, host.name)
-        if await asyncio.to_thread(redeliver, weights, target, key, lease):
-            return True
-        # Ranks on several hosts have a part each, and hosts of engines have all. Those that join ask different ones.
-        # The host itself may have got the version meanwhile: it would begin it again, while its engines read it.
-        passing = PassOn(weights=weights, target=target, lease=lease)
-        for other in random.sample(self.all, len(self.all)):
-            if other is not host and other.port is not None and await other.pass_on(passing):
-                return True
-        return False
 
 
 @dataclasses.dataclass
@@ -178,8 +51,8 @@ class HostsFactory:
         self._own = own
         self._config = config
         self._places = [_Room() for _ in range(num_own)]
-        for together in _group(hosts):
-            self._make_rooms(together)
+        for members in group_hosts(hosts):
+            self._make_rooms(members)
 
     def add_host(self, host: RemoteHost) -> None:
         """Make room for the engines of one more host, which runs them alone."""
@@ -223,7 +96,6 @@ class HostsFactory:
         self._own.release(name)
 
     def _configure(self, place: _Room, rank: int) -> ServerConfig:
-        """Configure an engine, or its part, on one of its hosts."""
         host, leader = place.hosts[rank], place.hosts[0]
         part = None
         if len(place.hosts) > 1:
@@ -250,7 +122,7 @@ class HostsFactory:
         return None
 
 
-def _group(hosts: Sequence[RemoteHost]) -> list[list[RemoteHost]]:
+def group_hosts(hosts: Sequence[RemoteHost]) -> list[list[RemoteHost]]:
     """Group the hosts that run engines together, in their order; most are alone."""
     groups: dict[tuple[str, str], list[RemoteHost]] = {}
     for host in hosts:
@@ -267,3 +139,75 @@ def _make_rooms(hosts: Sequence[RemoteHost], size: int) -> list[_Room]:
         part = slice(number * share, (number + 1) * share)
         rooms.append(_Room(tuple(hosts), tuple((host.place.devices or ())[part] for host in hosts), number))
     return rooms
+
+
+class SpannedHosts:
+    """Several hosts as one. Satisfies `sidecar.engines.EngineHost`; the first one has the engines' servers."""
+
+    def __init__(self, hosts: Sequence[RemoteHost]) -> None:
+        self._hosts = tuple(hosts)
+
+    async def answers(self) -> bool:
+        return all(await asyncio.gather(*(host.answers() for host in self._hosts)))
+
+    async def until_back(self) -> None:
+        await asyncio.gather(*(host.until_back() for host in self._hosts))
+
+    def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
+        return self._hosts[0].connect(address, is_ours)
+
+    async def is_given(self, weights: Weights) -> bool:
+        return all(await asyncio.gather(*(host.is_given(weights) for host in self._hosts)))
+
+    async def has_copy(self, weights: Weights) -> bool:
+        return all(await asyncio.gather(*(host.has_copy(weights) for host in self._hosts)))
+
+    async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
+        found = await asyncio.gather(*(host.find_weights(weights) for host in self._hosts))
+        return tuple(place for places in found for place in places)
+
+    def explain_not_written(self, weights: Weights, error: WeightsNotWritten) -> EngineRefused:
+        left_out = [host for host in self._hosts if host.left_out[0] == weights.version]
+        return (left_out or self._hosts)[0].explain_not_written(weights, error)
+
+    def is_being_written(self, weights: Weights) -> bool:
+        return any(host.is_being_written(weights) for host in self._hosts)
+
+
+class HandleOfParts:
+    """The processes of all parts of an engine. Satisfies `sidecar.launcher.Handle`."""
+
+    def __init__(self, parts: Sequence[RemoteHandle]) -> None:
+        """Make a handle; the first part has the server."""
+        self._parts = tuple(parts)
+        self.address = parts[0].address
+
+    @property
+    def log(self) -> Path:
+        return self._find_first_lost().log
+
+    def poll(self) -> str | None:
+        return next(filter(None, (part.poll() for part in self._parts)), None)
+
+    def need(self, pids: Sequence[int]) -> None:
+        # A number means another process on each host, and each has as many workers.
+        share = len(pids) // len(self._parts)
+        for number, part in enumerate(self._parts):
+            part.need(pids[number * share : (number + 1) * share])
+
+    def find_fault(self) -> str | None:
+        for part in self._parts:
+            if fault := part.find_fault():
+                return f"its part on host {part.host_name}: {fault}"
+        return None
+
+    def kill(self) -> None:
+        with ThreadPoolExecutor(len(self._parts)) as threads:
+            list(threads.map(RemoteHandle.kill, self._parts))
+
+    def log_lines(self) -> list[str]:
+        return self._find_first_lost().log_lines()
+
+    def _find_first_lost(self) -> RemoteHandle:
+        """Return the part that explains the engine's end; that of the server while all run."""
+        return next((part for part in self._parts if part.find_fault()), self._parts[0])

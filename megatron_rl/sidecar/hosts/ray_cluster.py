@@ -8,6 +8,7 @@ actor and its agent start there, under another address.
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import socket
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import parent
+from megatron_rl.sidecar.hosts import FLAG, HostList
+from megatron_rl.sidecar.hosts.scheduled import read_alike
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,20 @@ class RayHosts:
     """The processors of each host."""
     address: str = "auto"
     """The address of the cluster; `auto` is the one that this host belongs to."""
+
+
+class RaySource:
+    def __init__(self, text: str, tensor_parallel_size: int) -> None:
+        is_installed = importlib.util.find_spec("ray") is not None
+        missing = f"{FLAG} {text}: ray is not installed: pip install 'megatron-rl[ray]'"
+        self._file = read_alike(text, RayHosts, tensor_parallel_size, () if is_installed else (missing,))
+
+    @contextlib.asynccontextmanager
+    async def opened(self, seconds: float) -> AsyncIterator[Callable[[], HostList]]:
+        file = self._file
+        cluster = RayCluster(file.which, file.token, file.port, len(file.every.devices or ()))
+        async with cluster.opened(seconds):
+            yield lambda: file.place(cluster.addresses)
 
 
 class AgentActor:
@@ -92,7 +109,6 @@ class AgentActor:
         return self._process is not None and self._process.poll() is None
 
     def end(self) -> None:
-        """End the agent."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -109,8 +125,6 @@ class _Host:
 
 
 class RayCluster:
-    """The hosts of a run in a Ray cluster, from `opened` on."""
-
     def __init__(self, wanted: RayHosts, token: str, port: int, num_devices: int) -> None:
         self._wanted = wanted
         self._token = token
@@ -209,7 +223,6 @@ class RayCluster:
         remove_placement_group(host.group)
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until all agents have started."""
         import ray
 
         deadline, begun = time.monotonic() + seconds, time.monotonic()

@@ -24,30 +24,28 @@ import httpx
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.messages import (
     LEASE_HEADER,
-    PASSING_ROUTE,
     UNAUTHORIZED,
     AgentRefusal,
     Arrived,
     Beat,
     EngineStart,
+    HostLimits,
     LeaseRequest,
     Life,
-    PassedOn,
-    PassOn,
     Pulse,
     Started,
+    Timeouts,
     Welcome,
 )
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten, WeightsPlace
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST
+from megatron_rl.sidecar.hosts import HostPlace
 from megatron_rl.sidecar.hosts.engine_requests import Forwarded, GatheredRequests
-from megatron_rl.sidecar.hosts.static import HostPlace
-from megatron_rl.sidecar.hosts.timeouts import HostLimits, Timeouts
 from megatron_rl.sidecar.launcher import LOG_LINES
-from megatron_rl.sidecar.listening import parse_place
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -147,7 +145,6 @@ class RemoteHost:
 
     @property
     def engines(self) -> Collection[str]:
-        """The names of the host's engines."""
         return self._handles.keys()
 
     @property
@@ -171,7 +168,6 @@ class RemoteHost:
         return self._fault or None
 
     def describe(self) -> dict[str, Any]:
-        """Return the host's state, for people."""
         return {
             "state": ("leaving" if self.is_leaving else "up") if self._lease else "lost",
             "silent_seconds": round(time.monotonic() - self._answered, 1),
@@ -283,15 +279,6 @@ class RemoteHost:
         if self._shares_folder:
             return await OWN_HOST.has_copy(weights)
         return await self._arrives(weights) or (await self.bring(self, weights) and await self._arrives(weights))
-
-    async def pass_on(self, passing: PassOn) -> bool:
-        """Have the host send a version that it holds to another one; return whether it arrives there now."""
-        try:
-            answer = await self._ask("POST", PASSING_ROUTE, PassedOn, passing, self._timeouts.lease)
-        except (HostLost, HostRefused, httpx.HTTPError) as error:
-            _log.warning("host %s passes on no weights: %s", self.name, str(error) or repr(error))
-            return False
-        return answer.has_begun
 
     async def find_weights(self, weights: Weights) -> tuple[WeightsPlace, ...]:
         if self._shares_folder:

@@ -1,75 +1,51 @@
-"""The hosts of `--rollout-hosts static:FILE`, whose agents run already.
+"""The hosts of `--rollout-hosts static:FILE`, whose agents run already. All mistakes in FILE are reported at once."""
 
-FILE is TOML. All mistakes in it are reported at once.
-"""
-
+import contextlib
 import dataclasses
 import ssl
-import tomllib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.flag import suggest_nearest
-from megatron_rl.sidecar.listening import parse_place
+from megatron_rl.shared.protocol.client import read_token
+from megatron_rl.shared.protocol.hosts import parse_place
+from megatron_rl.sidecar.hosts import FLAG, STATIC, TOKEN_FILE, HostList, HostPlace, read_toml
 
-FLAG = "--rollout-hosts"
-KIND = "static"
-TOKEN_FILE = "token_file"
 _TLS_CA = "tls_ca"
-OF_ACCESS = (TOKEN_FILE, _TLS_CA)
-"""The keys of a file that `read_access` reads."""
+ACCESS_KEYS = (TOKEN_FILE, _TLS_CA)
 _TOGETHER = "together"
 
 
-@dataclasses.dataclass(frozen=True)
-class HostPlace:
-    """A host that runs engines, as its user describes it."""
+class StaticSource:
+    """The hosts of a file, which is read again while the run follows it."""
 
-    address: str
-    """The address of its agent, HOST:PORT. It is also the host's name."""
-    engines: int = 1
-    devices: tuple[int, ...] | None = None
-    """The numbers of the engines' accelerators, in order; None lets each engine take vLLM's choice."""
-    python: str = ""
-    """The Python of the environment that has vLLM; the agent's own if empty."""
-    model: str = ""
-    """The folder of the checkpoint on this host; that of --hf-model if empty."""
-    together: str = ""
-    """The word that hosts have in common if each of their engines is divided over all of them; empty for none."""
+    def __init__(self, text: str, tensor_parallel_size: int) -> None:
+        self._text = text
+        self._size = tensor_parallel_size
+        self._read()
 
+    @contextlib.asynccontextmanager
+    async def opened(self, seconds: float) -> AsyncIterator[Callable[[], HostList]]:
+        yield self._read
 
-@dataclasses.dataclass(frozen=True)
-class StaticHosts:
-    """All hosts of a file, and the token of their agents."""
-
-    hosts: tuple[HostPlace, ...]
-    token: str
-    tls_ca: Path | None = None
-    """The certificates that those of the agents must be signed by; None for agents without TLS."""
+    def _read(self) -> HostList:
+        return read_hosts(self._text, self._size)
 
 
-def read_hosts(text: str, tensor_parallel_size: int) -> StaticHosts:
+def read_hosts(text: str, tensor_parallel_size: int) -> HostList:
     """Read the file that a value of the flag names; a UsageError has all mistakes."""
     kind, _, name = text.partition(":")
-    if kind != KIND or not name:
-        raise UsageError(f"{FLAG} {text} must be {KIND}:FILE, a TOML file with a [[host]] for each host")
+    if kind != STATIC or not name:
+        raise UsageError(f"{FLAG} {text} must be {STATIC}:FILE, a TOML file with a [[host]] for each host")
     path = Path(name)
     content = read_toml(text, path)
     token, tls_ca, problems = read_access(content, path)
     problems = [*(f"{FLAG} {path}: {problem}" for problem in _check_file(content, tensor_parallel_size)), *problems]
     if problems:
         raise UsageError(*problems)
-    return StaticHosts(tuple(make_place(entry) for entry in content["host"]), token, tls_ca)
-
-
-def read_toml(text: str, path: Path) -> dict[str, Any]:
-    """Read the file at a path that a value of the flag names."""
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{FLAG} {text} cannot be read: {error}") from None
+    return HostList(tuple(make_place(entry) for entry in content["host"]), token, tls_ca)
 
 
 def read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, list[str]]:
@@ -79,9 +55,6 @@ def read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, 
     if not isinstance(content.get(TOKEN_FILE), str):
         problems.append(f'{TOKEN_FILE} is missing: write {TOKEN_FILE} = "FILE", the file of the token of all agents')
     else:
-        # Imported here: a run without other hosts reads its settings without an HTTP client.
-        from megatron_rl.shared.protocol.client import read_token
-
         try:
             token = read_token(path.parent / content[TOKEN_FILE])
         except (OSError, MegatronRLError) as error:
@@ -99,13 +72,12 @@ def read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, 
 
 
 def make_place(entry: dict[str, Any]) -> HostPlace:
-    """Make a place from a table that has been checked."""
     devices = entry.get("devices")
     return HostPlace(**{**entry, "devices": None if devices is None else tuple(devices)})
 
 
 def _check_file(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
-    known = (*OF_ACCESS, "host")
+    known = (*ACCESS_KEYS, "host")
     for key in sorted(content.keys() - set(known)):
         yield f"unknown key {key!r}{suggest_nearest(key, known)}"
     hosts = content.get("host")

@@ -17,9 +17,8 @@ from collections.abc import Callable
 
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.shared.protocol.wire import Plan
-from megatron_rl.sidecar.in_flight.choice import choose
 from megatron_rl.sidecar.in_flight.curve import GroupLife, Point, StepCurve, fit_curve, read_points
-from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork
+from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWork, choose
 
 NUM_KEPT = 8
 
@@ -36,7 +35,7 @@ class Lesson:
 
 
 class Pacer:
-    """The responses that engines are given at once. Satisfies `megatron_rl.sidecar.engines.pool.Pacing`."""
+    """The responses that engines are given at once."""
 
     def __init__(self, most: int, max_running: int, is_chosen: bool = True) -> None:
         """Begin with `most` responses on each engine, which is the bound; `max_running` run at a time.
@@ -63,6 +62,10 @@ class Pacer:
         self._choosing: asyncio.Task[None] | None = None
 
     def count_room(self, num_engines: int, can_wait: bool = False) -> int:
+        """Return the most responses that each of the engines that are ready may have in flight now.
+
+        With `can_wait`, a group asks that can wait.
+        """
         if not self._is_paced:
             room = self._most
         elif can_wait:
@@ -81,7 +84,6 @@ class Pacer:
             self._lives.append(life)
 
     async def begin(self, plan: Plan) -> None:
-        """Open the engines for an iteration."""
         if self._choosing is not None:
             await asyncio.wait([self._choosing])
         self._close()

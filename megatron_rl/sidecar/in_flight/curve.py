@@ -72,7 +72,6 @@ class StepCurve:
 
 
 def fit_curve(points: Sequence[Point]) -> StepCurve:
-    """Fit a curve to points, of which there must be one at least."""
     ordered = sorted(points, key=lambda point: point.num_running)
     bins: list[list[Point]] = []
     for point in ordered:

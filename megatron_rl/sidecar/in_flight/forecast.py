@@ -1,28 +1,90 @@
-"""The predicted course of an iteration, for a number of responses in flight.
+"""The predicted course of an iteration, and the number of responses in flight with which training ends first.
 
 Every running response gets a token in every step. So the order of events is computed in steps, with no time in it, and
-one sum over steps turns it into seconds. Invariants:
+one sum over steps turns it into seconds. Invariants of a forecast:
 
 - groups begin in order; each begins once its delay has passed and the responses in flight leave room for it;
 - of the responses in flight at most `max_running` run, those that began first;
 - a group is finished with its longest response;
 - the trainer takes `groups_per_turn` groups at a time, waits until all of them are finished, and rests only then.
+
+With a pace, groups end as fast as the trainer takes them, so it never waits after the first one. The first one ends
+early, for few others run next to it. For groups that are all alike, planned from the last group backwards, each begins
+a group's steps before its end. Invariants of a pace:
+
+- the first group begins with the iteration;
+- two ends lie `group_seconds` apart.
+
+Invariants of the choice:
+
+- it is one of `list_numbers`, and never more than the bound;
+- a number at which the engine was not seen is at least half of the least number at which it was, and has no pace. So
+  an iteration that tries it takes at most twice the steps, and at most twice the time, of sampling with the least
+  number seen;
+- at a pace, an engine has at least half of the least number seen, after its first groups;
+- what runs is kept unless another choice is better by more than `WORTH`;
+- a trainer that waits for all groups gets the choice that samples fastest.
 """
 
+import bisect
 import dataclasses
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_rl.sidecar.in_flight.curve import StepCurve
-from megatron_rl.sidecar.in_flight.pace import Begins, plan_begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Begins:
+    """The rule by which the groups of an engine begin, one after the other."""
+
+    limits: tuple[int, ...]
+    """Groups that may be sampled at once, with the one that begins."""
+    delays: tuple[float, ...] = ()
+    """Steps before which the first, second, ... group does not begin. The others have no delay."""
+
+
+def plan_begins(
+    num_groups: int, num_steps: float, num_running: float, group_seconds: float, curve: StepCurve
+) -> Begins:
+    """Plan the begins of an engine's groups, of `num_steps` steps each, so that one ends every `group_seconds`.
+
+    `num_running` responses of a group run in a step, on average.
+    """
+    step_seconds = curve.step_seconds(num_running * np.arange(num_groups + 1)).tolist()
+    ends = plan_ends(num_groups, num_steps, group_seconds, step_seconds)
+    begins = [end - num_steps for end in ends]
+    limits = tuple(place + 1 - bisect.bisect_right(ends, begin) for place, begin in enumerate(begins))
+    # Once groups have ended, the next ones begin when others end.
+    return Begins(limits, tuple(begins[: bisect.bisect_left(begins, num_steps)]))
+
+
+def plan_ends(num_groups: int, num_steps: float, group_seconds: float, step_seconds: Sequence[float]) -> list[float]:
+    """Plan the steps at which groups end; `step_seconds` is the time of a step by the number of groups in it."""
+    # From the last group backwards, in steps from its end.
+    ends = [0.0]
+    # Groups whose begin has been passed on the way back.
+    num_passed = 0
+    for _ in range(num_groups - 1):
+        now, left = ends[-1], group_seconds
+        # If all of the groups so far begin later, the one to be placed runs alone.
+        while num_passed < len(ends):
+            begin = ends[num_passed] - num_steps
+            seconds = (now - begin) * step_seconds[len(ends) - num_passed]
+            if seconds >= left:
+                break
+            left -= seconds
+            now, num_passed = begin, num_passed + 1
+        ends.append(now - left / step_seconds[max(1, len(ends) - num_passed)])
+    first = ends[-1] - num_steps
+    return [end - first for end in reversed(ends)]
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingWork:
-    """The work of an iteration."""
-
     lengths: Sequence[Sequence[int]]
     """The tokens of each response, by group, in the order in which groups begin."""
     max_running: int
@@ -164,3 +226,40 @@ def _train(work: SamplingWork, ended: np.ndarray, num_engines: int) -> float:
         left = len(taken) - np.arange(0, len(taken), of_turn)
         done = float(np.max(np.maximum(arrived, done) + left * work.train_seconds / count))
     return done
+
+
+# The gain for which a choice is changed.
+WORTH = 0.01
+# Between two ends of groups, the shares of a group's training that are tried.
+PACES = (1.1, 1.0, 0.9, 0.8)
+# Numbers tried in a factor of two.
+_DENSITY = 3
+
+
+def list_numbers(group_size: int, most: int, num_groups: int) -> list[int]:
+    """List the numbers of responses in flight to choose from, the largest first: the bound, and multiples of groups."""
+    whole = min(max(1, most // group_size), num_groups)
+    steps = range(math.ceil(_DENSITY * math.log2(whole)) + 1)
+    counts = dict.fromkeys(max(1, round(whole / 2 ** (step / _DENSITY))) for step in steps)
+    return [most, *(count * group_size for count in counts if count * group_size < min(most, num_groups * group_size))]
+
+
+def choose(work: SamplingWork, curve: StepCurve, most: int, current: Opening) -> Forecast:
+    """Choose the opening of each engine, with at most `most` responses in flight, and predict the iteration with it."""
+    num_groups = math.ceil(len(work.lengths) / work.num_engines)
+    least = math.ceil(curve.least_known / 2 / work.group_size)
+    now = predict(work, curve, most if current.pace else current.num_in_flight, current.pace, least)
+    found = now
+    for number in list_numbers(work.group_size, most, num_groups):
+        if 2 * min(number, work.max_running) < curve.least_known:
+            break
+        found = _better(found, predict(work, curve, number))
+    for pace in PACES if work.train_seconds else ():
+        forecast = predict(work, curve, most, pace, least)
+        if min(forecast.opening.num_in_flight, work.max_running) >= curve.least_known:
+            found = _better(found, forecast)
+    return found if found.trained < (1 - WORTH) * now.trained else now
+
+
+def _better(one: Forecast, other: Forecast) -> Forecast:
+    return other if other.trained < one.trained else one

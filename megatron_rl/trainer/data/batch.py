@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.shared.protocol.branches import list_parts
-from megatron_rl.shared.protocol.turns import list_turns, mask_sampled
+from megatron_rl.shared.protocol.turns import list_parts, list_turns, mask_sampled
 from megatron_rl.shared.protocol.wire import GroupPart, Response, Slot, decode_log_probs, decode_tokens
 from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy
 from megatron_rl.trainer.data.forest import Branching, Tokens, lay_out_groups, separate_parts

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_rl.ops.shared_prompt.layout import ROOT
-from megatron_rl.shared.protocol.branches import ResponsePart, trace_path
+from megatron_rl.shared.protocol.turns import ResponsePart, trace_path
 
 Tokens = Sequence[int] | np.ndarray
 

@@ -19,7 +19,8 @@ from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
-from megatron_rl.sidecar.hosts.kinds import find_secrets
+from megatron_rl.sidecar import load_part
+from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
 from megatron_rl.trainer.loop.saver import check_kept, find_missing_hf
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
@@ -28,8 +29,7 @@ from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA, check_loade
 if TYPE_CHECKING:
     from megatron_rl.trainer.data.demonstrations import DemonstrationSource
 
-# Modules that only runs with an environment, or with demonstrations, import.
-_ENVIRONMENTS, _READING = "megatron_rl.environments.pool", "megatron_rl.sidecar.reading"
+# The module that only runs with demonstrations import.
 _DEMONSTRATIONS = "megatron_rl.trainer.data.demonstrations"
 
 
@@ -99,10 +99,9 @@ def _describe_environment(settings: RunSettings) -> Description | None:
         return None
     processes = build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
     # The log is the sidecar's.
-    pool, reading = importlib.import_module(_ENVIRONMENTS), importlib.import_module(_READING)
-    offered: Description = pool.describe_environment(settings.environment, dataclasses.replace(processes, log=None))
-    if settings.sidecar is not None:
-        reading.check_offered(offered, settings.sidecar)
+    offered: Description = load_part("environments").describe_environment(
+        settings.environment, dataclasses.replace(processes, log=None), settings.sidecar
+    )
     return offered
 
 

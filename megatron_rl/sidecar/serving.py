@@ -1,29 +1,52 @@
-"""Bounds of clients that have shown no token or key: they may send one request, soon, with a short head.
+"""Serves an application until an event: with a token that every request must carry, and bounds for clients without one.
 
-The answer to a request that has shown nothing ends its connection. So the time to the end of a connection's first head
-is bounded here, the number of connections that wait for it, and the size of any head.
+A client without a token or key may send one request, soon, with a short head. The answer to it ends the connection. So
+the time to the end of a connection's first head is bounded here, the number of connections that wait for it, and the
+size of any head.
 """
 
 import asyncio
 import contextlib
 import functools
+import hmac
 import select
+import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, raise_file_limit
-from megatron_rl.sidecar.guard import OPEN
+
+OPEN = "/health"
+
+
+class Guard:
+    """Checks the token of every request before its body is read. A plain ASGI layer, because every slot passes it."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                await JSONResponse({"error": "the token is missing or wrong"}, status_code=401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
 
 _GREETING_SECONDS = 10.0
 _MOST_GREETINGS = 4096
 _LONGEST_HEAD = 1 << 16
 _LOOK_SECONDS = 1.0
 # The answers to requests without a token or key, and to those for routes that do not exist.
-_STRANGE = (401, 404, 405)
+_UNAUTHORIZED = (401, 404, 405)
 
 
 class BoundedListener(socket.socket):
@@ -75,7 +98,7 @@ class BoundedListener(socket.socket):
                     await ended.wait()
 
 
-class CloseAfterStrangers:
+class CloseUnauthorized:
     """Closes the connection of a request that has shown no token. A plain ASGI layer, because every slot passes it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -83,7 +106,9 @@ class CloseAfterStrangers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and (message["status"] in _STRANGE or scope["path"] == OPEN):
+            if message["type"] == "http.response.start" and (
+                message["status"] in _UNAUTHORIZED or scope["path"] == OPEN
+            ):
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
@@ -113,7 +138,46 @@ class _BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def build_configuration(app: ASGIApp, listener: BoundedListener | None, **settings: Any) -> uvicorn.Config:
-    """Build uvicorn's configuration; with a listener, strangers are bounded."""
+    """Build uvicorn's configuration; with a listener, clients without a token are bounded."""
     if listener is not None:
-        app, settings["http"] = CloseAfterStrangers(app), functools.partial(_BoundedProtocol, listener.greetings)
+        app, settings["http"] = CloseUnauthorized(app), functools.partial(_BoundedProtocol, listener.greetings)
     return uvicorn.Config(app, ws="none", log_level="warning", access_log=False, lifespan="off", **settings)
+
+
+def set_at_end(ended: asyncio.Event) -> None:
+    """Set the event on SIGTERM, and on SIGINT if this process was not started to ignore it, as shells start jobs."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGINT, ended.set)
+
+
+async def serve(
+    app: Any,
+    *,
+    until: asyncio.Event,
+    uds: Path | None = None,
+    listener: socket.socket | None = None,
+    tls: tuple[Path, Path] | None = None,
+) -> None:
+    """Serve until the event is set, then finish the requests in progress; `tls` is a certificate and its key."""
+    cert, key = tls or (None, None)
+    bounded = None if listener is None else BoundedListener.wrap(listener)
+    config = build_configuration(
+        app,
+        bounded,
+        uds=str(uds) if uds is not None else None,
+        # The gateway must know the connection of a call, not the one that its headers claim.
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
+    )
+    server = uvicorn.Server(config)
+    # Signals belong to the sidecar, which has engines to end.
+    task = asyncio.create_task(server._serve([bounded] if bounded is not None else None))
+    ended = asyncio.create_task(until.wait() if bounded is None else bounded.expire_until(until))
+    await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    ended.cancel()
+    await task
