@@ -23,7 +23,7 @@ def test_the_flag_offers_auto_and_every_backend() -> None:
 
 
 # `cudnn` has not run on a GPU, so `auto` does not take it.
-ON_CUDA = ("triton", "gather", "merge", "flash", "flex", "naive")
+ON_CUDA = ("triton", "gather", "merge", "flash", "naive")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_backend_that_was_asked_for_is_taken() -> None:
     for name, one in BACKENDS.items():
         if one.refusal(CPU) is None:
             assert choose_backend(name, CPU) == Choice(name)
-    assert choose_backend("flex", CUDA) == Choice("flex")
+    assert choose_backend("gather", CUDA) == Choice("gather")
 
 
 def test_a_backend_that_cannot_run_is_an_error_that_says_what_to_write() -> None:
@@ -122,12 +122,10 @@ def test_a_backend_that_cannot_run_is_an_error_that_says_what_to_write() -> None
         choose_backend("triton", dataclasses.replace(CUDA, head_dim=512))
     with pytest.raises(UsageError, match="flash-attn is not installed"):
         choose_backend("flash", CUDA)
-    with pytest.raises(UsageError, match="FlexAttention does not train on cpu"):
-        choose_backend("flex", CPU)
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, flex, cudnn, naive"):
+    with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, cudnn, naive"):
         choose_backend("fast", CPU)
 
 

@@ -80,7 +80,7 @@ def test_the_nearest_measurement_counts_if_it_is_near_enough(shape: GroupShape, 
 
 def test_auto_takes_the_fastest_of_a_measurement_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     conditions = Conditions("cuda", torch.bfloat16)
-    near = measure(flex=3.0, gone=0.1, gather=2.0, cudnn=1.0, triton=4.0)
+    near = measure(merge=3.0, gone=0.1, gather=2.0, cudnn=1.0, triton=4.0)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     choice = choose_backend("auto", conditions, near)
     assert choice.name == "cudnn"
@@ -93,7 +93,7 @@ def test_auto_takes_the_fastest_of_a_measurement_that_can_run(monkeypatch: pytes
     choice = choose_backend("auto", conditions, near)
     assert choice.name == "gather"
     assert "auto takes gather; not cudnn: this torch has no cuDNN; the nearest" in choice.notes[0]
-    assert choose_backend("flex", conditions, near).name == "flex"
+    assert choose_backend("merge", conditions, near).name == "merge"
     # What is not measured comes in the general order.
     choice = choose_backend("auto", conditions, measure(cudnn=1.0))
     assert choice.name == "triton"

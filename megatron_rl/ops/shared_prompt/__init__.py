@@ -12,7 +12,6 @@ from megatron_rl.ops.shared_prompt.backends import (
     Conditions,
     cudnn,
     flash_attention,
-    flex,
     gather,
     invariant,
     merge,
@@ -38,7 +37,6 @@ BACKENDS: dict[str, Backend] = {
     "gather": Backend(gather.attention, gather.prepare, gather.refusal),
     "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
     "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
-    "flex": Backend(flex.attention, flex.prepare, flex.refusal),
     "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
     "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
 }
@@ -46,7 +44,7 @@ BACKENDS: dict[str, Backend] = {
 _OTHERS = {"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)}
 # Other orders of `auto`, by the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which
 # has not run on a GPU, is in none.
-_ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
+_ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "naive")}
 
 
 def find_backend(name: str) -> Backend:
