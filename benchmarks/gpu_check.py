@@ -29,7 +29,8 @@ from benchmarks.gpu_times import Row
 from benchmarks.kernels import checks
 from benchmarks.kernels.registry import NAMES as KERNELS
 from megatron_rl.errors import ExitCode
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import Attention
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors, mean_squares, token_errors

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subj
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
 from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
-from megatron_rl.ops.choice import Choice
+from megatron_rl.ops.backends import Backends, Choice, Conditions
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 from megatron_rl.versions import find_docs
@@ -411,41 +412,19 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     if settings.rollout.is_batch_invariant and device == "cpu":
         return _choose_invariant(settings)
-    conditions = shared_prompt.Conditions(
-        device,
-        dtype,
-        architecture.sliding_window,
-        architecture.kv_channels,
-        architecture.value_channels,
-        architecture.has_sinks,
-    )
+    conditions = Conditions.of(device, dtype, architecture)
     settings = _choose_attention(settings, architecture, reading, conditions)
-    settings = _choose_backend(
-        settings, "model.output_layer_backend", reading, lambda name: log_probs.choose_backend(name, device, dtype)
-    )
-    width = architecture.hidden_size
-    settings = _choose_backend(
-        settings,
-        "model.elementwise_backend",
-        reading,
-        lambda name: elementwise.choose_backend(name, device, dtype, width),
-    )
-    settings = _choose_backend(
-        settings,
-        "model.qkv_backend",
-        reading,
-        lambda name: qkv.choose_backend(
-            name, device, dtype, architecture.kv_channels, architecture.latents is not None
-        ),
-    )
-    if architecture.linear is None:
-        return settings
-    return _choose_backend(
-        settings,
-        "model.linear_attention_backend",
-        reading,
-        lambda name: gated_delta.choose_backend(name, device, dtype),
-    )
+    tables: dict[str, Backends[Any]] = {
+        "model.output_layer_backend": log_probs.BACKENDS,
+        "model.elementwise_backend": elementwise.BACKENDS,
+        "model.qkv_backend": qkv.BACKENDS,
+    }
+    if architecture.linear is not None:
+        tables["model.linear_attention_backend"] = gated_delta.BACKENDS
+    for target, backends in tables.items():
+        choose = functools.partial(backends.choose, conditions=conditions)
+        settings = _choose_backend(settings, target, reading, choose)
+    return settings
 
 
 def _choose_invariant(settings: DraftSettings) -> DraftSettings:
@@ -456,7 +435,7 @@ def _choose_invariant(settings: DraftSettings) -> DraftSettings:
 
 
 def _choose_attention(
-    settings: DraftSettings, architecture: Architecture, reading: _Reading, conditions: shared_prompt.Conditions
+    settings: DraftSettings, architecture: Architecture, reading: _Reading, conditions: Conditions
 ) -> DraftSettings:
     """Return the settings with the backend of attention, from measured times if there are any, and its blocks."""
     try:

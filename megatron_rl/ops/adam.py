@@ -7,15 +7,13 @@ Letters: N elements.
 """
 
 import collections
+import functools
 from typing import Any
 
 import torch
 
-from megatron_rl.errors import PlatformError
+from megatron_rl.ops import trials
 
-# The operation rounds in another order. So its distance from the truth may be this factor times the distance of torch's
-# own step on the host, plus these units in the last place of the largest number.
-_FACTOR, _UNITS = 3, 2
 _NUM_ELEMENTS, _NUM_STEPS = 1000, 3
 _RATE, _BETAS, _EPSILON, _DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
@@ -74,23 +72,17 @@ def use_one_pass(optimizer: Any) -> None:
 def check_device(device: torch.device) -> None:
     """Raise a PlatformError if the operation does not compute Adam's steps on this device."""
     for ours, theirs in ((OnePassAdam, torch.optim.Adam), (OnePassAdamW, torch.optim.AdamW)):
-        host = torch.device("cpu")
-        truth_N = _take_steps(theirs, host, torch.float64)
-        plain_N, found_N = _take_steps(theirs, host, torch.float32), _take_steps(ours, device, torch.float32)
-        largest = truth_N.abs().max()
-        bound = _FACTOR * (plain_N - truth_N).abs().max() / largest + _UNITS * torch.finfo(torch.float32).eps
-        distance = (found_N - truth_N).abs().max() / largest
-        # Written so that NaN raises too.
-        if not distance <= bound:
-            raise PlatformError(
-                f"torch's fused {theirs.__name__} does not compute its steps on {device.type}: parameters are off by "
-                f"{distance:g} of the largest, and rounding explains {bound:g}. Write --elementwise-backend torch, and "
-                "please report this with the output of megatron-rl doctor"
-            )
+        trials.check(
+            f"torch's fused {theirs.__name__} does not compute its steps", ("the parameter",),
+            functools.partial(_take_steps, ours), functools.partial(_take_steps, theirs), device, torch.float32,
+            "--elementwise-backend torch",
+        )  # fmt: skip
 
 
-def _take_steps(kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return parameters after some steps, in float64 on the host."""
+def _take_steps(
+    kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype
+) -> tuple[torch.nn.Parameter]:
+    """Return the parameter after some steps."""
     generator = torch.Generator().manual_seed(0)
     start_N, *grads = (torch.randn(_NUM_ELEMENTS, generator=generator) for _ in range(1 + _NUM_STEPS))
     parameter_N = torch.nn.Parameter(start_N.to(device, dtype))
@@ -99,4 +91,4 @@ def _take_steps(kind: type[torch.optim.Optimizer], device: torch.device, dtype: 
     for grad_N in grads:
         parameter_N.grad = grad_N.to(device, dtype)
         optimizer.step()
-    return parameter_N.detach().to("cpu", torch.float64)
+    return (parameter_N,)

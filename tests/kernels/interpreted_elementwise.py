@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.ops.elementwise import plain, triton_fused
-from megatron_rl.ops.elementwise.trial import check_backend
+from megatron_rl.ops.elementwise import check_backend, plain, triton_fused
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from tests.truth import distance, error_over_bound
 

@@ -23,9 +23,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, output_log_probs, triton_fused
+from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, check_backend, output_log_probs, triton_fused
 from megatron_rl.ops.log_probs.statistics import RowStatistics
-from megatron_rl.ops.log_probs.trial import check_backend
 from tests.naive_log_probs import naive_entropies, naive_log_probs
 from tests.truth import distance, error_over_bound
 

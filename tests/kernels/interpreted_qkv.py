@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.ops.qkv import HeadNorms, make_rotation, split_heads, triton_fused
-from megatron_rl.ops.qkv.trial import check_backend
+from megatron_rl.ops.qkv import HeadNorms, check_backend, make_rotation, split_heads, triton_fused
 from tests.truth import distance, error_over_bound
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

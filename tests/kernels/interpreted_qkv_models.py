@@ -9,6 +9,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_rl.ops import qkv
+from megatron_rl.ops.backends import FunctionBackend
 from megatron_rl.ops.qkv import triton_fused
 from tests import hf_models
 from tests.distributed import parity
@@ -29,9 +30,9 @@ def compute_on_ranks(folders: dict[str, Path]) -> dict[str, parity.Computed]:
             changes = RECOMPUTED if layout == "TP2+SP" else {}
             model = build(session, case, folders[name], qkv_backend="triton", **changes)
             packs = parity.shared_packs(divisor(case.sizes))[:2]
-            with mock.patch.dict(qkv._FUNCTIONS, triton=mock.Mock(wraps=triton_fused.split_heads)):
+            with mock.patch.dict(qkv.BACKENDS, triton=FunctionBackend(mock.Mock(wraps=triton_fused.split_heads))):
                 log_probs = model.forward_backward(packs, parity.shared_loss)
-                calls = qkv._FUNCTIONS["triton"].call_count
+                calls = qkv.BACKENDS["triton"].run.call_count
             num_layers = sum(len(chunk.decoder.layers) for chunk in model.chunks)
             assert calls == num_layers * len(packs) * (2 if changes else 1), layout
             results[layout] = parity.Computed(log_probs, model.gradients())

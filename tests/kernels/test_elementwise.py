@@ -1,7 +1,7 @@
 """The backends of a layer's element-wise work: their choice, their trial, and the kernels, interpreted and compiled."""
 
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,11 +13,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops.choice import Choice
-from megatron_rl.ops.elementwise import BACKENDS, choose_backend, plain, triton_fused
-from megatron_rl.ops.elementwise.trial import check_backend
+from megatron_rl.ops.backends import Choice, Conditions
+from megatron_rl.ops.elementwise import BACKENDS, check_backend, plain, triton_fused
 from megatron_rl.trainer.mcore.model.fusions import SwigluExperts, SwigluMLP, SwigluSharedExperts, fuse_layers
 from tests.kernels.processes import compile_kernels, run_module
 
@@ -53,13 +51,9 @@ def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(
         assert kernel["num_wide_loads"] > 0, kernel
 
 
-def test_the_flag_offers_auto_and_every_backend() -> None:
-    assert get_args(get_type_hints(ModelConfig)["elementwise_backend"]) == ("auto", *BACKENDS)
-
-
 def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot() -> None:
     def choose(device: str, dtype: torch.dtype, hidden_size: int = 4096) -> str:
-        choice = choose_backend("auto", device, dtype, hidden_size)
+        choice = BACKENDS.choose("auto", Conditions(device, dtype, hidden_size=hidden_size))
         (note,) = choice.notes
         return note.removeprefix("--elementwise-backend auto takes ")
 
@@ -73,13 +67,13 @@ def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot() -> None:
 def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert choose_backend("torch", "cuda", BF16, 4096) == Choice("torch")
+    assert BACKENDS.choose("torch", Conditions("cuda", BF16, hidden_size=4096)) == Choice("torch")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):
-        choose_backend("triton", "cpu", BF16, 4096)
+        BACKENDS.choose("triton", Conditions("cpu", BF16, hidden_size=4096))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_backend("triton", "cpu", BF16, 4096) == Choice("triton")
-    assert choose_backend("auto", "cpu", BF16, 4096).name == "torch"
+    assert BACKENDS.choose("triton", Conditions("cpu", BF16, hidden_size=4096)) == Choice("triton")
+    assert BACKENDS.choose("auto", Conditions("cpu", BF16, hidden_size=4096)).name == "torch"
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, triton_fused.MOST_HIDDEN_SIZE))

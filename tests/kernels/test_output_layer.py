@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.ops import products
-from megatron_rl.ops.choice import Choice
-from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, choose_backend, output_log_probs, plain, triton_fused
-from megatron_rl.ops.log_probs.trial import check_backend
-from megatron_rl.trainer.loop.settling import settle_output_layer
+from megatron_rl.ops.backends import Choice, Conditions
+from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, check_backend, output_log_probs, plain, triton_fused
+from megatron_rl.trainer.loop.settling import settle_backend
 from tests.kernels.processes import compile_kernels
 from tests.processes import run_python
 
@@ -58,10 +57,6 @@ class StandIn:
     transformer: Any
 
 
-def test_the_flag_offers_auto_and_every_backend() -> None:
-    assert get_args(get_type_hints(ModelConfig)["output_layer_backend"]) == ("auto", *BACKENDS)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "name"),
     [
@@ -76,7 +71,7 @@ def test_the_flag_offers_auto_and_every_backend() -> None:
 def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot(
     device: str, dtype: torch.dtype, name: str
 ) -> None:
-    choice = choose_backend("auto", device, dtype)
+    choice = BACKENDS.choose("auto", Conditions(device, dtype))
     assert choice.name == name
     reason = "; not triton: it supports fp32, fp16 and bf16 only" if (device, dtype) == ("cuda", FP64) else ""
     assert choice.notes == (f"--output-layer-backend auto takes {name}{reason}",)
@@ -86,11 +81,11 @@ def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert choose_backend("torch", "cuda", BF16) == Choice("torch")
+    assert BACKENDS.choose("torch", Conditions("cuda", BF16)) == Choice("torch")
     with pytest.raises(UsageError, match=r"triton cannot run here \(it is not known to work on npu\): write torch"):
-        choose_backend("triton", "npu", BF16)
+        BACKENDS.choose("triton", Conditions("npu", BF16))
     with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):
-        choose_backend("triton", "cpu", BF16)
+        BACKENDS.choose("triton", Conditions("cpu", BF16))
 
 
 def test_without_the_package_triton_the_output_layer_runs_in_torch() -> None:
@@ -98,8 +93,9 @@ def test_without_the_package_triton_the_output_layer_runs_in_torch() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from megatron_rl.ops.log_probs import choose_backend
-        print(choose_backend("auto", "cuda", torch.bfloat16).notes[0])
+        from megatron_rl.ops.backends import Conditions
+        from megatron_rl.ops.log_probs import BACKENDS
+        print(BACKENDS.choose("auto", Conditions("cuda", torch.bfloat16)).notes[0])
     """
     expected = "--output-layer-backend auto takes torch; not triton: the package triton is not installed"
     assert run_python(code).splitlines()[-1] == expected
@@ -133,7 +129,7 @@ def test_the_weights_gradient_is_added_to_its_main_gradient_block_by_block(is_ti
 
 def test_auto_gives_the_bits_of_torch_on_a_cpu_even_where_triton_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_backend("triton", "cpu", BF16) == Choice("triton")
+    assert BACKENDS.choose("triton", Conditions("cpu", BF16)) == Choice("triton")
     assert all(torch.equal(one, other) for one, other in zip(compute("auto"), compute("torch"), strict=True))
 
 
@@ -249,7 +245,9 @@ def test_auto_takes_torch_if_the_kernels_fail_their_trial_and_named_kernels_are_
             SimpleNamespace(params_dtype=BF16),
         )
         said: list[str] = []
-        return settle_output_layer(settings, session, said.append).model.output_layer_backend, said
+        return settle_backend(
+            "model.output_layer_backend", settings, session, said.append
+        ).model.output_layer_backend, said
 
     auto, named = "--output-layer-backend auto takes triton", "--output-layer-backend triton"
     monkeypatch.setitem(BACKENDS, "triton", plain.BACKEND)
@@ -262,8 +260,6 @@ def test_auto_takes_torch_if_the_kernels_fail_their_trial_and_named_kernels_are_
     with pytest.raises(PlatformError, match="triton does not compute log-probs on cpu"):
         settle(named)
     # Operations of torch that fail end the run.
-    monkeypatch.setattr(
-        "megatron_rl.ops.log_probs.trial.check_backend", mock.Mock(side_effect=PlatformError("no sums"))
-    )
+    monkeypatch.setattr("megatron_rl.ops.log_probs.check_backend", mock.Mock(side_effect=PlatformError("no sums")))
     with pytest.raises(PlatformError, match="every choice fails its trial: no sums; no sums"):
         settle(auto)

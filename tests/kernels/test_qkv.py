@@ -2,7 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,11 +11,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops import qkv
-from megatron_rl.ops.choice import Choice
-from megatron_rl.ops.qkv import BACKENDS, choose_backend, naive
-from megatron_rl.ops.qkv.trial import check_backend
-from megatron_rl.trainer.loop.settling import settle_elementwise_backend, settle_qkv_backend
+from megatron_rl.ops.backends import Choice, Conditions, FunctionBackend
+from megatron_rl.ops.qkv import BACKENDS, check_backend, naive
+from megatron_rl.trainer.loop.settling import settle_backend
 from megatron_rl.trainer.mcore.model import self_attention
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from megatron_rl.trainer.mcore.model.self_attention import FusedSelfAttention
@@ -46,10 +44,6 @@ def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(targets: tuple
         assert kernel["num_wide_loads"] > 0, kernel
 
 
-def test_the_flag_offers_auto_and_every_backend() -> None:
-    assert get_args(get_type_hints(ModelConfig)["qkv_backend"]) == ("auto", *BACKENDS)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "name", "reason"),
     [
@@ -71,7 +65,7 @@ def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot(
     device: str, dtype: torch.dtype, head_dim: int, name: str, reason: str
 ) -> None:
     because = f"; not triton: {reason}" if reason else ""
-    assert choose_backend("auto", device, dtype, head_dim) == Choice(
+    assert BACKENDS.choose("auto", Conditions(device, dtype, head_dim=head_dim)) == Choice(
         name, (f"--qkv-backend auto takes {name}{because}",)
     )
 
@@ -80,13 +74,13 @@ def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert choose_backend("torch", "cuda", BF16, 128) == Choice("torch")
+    assert BACKENDS.choose("torch", Conditions("cuda", BF16, head_dim=128)) == Choice("torch")
     with pytest.raises(UsageError, match="it has no multi-latent attention"):
-        choose_backend("triton", "cuda", BF16, 192, has_latents=True)
+        BACKENDS.choose("triton", Conditions("cuda", BF16, head_dim=192, has_latents=True))
     with pytest.raises(UsageError, match=r"triton cannot run here \(it is not known to work on npu\): write torch"):
-        choose_backend("triton", "npu", BF16, 128)
+        BACKENDS.choose("triton", Conditions("npu", BF16, head_dim=128))
     with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):
-        choose_backend("triton", "cpu", BF16, 128)
+        BACKENDS.choose("triton", Conditions("cpu", BF16, head_dim=128))
 
 
 def spoil(place: int, with_norms: bool) -> Any:
@@ -116,9 +110,9 @@ WHAT = ("queries", "keys", "values", "the gradient of their product", "the gradi
 def test_a_backend_that_computes_something_else_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, with_norms: bool
 ) -> None:
-    check_backend("naive", CPU, BF16, 2, 16)
+    check_backend("torch", CPU, BF16, 2, 16)
     for place, what in enumerate(WHAT if with_norms else WHAT[:4]):
-        monkeypatch.setitem(qkv._FUNCTIONS, "triton", spoil(place, with_norms))
+        monkeypatch.setitem(BACKENDS, "triton", FunctionBackend(spoil(place, with_norms)))
         with pytest.raises(PlatformError, match=f"--qkv-backend triton does not compute heads on cpu: {what} is off"):
             check_backend("triton", CPU, BF16, 2, 16)
 
@@ -148,16 +142,16 @@ def settle(source: str, *faults_of_others: str | None) -> tuple[str, list[str]]:
         SimpleNamespace(params_dtype=BF16),
     )
     said: list[str] = []
-    return settle_qkv_backend(settings, session, said.append).model.qkv_backend, said
+    return settle_backend("model.qkv_backend", settings, session, said.append).model.qkv_backend, said
 
 
 def test_auto_takes_megatrons_operations_if_the_trial_fails_on_any_rank_and_a_named_kernel_is_an_error() -> None:
     auto, named = "--qkv-backend auto takes triton", "--qkv-backend triton"
-    with mock.patch.dict(qkv._FUNCTIONS, triton=naive.split_heads):
+    with mock.patch.dict(BACKENDS, triton=FunctionBackend(naive.split_heads)):
         assert settle(auto, None) == ("triton", [])
         assert settle(named, None) == ("triton", [])
         assert settle(auto, "a fault") == ("torch", ["--qkv-backend auto takes torch after a trial: a fault"])
-    with mock.patch.dict(qkv._FUNCTIONS, triton=spoil(0, True)):
+    with mock.patch.dict(BACKENDS, triton=FunctionBackend(spoil(0, True))):
         backend, (line,) = settle(auto, None)
         assert backend == "torch"
         assert "--qkv-backend triton does not compute heads on cpu: queries is off by" in line
@@ -175,9 +169,10 @@ def test_kernels_of_element_wise_work_that_do_not_compile_are_left_by_auto_and_a
             SimpleNamespace(params_dtype=BF16),
         )
         said: list[str] = []
-        return settle_elementwise_backend(settings, session, said.append).model.elementwise_backend, said
+        settings = settle_backend("model.elementwise_backend", settings, session, said.append)
+        return settings.model.elementwise_backend, said
 
-    check = "megatron_rl.ops.elementwise.trial.check_backend"
+    check = "megatron_rl.ops.elementwise.check_backend"
     with mock.patch(check):
         assert settle("--elementwise-backend auto takes triton") == ("triton", [])
     with mock.patch(check, side_effect=RuntimeError("no ptxas")):

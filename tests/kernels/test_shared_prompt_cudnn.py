@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt import BACKENDS, check_backend
 from megatron_rl.ops.shared_prompt.backends import cudnn, cudnn_calls, triton_fused
 from megatron_rl.ops.shared_prompt.backends.cudnn_calls import CudnnCalls
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
-from megatron_rl.ops.shared_prompt.trial import check_backend
 from tests.kernels.cudnn_operators import CudnnOperators
 from tests.kernels.drawn_layouts import layouts
 from tests.kernels.processes import compile_kernels

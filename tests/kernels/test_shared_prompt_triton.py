@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.shared_prompt import Conditions
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt.backends import triton_fused
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import FEW_PARTS, MOST_PARTS, SHORT_ITEM, TILE, TileTables
@@ -146,7 +146,8 @@ def test_without_the_package_triton_the_other_backends_remain() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend
+        from megatron_rl.ops.backends import Conditions
+        from megatron_rl.ops.shared_prompt import BACKENDS, choose_backend
         conditions = Conditions("cuda", torch.bfloat16)
         print(choose_backend("auto", conditions).name)
         print(BACKENDS["triton"].refusal(conditions))

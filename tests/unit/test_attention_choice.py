@@ -2,24 +2,20 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops.shared_prompt import BACKENDS, Choice, Conditions, choose_backend
-from megatron_rl.ops.shared_prompt.trial import check_backend
+from megatron_rl.ops.backends import Choice, Conditions
+from megatron_rl.ops.shared_prompt import BACKENDS, check_backend, choose_backend
 from megatron_rl.trainer.loop.settling import settle_attention
 from megatron_rl.types import Architecture
 
 CPU = Conditions("cpu", torch.float32)
 CUDA = Conditions("cuda", torch.bfloat16)
-
-
-def test_the_flag_offers_auto_and_every_backend() -> None:
-    assert get_args(get_type_hints(AttentionConfig)["backend"]) == ("auto", *BACKENDS)
 
 
 # `cudnn` has not run on a GPU, so `auto` does not take it.
@@ -122,11 +118,6 @@ def test_a_backend_that_cannot_run_is_an_error_that_says_what_to_write() -> None
         choose_backend("triton", dataclasses.replace(CUDA, head_dim=512))
     with pytest.raises(UsageError, match="flash-attn is not installed"):
         choose_backend("flash", CUDA)
-
-
-def test_an_unknown_backend_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(UsageError, match="write one of auto, merge, gather, triton, flash, cudnn, naive"):
-        choose_backend("fast", CPU)
 
 
 def test_a_run_leaves_a_backend_that_fails_on_the_device_for_the_next_one_and_skips_those_that_refuse(

@@ -16,7 +16,8 @@ from megatron_rl import platforms
 from megatron_rl.command_line.attention_times import choose_blocks
 from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops.shared_prompt import Conditions, choose_backend
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt import choose_backend
 from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times, write_times
 from megatron_rl.trainer.loop.run import check_same_attention
 from megatron_rl.trainer.loop.saver import compare_rounding, describe_rounding

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.ops.backends import Refuse, refuse_nothing
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
 
 
@@ -46,12 +47,6 @@ class ChooseBlockColumns(Protocol):
         ...
 
 
-class Refuse(Protocol):
-    def __call__(self, device: str, dtype: torch.dtype) -> str | None:
-        """Return why the backend cannot run on this type of device; None if it can."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockBackend:
     """One implementation of what is computed of each block."""
@@ -60,4 +55,4 @@ class BlockBackend:
     add_block: AddBlock
     differentiate_block: DifferentiateBlock
     add_product: AddProduct
-    refusal: Refuse
+    refusal: Refuse = refuse_nothing

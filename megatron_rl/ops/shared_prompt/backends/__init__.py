@@ -1,4 +1,4 @@
-"""The parts of a backend of shared-prompt attention, and its conditions. Each backend is a module in this folder."""
+"""The parts of a backend of shared-prompt attention. Each backend is a module in this folder."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.ops.backends import Refuse, refuse_nothing
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 
@@ -35,39 +36,13 @@ class Prepare(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Conditions:
-    """The conditions that a backend must run under."""
-
-    device: str
-    """The type of a torch.device, such as `cuda`."""
-    dtype: torch.dtype
-    window: int | None = None
-    head_dim: int | None = None
-    """The width of a head; None for a width that every backend supports."""
-    value_dim: int | None = None
-    """The width of a value's head; None for that of a query's and a key's."""
-    has_sinks: bool = False
-
-    @property
-    def is_half(self) -> bool:
-        """Whether flash kernels are written for the dtype."""
-        return self.dtype in (torch.float16, torch.bfloat16)
-
-    @property
-    def has_other_values(self) -> bool:
-        """Whether values have another width than queries and keys."""
-        return self.value_dim is not None and self.value_dim != self.head_dim
-
-
-@dataclasses.dataclass(frozen=True)
 class Backend:
     """One implementation of shared-prompt attention."""
 
     attention: Attention
     prepare: Prepare
     """The function that makes `attention`'s tables for that device and window, on the host; the layout keeps them."""
-    refusal: Callable[[Conditions], str | None]
-    """The function that returns why the backend cannot run, or None if it can."""
+    refusal: Refuse = refuse_nothing
 
     def prepare_all(self, layout: Layout, device: torch.device, windows: Iterable[int | None]) -> None:
         """Make the tables for layers with these windows."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import Conditions, make_rows_dense, triton_fused
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt.backends import make_rows_dense, triton_fused
 from megatron_rl.ops.shared_prompt.backends.cudnn_calls import CudnnCalls
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import FlashCall, RowRanges
 from megatron_rl.ops.shared_prompt.backends.join import AttentionPart, join

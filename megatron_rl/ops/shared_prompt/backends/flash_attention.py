@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import Conditions, merge
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt.backends import merge
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 

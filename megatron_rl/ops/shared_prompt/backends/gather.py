@@ -16,12 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.backends import (
-    Conditions,
-    attend_to_nothing,
-    attend_with_equal_widths,
-    flash_npu,
-)
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt.backends import attend_to_nothing, attend_with_equal_widths, flash_npu
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables

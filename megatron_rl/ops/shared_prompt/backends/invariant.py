@@ -9,8 +9,9 @@ import dataclasses
 import numpy as np
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.attention import Tiles, attend, pad_keys
-from megatron_rl.ops.shared_prompt.backends import Conditions, merge
+from megatron_rl.ops.shared_prompt.backends import merge
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 

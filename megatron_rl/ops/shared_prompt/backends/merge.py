@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt.backends import (
-    Conditions,
     attend_to_nothing,
     attend_with_equal_widths,
     flash_npu,
