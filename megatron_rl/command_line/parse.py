@@ -21,8 +21,9 @@ from megatron_rl.command_line.stage import list_others
 from megatron_rl.config.settings import DraftSettings, RunConfig, Settings, Subjects
 from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.flag import Flag, FlagParser, Kind, derive_flags, find_nearest, index_by_name, suggest_nearest
-from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
-from megatron_rl.ops.backends import Backends, Choice, Conditions
+from megatron_rl.ops import shared_prompt
+from megatron_rl.ops.backends import Choice, Conditions
+from megatron_rl.ops.operations import OPERATIONS
 from megatron_rl.platforms import Platform
 from megatron_rl.types import Architecture
 from megatron_rl.versions import find_docs
@@ -414,16 +415,10 @@ def _choose_backends(settings: DraftSettings, architecture: Architecture, readin
         return _choose_invariant(settings)
     conditions = Conditions.of(device, dtype, architecture)
     settings = _choose_attention(settings, architecture, reading, conditions)
-    tables: dict[str, Backends[Any]] = {
-        "model.output_layer_backend": log_probs.BACKENDS,
-        "model.elementwise_backend": elementwise.BACKENDS,
-        "model.qkv_backend": qkv.BACKENDS,
-    }
-    if architecture.linear is not None:
-        tables["model.linear_attention_backend"] = gated_delta.BACKENDS
-    for target, backends in tables.items():
-        choose = functools.partial(backends.choose, conditions=conditions)
-        settings = _choose_backend(settings, target, reading, choose)
+    for target, backends in OPERATIONS.items():
+        if target != "attention.backend" and backends.is_used(conditions):
+            choose = functools.partial(backends.choose, conditions=conditions)
+            settings = _choose_backend(settings, target, reading, choose)
     return settings
 
 

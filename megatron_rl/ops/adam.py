@@ -8,11 +8,12 @@ Letters: N elements.
 
 import collections
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron_rl.ops import trials
+from megatron_rl.ops.backends import Example
 
 _NUM_ELEMENTS, _NUM_STEPS = 1000, 3
 _RATE, _BETAS, _EPSILON, _DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
@@ -69,26 +70,23 @@ def use_one_pass(optimizer: Any) -> None:
         optimizer.__class__ = ours
 
 
-def check_device(device: torch.device) -> None:
-    """Raise a PlatformError if the operation does not compute Adam's steps on this device."""
-    for ours, theirs in ((OnePassAdam, torch.optim.Adam), (OnePassAdamW, torch.optim.AdamW)):
-        trials.check(
-            f"torch's fused {theirs.__name__} does not compute its steps", ("the parameter",),
-            functools.partial(_take_steps, ours), functools.partial(_take_steps, theirs), device, torch.float32,
-            "--elementwise-backend torch",
-        )  # fmt: skip
-
-
-def _take_steps(
-    kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype
-) -> tuple[torch.nn.Parameter]:
-    """Return the parameter after some steps."""
+def list_examples() -> Iterator[Example]:
+    """Yield steps of each class; the backend `torch` takes torch's own."""
     generator = torch.Generator().manual_seed(0)
     start_N, *grads = (torch.randn(_NUM_ELEMENTS, generator=generator) for _ in range(1 + _NUM_STEPS))
-    parameter_N = torch.nn.Parameter(start_N.to(device, dtype))
-    settings: Any = {"lr": _RATE, "betas": _BETAS, "eps": _EPSILON, "weight_decay": _DECAY}
-    optimizer = kind([parameter_N], **settings)
-    for grad_N in grads:
-        parameter_N.grad = grad_N.to(device, dtype)
-        optimizer.step()
-    return (parameter_N,)
+
+    def take_steps(
+        theirs: type[torch.optim.Optimizer], name: str, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.nn.Parameter]:
+        parameter_N = torch.nn.Parameter(start_N.to(device, dtype, copy=True))
+        settings: Any = {"lr": _RATE, "betas": _BETAS, "eps": _EPSILON, "weight_decay": _DECAY}
+        optimizer = (theirs if name == "torch" else _OURS[theirs])([parameter_N], **settings)
+        for grad_N in grads:
+            parameter_N.grad = grad_N.to(device, dtype)
+            optimizer.step()
+        return (parameter_N,)
+
+    for theirs in _OURS:
+        compute = functools.partial(take_steps, theirs)
+        # An optimizer's parameters are in fp32, whatever a model computes in.
+        yield Example(f"the steps of {theirs.__name__}", ("the parameter",), compute, dtype=torch.float32)

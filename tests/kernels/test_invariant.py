@@ -17,7 +17,7 @@ from megatron_rl.ops.log_probs import VocabularyShard, invariant, output_log_pro
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts
-from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors
+from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case
 from tests.naive_log_probs import naive_log_probs
 from tests.truth import error_over_bound, worst_of
 
@@ -137,14 +137,13 @@ def test_a_shared_pack_has_the_bits_of_each_sequence_alone(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_and_its_gradients_are_as_near_to_the_truth_as_the_definition(dtype: torch.dtype) -> None:
     for layout in (RAGGED, BRANCHED):
-        case = Case.draw(layout, (4, 2), 32, dtype)
-        found = case.run(BACKENDS.find("invariant").attention), case.run(BACKENDS["naive"].attention), case.exact()
-        if dtype == torch.float32:
-            error, tensor = worst_of(*(dict(zip(NAMES, tensors, strict=False)) for tensors in found))
-            assert error <= 1, tensor
-        else:
-            ours, naive = errors(found[0], found[2]), errors(found[1], found[2])
-            assert all(ours[name] <= 2 * naive[name] for name in ours)
+        case, attend = Case.draw(layout, (4, 2), 32, dtype), BACKENDS.find("invariant").attention
+        if dtype == torch.bfloat16:
+            case.assert_near(attend)
+            continue
+        found = case.run(attend), case.run(BACKENDS["naive"].attention), case.exact()
+        error, tensor = worst_of(*(dict(zip(NAMES, tensors, strict=False)) for tensors in found))
+        assert error <= 1, tensor
 
 
 def test_log_probs_are_as_near_to_the_truth_as_the_definition() -> None:

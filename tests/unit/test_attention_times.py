@@ -21,7 +21,7 @@ from megatron_rl.ops.shared_prompt import choose_backend
 from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times, write_times
 from megatron_rl.trainer.loop.run import check_same_attention
 from megatron_rl.trainer.loop.saver import compare_rounding, describe_rounding
-from megatron_rl.trainer.loop.settling import settle_attention
+from megatron_rl.trainer.loop.settling import settle_backend, settle_blocks
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run
 from tests.documents import read
 
@@ -237,12 +237,13 @@ def settle(
     settings: Any = StandIn(attention, sources, mock.Mock(), mock.Mock())
     said: list[str] = []
 
-    def try_attention(settings: Any, device: torch.device) -> None:
+    def try_backend(target: str, settings: Any, session: Any) -> None:
         if not can_run(settings.attention):
             raise PlatformError("no plan")
 
-    with mock.patch("megatron_rl.trainer.loop.settling.try_attention", try_attention):
-        return settle_attention(settings, session, said.append).attention, said
+    with mock.patch("megatron_rl.trainer.loop.settling.try_backend", try_backend):
+        settings = settle_blocks(settings, session, said.append)
+        return settle_backend("attention.backend", settings, session, said.append).attention, said
 
 
 def test_auto_leaves_cudnn_for_triton_if_its_trial_fails_and_a_named_one_is_an_error() -> None:

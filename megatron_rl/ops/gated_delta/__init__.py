@@ -8,18 +8,16 @@ Letters: T tokens, G key heads, H value heads, D dimensions of a query and a key
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops import trials
-from megatron_rl.ops.backends import Backends, Refuse, refuse_nothing
+from megatron_rl.ops.backends import Backends, Conditions, Example, Refuse, refuse_nothing
 from megatron_rl.ops.gated_delta import chunks, flash_linear, naive
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-__all__ = ["BACKENDS", "check_backend", "gated_delta_rule"]
+__all__ = ["BACKENDS", "gated_delta_rule"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +30,6 @@ class RuleBackend:
     refusal: Refuse = refuse_nothing
 
 
-BACKENDS: Backends[RuleBackend] = Backends(
-    "--linear-attention-backend",
-    {
-        "flash-linear": RuleBackend(flash_linear.rule, flash_linear.prepare, flash_linear.refusal),
-        "torch": RuleBackend(chunks.rule, chunks.prepare),
-    },
-    orders={"cuda": ("flash-linear", "torch")},
-    elsewhere=("torch",),
-    # For tests.
-    others={"naive": RuleBackend(naive.rule, lambda layout: None)},
-)
 # Added to the square of a vector's length, as models of this kind are trained.
 _EPSILON = 1e-6
 
@@ -87,14 +74,13 @@ def compute_log_decay(a_TH: torch.Tensor, log_rate_H: torch.Tensor, bias_H: torc
     return -log_rate_H.to(wide).exp() * F.softplus(a_TH.to(wide) + bias_H)
 
 
-def check_backend(
-    name: str, device: torch.device, dtype: torch.dtype, copies: int, key_dim: int, value_dim: int
-) -> None:
-    """Raise a PlatformError if the backend does not compute the rule with heads of this size on this device.
-
-    `copies` is the number of value heads of a key head.
-    """
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield the rule for one key head with its value heads."""
+    linear, dtype = conditions.linear, conditions.dtype
+    assert linear is not None
     layout, generator = Layout.of_groups(_GROUPS), torch.Generator().manual_seed(0)
+    copies = linear.num_value_heads // linear.num_key_heads
+    key_dim, value_dim = linear.key_head_dim, linear.value_head_dim
     shapes = ((1, key_dim), (1, key_dim), (copies, value_dim), (copies, value_dim), (copies,), (copies,))
     q, k, v, grad, decays, betas = (torch.randn(layout.num_tokens, *shape, generator=generator) for shape in shapes)
     grad, heads = grad.to(dtype), [tensor.to(dtype) for tensor in (q, k, v)]
@@ -105,11 +91,23 @@ def check_backend(
         wide = dtype if name == "naive" else torch.promote_types(dtype, torch.float32)
         converted = (*(one.to(device, dtype) for one in heads), *(one.to(device, wide) for one in factors))
         leaves = [one.requires_grad_() for one in converted]
-        out_THV = gated_delta_rule(*leaves, layout, name)
+        q_TGD, k_TGD, v_THV, log_decay_TH, beta_TH = leaves
+        out_THV = gated_delta_rule(q_TGD, k_TGD, v_THV, log_decay_TH, beta_TH, layout, name)
         return [out_THV, *torch.autograd.grad(out_THV, leaves, grad.to(device, out_THV.dtype))]
 
-    trials.check(
-        f"--linear-attention-backend {name} does not compute linear layers", _RESULTS,
-        functools.partial(compute, name), functools.partial(compute, "naive"), device, dtype,
-        "" if name == "torch" else "torch instead", f"heads of {key_dim}, ",
-    )  # fmt: skip
+    yield Example("linear layers", _RESULTS, compute, f"heads of {key_dim}, ")
+
+
+BACKENDS: Backends[RuleBackend] = Backends(
+    "--linear-attention-backend",
+    {
+        "flash-linear": RuleBackend(flash_linear.rule, flash_linear.prepare, flash_linear.refusal),
+        "torch": RuleBackend(chunks.rule, chunks.prepare),
+    },
+    orders={"cuda": ("flash-linear", "torch")},
+    elsewhere=("torch",),
+    definition="naive",
+    list_examples=_list_examples,
+    is_used=lambda conditions: conditions.linear is not None,
+    others={"naive": RuleBackend(naive.rule, lambda layout: None)},
+)

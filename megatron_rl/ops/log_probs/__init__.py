@@ -8,27 +8,16 @@ read each block once, `invariant` in operations that engines have too (`--batch-
 Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C the columns of one block.
 """
 
-import functools
+from collections.abc import Iterator
 
 import torch
 
-from megatron_rl.ops import trials
-from megatron_rl.ops.backends import Backends, Conditions
+from megatron_rl.ops.backends import Backends, Conditions, Example
 from megatron_rl.ops.log_probs import invariant, plain, triton_fused
-from megatron_rl.ops.log_probs.backend import BlockBackend
-from megatron_rl.ops.log_probs.columns import Columns, VocabularyShard
-from megatron_rl.ops.log_probs.function import LogProbs
+from megatron_rl.ops.log_probs.function import BlockBackend, LogProbs
+from megatron_rl.ops.log_probs.statistics import Columns, VocabularyShard
 
-__all__ = ["BACKENDS", "VocabularyShard", "check_backend", "output_log_probs"]
-
-BACKENDS: Backends[BlockBackend] = Backends(
-    "--output-layer-backend",
-    {"triton": triton_fused.BACKEND, "torch": plain.BACKEND},
-    orders={"cuda": ("triton", "torch")},
-    # On a CPU the kernels only run in Triton's interpreter, as a test.
-    elsewhere=("torch",),
-    others={"invariant": invariant.BACKEND},
-)
+__all__ = ["BACKENDS", "VocabularyShard", "output_log_probs"]
 
 # The trial's rows are divided over programs. Its columns end within a step of a program. There are blocks of two sizes,
 # and padding.
@@ -69,26 +58,36 @@ def output_log_probs(
     return result
 
 
-def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise a PlatformError if the backend does not compute the output layer on this device."""
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield the output layer with entropies."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((_NUM_ROWS, _HIDDEN_SIZE), (_NUM_COLUMNS, _HIDDEN_SIZE), (_NUM_ROWS, 2))
     hidden_NE, weight_VE, grad_N2 = (torch.randn(shape, generator=generator) for shape in shapes)
-    inputs = hidden_NE.to(dtype), weight_VE.div(_HIDDEN_SIZE**0.5).to(dtype)
+    inputs = [tensor.to(conditions.dtype) for tensor in (hidden_NE, weight_VE / _HIDDEN_SIZE**0.5)]
     targets_N = torch.randint(_VOCAB_SIZE, (_NUM_ROWS,), generator=generator)
 
     def compute(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+        hidden_NE, weight_VE = (tensor.to(device, dtype).requires_grad_() for tensor in inputs)
         out_N2 = output_log_probs(
-            *leaves, targets_N.to(device), VocabularyShard(0, _VOCAB_SIZE), _TEMPERATURE, _BLOCK_COLUMNS,
+            hidden_NE, weight_VE, targets_N.to(device), VocabularyShard(0, _VOCAB_SIZE), _TEMPERATURE, _BLOCK_COLUMNS,
             with_entropies=True, backend=name,
         )  # fmt: skip
-        return [*out_N2.unbind(1), *torch.autograd.grad(out_N2, leaves, grad_N2.to(device, out_N2.dtype))]
+        return [
+            *out_N2.unbind(1),
+            *torch.autograd.grad(out_N2, (hidden_NE, weight_VE), grad_N2.to(device, out_N2.dtype)),
+        ]
 
-    others = ", ".join(other for other in BACKENDS if other != name)
-    trials.check(
-        f"--output-layer-backend {name} does not compute log-probs", _RESULTS, functools.partial(compute, name),
-        functools.partial(compute, "torch"), device, dtype, f"{others} instead",
-        # A column of small probability counts like any other.
-        by_row=True,
-    )  # fmt: skip
+    # A column of small probability counts like any other.
+    yield Example("log-probs", _RESULTS, compute, by_row=True)
+
+
+BACKENDS: Backends[BlockBackend] = Backends(
+    "--output-layer-backend",
+    {"triton": triton_fused.BACKEND, "torch": plain.BACKEND},
+    orders={"cuda": ("triton", "torch")},
+    # On a CPU the kernels only run in Triton's interpreter, as a test.
+    elsewhere=("torch",),
+    definition="torch",
+    list_examples=_list_examples,
+    others={"invariant": invariant.BACKEND},
+)

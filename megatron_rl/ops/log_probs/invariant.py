@@ -5,7 +5,7 @@ import torch
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.rows import add_in_pairs, multiply
 from megatron_rl.ops.log_probs import plain
-from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.function import BlockBackend
 from megatron_rl.ops.log_probs.statistics import RowStatistics
 
 BLOCK_COLUMNS = 4096

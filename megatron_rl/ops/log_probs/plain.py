@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.function import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics, find_statistics_dtype
 
 # A block's logits: 64 MiB in float32.

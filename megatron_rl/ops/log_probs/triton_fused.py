@@ -8,9 +8,9 @@ import torch
 
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.function import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
-from megatron_rl.ops.products import add_product
+from megatron_rl.ops.main_gradients import add_product
 from megatron_rl.ops.triton_support import refuse_triton
 
 MOST_BLOCK_BYTES = 1 << 29

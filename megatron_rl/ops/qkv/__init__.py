@@ -9,16 +9,16 @@ head, C columns of the product, F pairs of dimensions that rotate.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
-from megatron_rl.ops import trials
-from megatron_rl.ops.backends import Backends, FunctionBackend
-from megatron_rl.ops.qkv import invariant, naive, triton_fused
-from megatron_rl.ops.qkv.norms import HeadNorms
+from megatron_rl.ops.backends import Backends, Conditions, Example, FunctionBackend
+from megatron_rl.ops.qkv import naive, triton_fused
+from megatron_rl.ops.qkv.naive import HeadNorms
 
-__all__ = ["BACKENDS", "HeadNorms", "check_backend", "make_rotation", "split_heads"]
+__all__ = ["BACKENDS", "HeadNorms", "make_rotation", "split_heads"]
 
 
 class HeadFunction(Protocol):
@@ -35,18 +35,6 @@ class HeadFunction(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values."""
 
-
-BACKENDS: Backends[FunctionBackend[HeadFunction]] = Backends(
-    "--qkv-backend",
-    {
-        "triton": FunctionBackend(triton_fused.split_heads, triton_fused.refusal),
-        "torch": FunctionBackend(naive.split_heads),
-    },
-    orders={"cuda": ("triton", "torch")},
-    # On a CPU the kernels only run in Triton's interpreter, as a test.
-    elsewhere=("torch",),
-    others={"invariant": FunctionBackend(invariant.split_heads)},
-)
 
 # The trial's groups, whose last program has rows left over in the forward and in the backward pass.
 _NUM_ROWS, _NUM_GROUPS, _EPSILON = 150, 2, 1e-6
@@ -79,28 +67,40 @@ def make_rotation(angles_TF: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     return rotation_T2F if factor == 1.0 else rotation_T2F * factor
 
 
-def check_backend(name: str, device: torch.device, dtype: torch.dtype, queries: int, head_dim: int) -> None:
-    """Raise a PlatformError if the backend does not compute heads of this size, with norms or without, on this device.
-
-    `queries` is the number of query heads of a group.
-    """
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield heads with norms, and without."""
+    queries, head_dim = conditions.queries, conditions.head_dim
+    assert head_dim is not None
     generator = torch.Generator().manual_seed(0)
     heads = ((_NUM_ROWS, of * _NUM_GROUPS, head_dim) for of in (queries, 1, 1))
     shapes = ((_NUM_ROWS, _NUM_GROUPS * (queries + 2) * head_dim), (head_dim,), (head_dim,), *heads)
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).to(conditions.dtype) for shape in shapes]
     angles_TF = 9 * torch.randn(_NUM_ROWS, head_dim // 2, generator=generator)
 
-    def compute(name: str, with_norms: bool, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    def compute(with_norms: bool, name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         mixed_TC, *weights = (tensor.to(device, dtype).requires_grad_() for tensor in inputs[:3])
         rotation_T2F = make_rotation(angles_TF.to(device, torch.promote_types(dtype, torch.float32)))
-        norms = HeadNorms(*weights, _EPSILON) if with_norms else None
+        norms = HeadNorms(weights[0], weights[1], _EPSILON) if with_norms else None
         heads = split_heads(mixed_TC, _NUM_GROUPS, head_dim, rotation_T2F, norms, name)
         leaves = [mixed_TC, *weights] if with_norms else [mixed_TC]
         return [*heads, *torch.autograd.grad(heads, leaves, [tensor.to(device, dtype) for tensor in inputs[3:]])]
 
     for with_norms in (True, False):
-        trials.check(
-            f"--qkv-backend {name} does not compute heads", _RESULTS if with_norms else _RESULTS[:4],
-            functools.partial(compute, name, with_norms), functools.partial(compute, "torch", with_norms),
-            device, dtype, "torch instead", f"heads of {head_dim}, ",
-        )  # fmt: skip
+        results = _RESULTS if with_norms else _RESULTS[:4]
+        yield Example("heads", results, functools.partial(compute, with_norms), f"heads of {head_dim}, ")
+
+
+BACKENDS: Backends[FunctionBackend[HeadFunction]] = Backends(
+    "--qkv-backend",
+    {
+        "triton": FunctionBackend(triton_fused.split_heads, triton_fused.refusal),
+        "torch": FunctionBackend(naive.split_heads),
+    },
+    orders={"cuda": ("triton", "torch")},
+    # On a CPU the kernels only run in Triton's interpreter, as a test.
+    elsewhere=("torch",),
+    definition="torch",
+    list_examples=_list_examples,
+    others={"invariant": FunctionBackend(naive.split_heads_invariantly)},
+    untried=("torch",),
+)

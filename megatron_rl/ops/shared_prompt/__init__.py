@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import torch
 
-from megatron_rl.ops import trials
-from megatron_rl.ops.backends import Backends, Choice, Conditions
+from megatron_rl.ops.backends import Backends, Choice, Conditions, Example
 from megatron_rl.ops.shared_prompt.backends import (
     Backend,
     cudnn,
@@ -20,26 +21,7 @@ from megatron_rl.ops.shared_prompt.backends import (
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.measured import Measured
 
-__all__ = ["BACKENDS", "check_backend", "choose_backend", "shared_prompt_attention"]
-
-# They are ordered by their times on a CPU in docs/kernels.md.
-_BACKENDS = {
-    "merge": Backend(merge.attention, merge.prepare, merge.refusal),
-    "gather": Backend(gather.attention, gather.prepare, gather.refusal),
-    "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
-    "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
-    "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
-    "naive": Backend(naive.attention, naive.prepare),
-}
-BACKENDS: Backends[Backend] = Backends(
-    "--shared-prompt-backend",
-    _BACKENDS,
-    # By the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which has not run on a GPU,
-    # has no place.
-    orders={"cuda": ("triton", "gather", "merge", "flash", "naive")},
-    elsewhere=tuple(_BACKENDS),
-    others={"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)},
-)
+__all__ = ["BACKENDS", "choose_backend", "shared_prompt_attention"]
 
 # The trial's prompts and responses, which end within blocks, and on their edges; and groups of equal lengths, which
 # `cudnn` batches. The window is small enough to hide keys of these packs.
@@ -52,7 +34,7 @@ _RESULTS = (
 
 def choose_backend(name: str, conditions: Conditions, measured: Measured | None = None) -> Choice:
     """Choose as `Backends.choose` does; the fastest were measured for such groups, then comes the general order."""
-    timed = [one for one in measured.fastest_first if one in BACKENDS] if measured is not None else []
+    timed = [name for name in measured.fastest_first if name in BACKENDS] if measured is not None else []
     choice = BACKENDS.choose(name, conditions, timed)
     if name != "auto" or choice.name not in timed:
         return choice
@@ -81,34 +63,22 @@ def shared_prompt_attention(
     return BACKENDS.find(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window, sinks_H)
 
 
-def check_backend(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_groups: int,
-    head_dim: int,
-    window: int | None = None,
-    value_dim: int | None = None,
-    has_sinks: bool = False,
-) -> None:
-    """Raise a PlatformError if the backend does not compute attention on this device."""
-    window = None if window is None else min(window, _WINDOW)
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield attention over each pack, with a window too if there is one."""
     # One head of keys and values with its queries, since kernels compute such heads one by one.
-    queries, value_dim = num_heads // num_groups, value_dim or head_dim
+    queries, head_dim = conditions.queries, conditions.head_dim
+    assert head_dim is not None
+    value_dim = conditions.value_dim or head_dim
     shapes = ((queries, head_dim), (1, head_dim), (1, value_dim), (queries, value_dim))
-    for groups in _PACKS:
+    windows = [None] if conditions.window is None else [None, min(conditions.window, _WINDOW)]
+    for window, groups in itertools.product(windows, _PACKS):
         layout, generator = Layout.of_groups(groups), torch.Generator().manual_seed(0)
-        *inputs, grad = (torch.randn(layout.num_tokens, *shape, generator=generator).to(dtype) for shape in shapes)
-        if has_sinks:
-            inputs.append(torch.linspace(-1, 2, queries).to(dtype))
+        *inputs, grad = (torch.randn(layout.num_tokens, *shape, generator=generator) for shape in shapes)
+        if conditions.has_sinks:
+            inputs.append(torch.linspace(-1, 2, queries))
+        inputs, grad = [tensor.to(conditions.dtype) for tensor in inputs], grad.to(conditions.dtype)
         compute = functools.partial(_differentiate, layout=layout, inputs=inputs, grad=grad, window=window)
-        others = ", ".join(other for other in BACKENDS if other != name)
-        trials.check(
-            f"--shared-prompt-backend {name} does not compute attention", _RESULTS[: 1 + len(inputs)],
-            functools.partial(compute, name), functools.partial(compute, "naive"), device, dtype,
-            f"one of {others} instead", f"heads of {head_dim}, ",
-        )  # fmt: skip
+        yield Example("attention", _RESULTS[: 1 + len(inputs)], compute, f"heads of {head_dim}, ")
 
 
 def _differentiate(
@@ -125,3 +95,26 @@ def _differentiate(
     q_THD, k_TGD, v_TGD, *sinks = leaves
     out_THD = BACKENDS.find(name).attention(q_THD, k_TGD, v_TGD, layout, q_THD.shape[-1] ** -0.5, window, *sinks)
     return [out_THD, *torch.autograd.grad(out_THD, leaves, grad.to(device, dtype))]
+
+
+# They are ordered by their times on a CPU in docs/kernels.md.
+_BACKENDS = {
+    "merge": Backend(merge.attention, merge.prepare, merge.refusal),
+    "gather": Backend(gather.attention, gather.prepare, gather.refusal),
+    "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
+    "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
+    "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
+    "naive": Backend(naive.attention, naive.prepare),
+}
+BACKENDS: Backends[Backend] = Backends(
+    "--shared-prompt-backend",
+    _BACKENDS,
+    # By the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which has not run on a GPU,
+    # has no place.
+    orders={"cuda": ("triton", "gather", "merge", "flash", "naive")},
+    elsewhere=tuple(_BACKENDS),
+    definition="naive",
+    list_examples=_list_examples,
+    # For --batch-invariant.
+    others={"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)},
+)

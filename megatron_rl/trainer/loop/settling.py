@@ -1,17 +1,15 @@
 """The backends that a run falls back from: their trial on every rank, before models are built."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import PlatformError
-from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
-from megatron_rl.ops.backends import Backends, Conditions
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.bit_equality import check_operations
 from megatron_rl.ops.log_probs.invariant import list_widths
+from megatron_rl.ops.operations import OPERATIONS
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import use_blocks
 from megatron_rl.trainer.mcore.session import Session
 
@@ -20,8 +18,8 @@ T = TypeVar("T", bound=Settings)
 
 def settle_backends(settings: T, session: Session, say: Callable[[str], None]) -> T:
     """Try all backends on the device; return settings with those that passed, and say which did not."""
-    settings = settle_attention(settings, session, say)
-    for target in TRIALS:
+    settings = settle_blocks(settings, session, say)
+    for target in OPERATIONS:
         settings = settle_backend(target, settings, session, say)
     return settings
 
@@ -31,46 +29,30 @@ def settle_backend(target: str, settings: T, session: Session, say: Callable[[st
 
     `target` is a field of the settings. Raise on every rank if the flag names the backend.
     """
-    backends, try_backend = TRIALS[target]
+    backends = OPERATIONS[target]
     order = backends.list_order(session.device.type)
-    return _settle(target, backends.flag, order, try_backend, settings, session, say)
+    return _settle(target, backends.flag, order, lambda one: try_backend(target, one, session), settings, session, say)
 
 
-def _try_linear_attention(settings: Settings, device: torch.device) -> None:
-    linear, name = settings.architecture.linear, settings.model.linear_attention_backend
-    if linear is not None:
-        copies = linear.num_value_heads // linear.num_key_heads
-        dtype = settings.transformer.params_dtype
-        gated_delta.check_backend(name, device, dtype, copies, linear.key_head_dim, linear.value_head_dim)
+def settle_blocks(settings: T, session: Session, say: Callable[[str], None]) -> T:
+    """Do the same for the blocks of attention, which kernels are launched with from now on.
+
+    The chip's are tried with the backend, which `auto` can replace.
+    """
+
+    def try_measured(settings: Settings) -> None:
+        use_blocks(settings.attention.blocks)
+        if settings.attention.blocks != "chip":
+            try_backend("attention.backend", settings, session)
+
+    return _settle("attention.blocks", "--shared-prompt-blocks", ("chip",), try_measured, settings, session, say)
 
 
-def _try_output_layer(settings: Settings, device: torch.device) -> None:
-    log_probs.check_backend(settings.model.output_layer_backend, device, settings.transformer.params_dtype)
-
-
-def _try_elementwise(settings: Settings, device: torch.device) -> None:
-    name = settings.model.elementwise_backend
-    # With `torch` a model runs Megatron's own operations. The same below.
-    if name != "torch":
-        elementwise.check_backend(name, device, settings.transformer.params_dtype)
-
-
-def _try_qkv(settings: Settings, device: torch.device) -> None:
-    name, one = settings.model.qkv_backend, settings.architecture
-    if name != "torch":
-        queries = one.num_attention_heads // one.num_query_groups
-        qkv.check_backend(name, device, settings.transformer.params_dtype, queries, one.kv_channels)
-
-
-Try = Callable[[Settings, torch.device], None]
-"""Raise unless the device computes what the backend of the settings must compute."""
-
-TRIALS: Mapping[str, tuple[Backends[Any], Try]] = {
-    "model.linear_attention_backend": (gated_delta.BACKENDS, _try_linear_attention),
-    "model.output_layer_backend": (log_probs.BACKENDS, _try_output_layer),
-    "model.elementwise_backend": (elementwise.BACKENDS, _try_elementwise),
-    "model.qkv_backend": (qkv.BACKENDS, _try_qkv),
-}
+def try_backend(target: str, settings: Settings, session: Session) -> None:
+    """Raise unless the device computes what the backend of the settings must."""
+    device = session.device
+    conditions = Conditions.of(device.type, settings.transformer.params_dtype, settings.architecture)
+    OPERATIONS[target].check(_read(target, settings), conditions, device)
 
 
 def try_invariance(settings: Settings) -> None:
@@ -86,38 +68,11 @@ def try_invariance(settings: Settings) -> None:
     check_operations(shapes, queries, one.kv_channels, settings.transformer.params_dtype)
 
 
-def settle_attention(settings: T, session: Session, say: Callable[[str], None]) -> T:
-    """Do the same as `settle_backend` for the blocks and the backend of attention."""
-
-    def try_measured_blocks(settings: Settings, device: torch.device) -> None:
-        # The chip's own are tried with the backend, which `auto` can replace.
-        if settings.attention.blocks != "chip":
-            try_attention(settings, device)
-
-    flag, order = shared_prompt.BACKENDS.flag, shared_prompt.BACKENDS.list_order(session.device.type)
-    settings = _settle(
-        "attention.blocks", "--shared-prompt-blocks", ("chip",), try_measured_blocks, settings, session, say
-    )
-    return _settle("attention.backend", flag, order, try_attention, settings, session, say)
-
-
-def try_attention(settings: Settings, device: torch.device) -> None:
-    """Raise unless the device computes attention; from now on kernels are launched with the blocks of the settings."""
-    use_blocks(settings.attention.blocks)
-    one, name, dtype = settings.architecture, settings.attention.backend, settings.transformer.params_dtype
-    refused = shared_prompt.BACKENDS.find(name).refusal(Conditions.of(device.type, dtype, one))
-    if refused is not None:
-        raise PlatformError(f"{name} cannot run here: {refused}")
-    sizes = one.num_attention_heads, one.num_query_groups, one.kv_channels
-    for window in one.windows:
-        shared_prompt.check_backend(name, device, dtype, *sizes, window, one.value_channels, one.has_sinks)
-
-
 def _settle(
     target: str,
     flag: str,
     others: Sequence[str],
-    try_choice: Try,
+    try_choice: Callable[[Settings], None],
     settings: T,
     session: Session,
     say: Callable[[str], None],
@@ -127,7 +82,7 @@ def _settle(
     If the flag names the choice, or none passes, raise on every rank. The order of others is the same on all ranks.
     """
     subject, field = target.split(".")
-    present = getattr(getattr(settings, subject), field)
+    present = _read(target, settings)
     is_chosen = settings.sources.get(target, "").startswith(f"{flag} auto")
     left = [other for other in others if other != present] if is_chosen else []
     faults: list[str] = []
@@ -136,16 +91,24 @@ def _settle(
         changes: dict[str, Any] = {subject: dataclasses.replace(getattr(settings, subject), **{field: left.pop(0)})}
         settings = dataclasses.replace(settings, **changes)
     if faults:
-        say(f"{flag} auto takes {getattr(getattr(settings, subject), field)} after a trial: {'; '.join(faults)}")
+        say(f"{flag} auto takes {_read(target, settings)} after a trial: {'; '.join(faults)}")
     return settings
 
 
-def _find_fault(try_choice: Try, settings: Settings, session: Session, is_last: bool, earlier: Sequence[str]) -> str:
+def _read(target: str, settings: Settings) -> str:
+    subject, field = target.split(".")
+    value: str = getattr(getattr(settings, subject), field)
+    return value
+
+
+def _find_fault(
+    try_choice: Callable[[Settings], None], settings: Settings, session: Session, is_last: bool, earlier: Sequence[str]
+) -> str:
     """Return the first rank's fault; empty if there is none. Raise it on every rank if no choice is left."""
 
     def find_fault() -> str:
         try:
-            try_choice(settings, session.device)
+            try_choice(settings)
         # A kernel may also fail to compile.
         except Exception as error:
             if not is_last:
