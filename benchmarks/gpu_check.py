@@ -29,7 +29,8 @@ from benchmarks.gpu_times import Row
 from benchmarks.kernels import checks
 from benchmarks.kernels.registry import NAMES as KERNELS
 from megatron_rl.errors import ExitCode
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.backends import Attention
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors, mean_squares, token_errors
@@ -45,8 +46,8 @@ LONG_ON_CPU = Layout.of_groups([(150, [90, 1, 70])])
 # Groups that `cudnn` computes in batched calls, and whose lengths are not those of blocks.
 EQUAL = Layout.of_groups([(200, [130] * 4), (200, [130] * 4), (77, [91] * 2)])
 REPEATED = Layout.of_groups([(2100, [300] * 8), (64, [500, 3])])
-# Backends that must give the same again; merge and gather add gradients up in no fixed order there, and flex and cudnn
-# promise nothing.
+# Backends that must give the same again; merge and gather add gradients up in no fixed order there, and cudnn
+# promises nothing.
 SAME_BITS = ("triton", "flash")
 FP32_BOUND = 2.4e-6
 # One draw's largest error is luck: it moves by a factor of two between draws. A token's mean error over these does not.

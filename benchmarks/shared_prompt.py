@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import report, shared_prompt_step
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.gated_delta import gated_delta_rule
 from megatron_rl.ops.gated_delta.convolution import causal_convolution
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend, find_backend
+from megatron_rl.ops.shared_prompt import BACKENDS, choose_backend
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.trainer.data.packing import pack_groups, separate_responses
 from tests.ranks import run_ranks
@@ -125,7 +126,7 @@ def main() -> None:
 def layout_times() -> list[float]:
     """Time a large micro-batch's layout, with everything that attention looks up of it; in milliseconds."""
     groups = [Group.ragged(512 + number, 256, 16) for number in range(64)]
-    prepare = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).prepare
+    prepare = BACKENDS.find(choose_backend("auto", Conditions("cpu", torch.float32)).name).prepare
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -153,7 +154,7 @@ def backend_times(group: Group, window: int | None) -> dict[str, list[float]]:
 def compare(group: Group, dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)) -> list[float]:
     """Return the speed-ups of the shared prompt, round by round; `dims` are the widths of keys and of values."""
     layout = Layout.of_groups([(group.prompt, group.responses)])
-    attention = find_backend(choose_backend("auto", Conditions("cpu", torch.float32)).name).attention
+    attention = BACKENDS.find(choose_backend("auto", Conditions("cpu", torch.float32)).name).attention
     ways = {
         "shared": Way(layout.num_tokens, lambda q, k, v: attention(q, k, v, layout, dims[0] ** -0.5, None), dims),
         "looped": Way(sum(group.sequences), lambda q, k, v: one_by_one(q, k, v, group.sequences), dims),

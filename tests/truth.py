@@ -37,6 +37,16 @@ def error_over_bound(ours: torch.Tensor, theirs: torch.Tensor, truth: torch.Tens
     return _over_bound(distance(ours, truth), distance(theirs, truth), _largest(truth), theirs.dtype)
 
 
+def assert_near(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> None:
+    """Check the results of kernels; in half precision they may be at most twice as far off, since they round once."""
+    for place, (one, other, exact) in enumerate(zip(ours, theirs, truth, strict=True)):
+        if one.dtype is torch.float32:
+            assert error_over_bound(one, other, exact) <= 1, place
+        else:
+            assert one.dtype == other.dtype
+            assert distance(one, exact) <= FACTOR * distance(other, exact), place
+
+
 def mean_over_bound(ours: float, theirs: torch.Tensor, truth: torch.Tensor) -> float:
     """Return the same for a mean, which may be as far off as a term of it; `theirs` and `truth` are the terms."""
     return weighted_over_bound(ours, truth.mean().item(), theirs, truth)

@@ -63,7 +63,7 @@ def list_heads(sizes: Sequence[tuple[int, int, int, int, bool]]) -> Iterator[Com
             f"{'' if with_norms else ', without norms'}",
             names,
             functools.partial(divide, "triton"),
-            functools.partial(divide, "naive"),
+            functools.partial(divide, "torch"),
             _draw(*shapes),
             num_bytes=(2 * size, (3 if with_norms else 2) * size),
         )

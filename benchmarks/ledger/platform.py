@@ -22,6 +22,7 @@ from benchmarks.ledger.counting import ATTENTION, Call, Entry, Kind, active, ans
 from benchmarks.ledger.regions import as_one_launch, as_part
 from megatron_rl import platforms
 from megatron_rl.ops import log_probs, shared_prompt
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt.backends import gather
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables
@@ -229,8 +230,8 @@ def _gather_in_one_call(
     return gather._attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
 
 
-def _refuse_as_on_a_gpu(device: str, dtype: torch.dtype) -> str | None:
-    return refuse_triton("cuda" if device == DEVICE.type else device, dtype)
+def _refuse_as_on_a_gpu(conditions: Conditions) -> str | None:
+    return refuse_triton("cuda" if conditions.device == DEVICE.type else conditions.device, conditions.dtype)
 
 
 def count_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -1,6 +1,7 @@
 """The backends of a run's operations, and the measured times of attention from which `auto` chooses."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import UsageError
-from megatron_rl.ops import elementwise, gated_delta, log_probs, qkv, shared_prompt
-from megatron_rl.ops.choice import Choice
+from megatron_rl.ops import shared_prompt
+from megatron_rl.ops.backends import Choice, Conditions
+from megatron_rl.ops.operations import OPERATIONS
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import BY_CHIP, FLAG, read_blocks
 from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times
 from megatron_rl.types import Architecture
@@ -29,41 +31,13 @@ def choose_backends(
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     if settings.rollout.is_batch_invariant and device == "cpu":
         return _choose_invariant(settings)
-    conditions = shared_prompt.Conditions(
-        device,
-        dtype,
-        architecture.sliding_window,
-        architecture.kv_channels,
-        architecture.value_channels,
-        architecture.has_sinks,
-    )
+    conditions = Conditions.of(device, dtype, architecture)
     settings = _choose_attention(settings, architecture, chip, report, conditions)
-    settings = _choose_backend(
-        settings, "model.output_layer_backend", report, lambda name: log_probs.choose_backend(name, device, dtype)
-    )
-    width = architecture.hidden_size
-    settings = _choose_backend(
-        settings,
-        "model.elementwise_backend",
-        report,
-        lambda name: elementwise.choose_backend(name, device, dtype, width),
-    )
-    settings = _choose_backend(
-        settings,
-        "model.qkv_backend",
-        report,
-        lambda name: qkv.choose_backend(
-            name, device, dtype, architecture.kv_channels, architecture.latents is not None
-        ),
-    )
-    if architecture.linear is None:
-        return settings
-    return _choose_backend(
-        settings,
-        "model.linear_attention_backend",
-        report,
-        lambda name: gated_delta.choose_backend(name, device, dtype),
-    )
+    for target, backends in OPERATIONS.items():
+        if target != "attention.backend" and backends.is_used(conditions):
+            choose = functools.partial(backends.choose, conditions=conditions)
+            settings = _choose_backend(settings, target, report, choose)
+    return settings
 
 
 def _choose_invariant(settings: DraftSettings) -> DraftSettings:
@@ -78,7 +52,7 @@ def _choose_attention(
     architecture: Architecture,
     chip: str | None,
     report: Report,
-    conditions: shared_prompt.Conditions,
+    conditions: Conditions,
 ) -> DraftSettings:
     """Return the settings with the backend of attention, from measured times if there are any, and its blocks."""
     try:

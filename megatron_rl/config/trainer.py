@@ -96,7 +96,7 @@ class LoraConfig:
 class AttentionConfig:
     """Attention of a group's responses to their prompt."""
 
-    backend: Literal["auto", "merge", "gather", "triton", "flash", "flex", "cudnn", "naive"] = own_flag(
+    backend: Literal["auto", "merge", "gather", "triton", "flash", "cudnn", "naive"] = own_flag(
         "auto",
         "The implementation of shared-prompt attention; `auto` selects the fastest that can run.",
         "--shared-prompt-backend",

@@ -7,15 +7,14 @@ Letters: N elements.
 """
 
 import collections
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron_rl.errors import PlatformError
+from megatron_rl.ops.backends import Example
 
-# The operation rounds in another order. So its distance from the truth may be this factor times the distance of torch's
-# own step on the host, plus these units in the last place of the largest number.
-_FACTOR, _UNITS = 3, 2
 _NUM_ELEMENTS, _NUM_STEPS = 1000, 3
 _RATE, _BETAS, _EPSILON, _DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
@@ -71,32 +70,23 @@ def use_one_pass(optimizer: Any) -> None:
         optimizer.__class__ = ours
 
 
-def check_device(device: torch.device) -> None:
-    """Raise a PlatformError if the operation does not compute Adam's steps on this device."""
-    for ours, theirs in ((OnePassAdam, torch.optim.Adam), (OnePassAdamW, torch.optim.AdamW)):
-        host = torch.device("cpu")
-        truth_N = _take_steps(theirs, host, torch.float64)
-        plain_N, found_N = _take_steps(theirs, host, torch.float32), _take_steps(ours, device, torch.float32)
-        largest = truth_N.abs().max()
-        bound = _FACTOR * (plain_N - truth_N).abs().max() / largest + _UNITS * torch.finfo(torch.float32).eps
-        distance = (found_N - truth_N).abs().max() / largest
-        # Written so that NaN raises too.
-        if not distance <= bound:
-            raise PlatformError(
-                f"torch's fused {theirs.__name__} does not compute its steps on {device.type}: parameters are off by "
-                f"{distance:g} of the largest, and rounding explains {bound:g}. Write --elementwise-backend torch, and "
-                "please report this with the output of megatron-rl doctor"
-            )
-
-
-def _take_steps(kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return parameters after some steps, in float64 on the host."""
+def list_examples() -> Iterator[Example]:
+    """Yield steps of each class; the backend `torch` takes torch's own."""
     generator = torch.Generator().manual_seed(0)
     start_N, *grads = (torch.randn(_NUM_ELEMENTS, generator=generator) for _ in range(1 + _NUM_STEPS))
-    parameter_N = torch.nn.Parameter(start_N.to(device, dtype))
-    settings: Any = {"lr": _RATE, "betas": _BETAS, "eps": _EPSILON, "weight_decay": _DECAY}
-    optimizer = kind([parameter_N], **settings)
-    for grad_N in grads:
-        parameter_N.grad = grad_N.to(device, dtype)
-        optimizer.step()
-    return parameter_N.detach().to("cpu", torch.float64)
+
+    def take_steps(
+        theirs: type[torch.optim.Optimizer], name: str, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.nn.Parameter]:
+        parameter_N = torch.nn.Parameter(start_N.to(device, dtype, copy=True))
+        settings: Any = {"lr": _RATE, "betas": _BETAS, "eps": _EPSILON, "weight_decay": _DECAY}
+        optimizer = (theirs if name == "torch" else _OURS[theirs])([parameter_N], **settings)
+        for grad_N in grads:
+            parameter_N.grad = grad_N.to(device, dtype)
+            optimizer.step()
+        return (parameter_N,)
+
+    for theirs in _OURS:
+        compute = functools.partial(take_steps, theirs)
+        # An optimizer's parameters are in fp32, whatever a model computes in.
+        yield Example(f"the steps of {theirs.__name__}", ("the parameter",), compute, dtype=torch.float32)

@@ -10,8 +10,7 @@ import torch
 from megatron.core.transformer.attention import Attention
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.errors import PlatformError
-from megatron_rl.ops.gated_delta import chunks, convolution, trial
+from megatron_rl.ops.gated_delta import chunks, convolution
 from megatron_rl.ops.shared_prompt.layout import ROOT
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.mapping import Mapping
@@ -148,16 +147,3 @@ def test_the_memory_of_linear_layers_is_counted(folder: Path) -> None:
     tensors = Mapping(architecture).manifest()
     assert one.num_parameters == sum(tensor.num_elements for tensor in tensors) + padding
     assert one.device["activations"] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trial_at_start_passes_what_is_right_and_names_what_is_not(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    trial.check_backend("torch", device, dtype, 2, 8, 12)
-    monkeypatch.setattr(chunks, "find_filled_parent", lambda layout, segment: ROOT)
-    trial._LAYOUT._kept.clear()
-    try:
-        with pytest.raises(PlatformError, match="--linear-attention-backend torch does not compute linear layers"):
-            trial.check_backend("torch", device, dtype, 2, 8, 12)
-    finally:
-        trial._LAYOUT._kept.clear()

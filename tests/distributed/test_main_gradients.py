@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.ops import main_gradients, products
+from megatron_rl.ops import main_gradients
 from megatron_rl.trainer.mcore.model import fusions, gpt
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
@@ -83,11 +83,11 @@ def test_a_bf16_layers_gradient_is_added_in_the_product_and_never_exists_in_bf16
     def add(sum_OI: torch.Tensor, a_ON: torch.Tensor, b_NI: torch.Tensor, out_dtype, out) -> torch.Tensor:
         return out.copy_(sum_OI + a_ON.to(out_dtype) @ b_NI.to(out_dtype))
 
-    products._find_addition.cache_clear()
+    main_gradients._find_addition.cache_clear()
     with mock.patch.object(torch, "addmm", add):
         found_OI = before_OI.clone()
         main_gradients.add_weight_gradient(input_SBI, grad_SBO, found_OI)
-    products._find_addition.cache_clear()
+    main_gradients._find_addition.cache_clear()
     assert torch.allclose(found_OI.double(), truth_OI, rtol=0, atol=1e-5)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.ops.shared_prompt import BACKENDS, Conditions
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt import BACKENDS
 from tests import hf_models
 from tests.distributed import parity
 from tests.distributed.layouts import CASES, list_layouts

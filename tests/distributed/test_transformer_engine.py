@@ -81,7 +81,7 @@ def stand_ins_for_kernels() -> Iterator[tuple[mock.MagicMock, mock.MagicMock]]:
     """Compute in torch what Triton's kernels would."""
 
     def split(*given: Any, name: str) -> Any:
-        return split_heads(*given, name="naive")
+        return split_heads(*given, name="torch")
 
     with (
         mock.patch.object(self_attention, "split_heads", side_effect=split) as of_heads,

@@ -1,6 +1,6 @@
 """A model with Megatron's batch-invariant mode, whose kernels run in Triton's interpreter.
 
-test_batch_invariant_mode.py runs this with TRITON_INTERPRET=1.
+test_interpreted.py runs this with TRITON_INTERPRET=1.
 """
 
 import importlib

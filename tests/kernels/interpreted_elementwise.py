@@ -1,11 +1,12 @@
 """The kernels of a layer's element-wise work against their definitions in float64.
 
-test_interpreted.py runs this with TRITON_INTERPRET=1. Memory that kernels do not write is not a number here.
+test_interpreted.py runs this with TRITON_INTERPRET=1.
 
 Letters: N rows, F the width of a gate, E hidden size.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,23 +14,19 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.ops.elementwise import plain, triton_fused
-from megatron_rl.ops.elementwise.trial import check_backend
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.elementwise import BACKENDS, plain, triton_fused
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
-from tests.truth import distance, error_over_bound
+from tests.truth import assert_near, distance, error_over_bound
 
 # The exponential of a large number.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+pytestmark = [
+    pytest.mark.usefixtures("unwritten_memory_is_nan"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def _memory_that_is_not_written_is_not_a_number() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[torch.Tensor]:
@@ -52,23 +49,29 @@ def differentiate(
     return [*(one.detach() for one in results), *(operand.grad for operand in operands)]
 
 
-def assert_near(found: list[torch.Tensor], theirs: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
-    """Check that results are as near to the truth as the definition's in the same precision."""
-    for place, (one, other, exact) in enumerate(zip(found, theirs, truth, strict=True)):
-        assert one.dtype == other.dtype
-        if one.dtype is FP32:
-            assert error_over_bound(one, other, exact) <= 1, place
-        else:
-            assert distance(one, exact) <= 2 * distance(other, exact), place
+def check(
+    name: str,
+    given: list[torch.Tensor],
+    dtype: torch.dtype = FP32,
+    change: Callable[[Any], Any] = lambda operation: operation,
+) -> list[torch.Tensor]:
+    """Check results and gradients of an operation of the kernels, and return them; `change` wraps the operation."""
+    ours, theirs = (change(getattr(module, name)) for module in (triton_fused, plain))
+    found = differentiate(ours, given, dtype)
+    assert_near(found, *(differentiate(theirs, given, precision) for precision in (dtype, torch.float64)))
+    return found
+
+
+def with_eps(add_and_normalize: Any) -> Any:
+    return functools.partial(add_and_normalize, eps=EPS)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (5, 97), (3, 1024), (2, 1500)])
 def test_swiglu_and_its_gradient_are_those_of_the_definition(num_rows: int, width: int, dtype: torch.dtype) -> None:
-    given = draw((num_rows, 1, 2 * width), dtype=dtype)
-    given[0][0, 0, 0] = -100.0
-    results = [differentiate(plain.swiglu, given, precision) for precision in (dtype, torch.float64)]
-    assert_near(differentiate(triton_fused.swiglu, given, dtype), *results)
+    (gates,) = draw((num_rows, 1, 2 * width), dtype=dtype)
+    gates[0, 0, 0] = -100.0
+    check("swiglu", [gates], dtype)
 
 
 @pytest.mark.parametrize(("dtype", "of_weights"), [(FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32)])
@@ -106,40 +109,29 @@ def test_a_residuals_sum_its_norm_and_all_gradients_are_those_of_the_definition(
     num_rows: int, width: int, dtype: torch.dtype
 ) -> None:
     given = draw((num_rows, 1, width), (num_rows, 1, width), (width,), dtype=dtype)
-    results = [
-        differentiate(lambda *operands: plain.add_and_normalize(*operands, EPS), given, precision)
-        for precision in (dtype, torch.float64)
-    ]
-    found = differentiate(lambda *operands: triton_fused.add_and_normalize(*operands, EPS), given, dtype)
+    found = check("add_and_normalize", given, dtype, with_eps)
     # Triton's interpreter rounds numbers in bf16 towards 0.
-    assert dtype is BF16 or torch.equal(found[0], results[0][0])
-    assert_near(found, *results)
+    assert dtype is BF16 or torch.equal(found[0], given[0] + given[1])
 
 
 def test_tensors_with_gaps_and_rows_of_zeros_give_the_same() -> None:
     one_NE, other_NE, weight_E = draw((9, 40), (9, 40), (40,))
     one_NE[3], other_NE[3] = 0, 0
 
-    def on_gaps(operation: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-        def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            one, other, weight = operands
-            total, normed = operation(one[:, ::2], other.t()[::2].t(), weight[:20].clone(), EPS)
-            return total.t(), normed.t()
+    def add_with_gaps(operation: Any) -> Any:
+        def add(one: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            results = operation(one[:, ::2], other.t()[::2].t(), weight[:20].clone(), EPS)
+            return tuple(result.t() for result in results)
 
-        return run
+        return add
 
-    given = [one_NE, other_NE, weight_E]
-    results = [differentiate(on_gaps(plain.add_and_normalize), given, dtype) for dtype in (FP32, torch.float64)]
-    assert_near(differentiate(on_gaps(triton_fused.add_and_normalize), given, FP32), *results)
-    gates = [differentiate(lambda x: plain.swiglu(x.t()).t(), [one_NE[:8]], dtype) for dtype in (FP32, torch.float64)]
-    assert_near(differentiate(lambda x: triton_fused.swiglu(x.t()).t(), [one_NE[:8]], FP32), *gates)
-    given = [one_NE, weight_E]
-
-    def with_gaps(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda rows, weights: operation(rows[:, ::2], weights[::4][:9]).t()
-
-    results = [differentiate(with_gaps(plain.weighted_swiglu), given, dtype) for dtype in (FP32, torch.float64)]
-    assert_near(differentiate(with_gaps(triton_fused.weighted_swiglu), given, FP32), *results)
+    check("add_and_normalize", [one_NE, other_NE, weight_E], change=add_with_gaps)
+    check("swiglu", [one_NE[:8]], change=lambda operation: lambda rows: operation(rows.t()).t())
+    check(
+        "weighted_swiglu",
+        [one_NE, weight_E],
+        change=lambda operation: lambda rows, weights: operation(rows[:, ::2], weights[::4][:9]).t(),
+    )
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -160,21 +152,15 @@ def test_a_sum_or_a_norm_that_nothing_uses_leaves_the_others_gradient(used: int)
 
 def test_rows_that_programs_divide_give_the_same_bits_again_and_all_rows_count() -> None:
     given = draw((50, 30), (50, 30), (30,))
-    truth = differentiate(lambda *operands: plain.add_and_normalize(*operands, EPS), given, torch.float64)
-    theirs = differentiate(lambda *operands: plain.add_and_normalize(*operands, EPS), given, FP32)
     for most, least in ((512, 8), (3, 1), (1, 1), (50, 1)):
         with mock.patch.multiple(triton_fused, _MOST_PROGRAMS=most, _LEAST_ROWS=least):
-            first, second = (
-                differentiate(lambda *operands: triton_fused.add_and_normalize(*operands, EPS), given, FP32)
-                for _ in range(2)
-            )
+            first, second = (check("add_and_normalize", given, change=with_eps) for _ in range(2))
         assert all(map(torch.equal, first, second))
-        assert_near(first, theirs, truth)
 
 
 def test_no_rows_give_nothing_and_a_weights_gradient_of_zero() -> None:
     total, normed, *grads = differentiate(
-        lambda *operands: triton_fused.add_and_normalize(*operands, EPS), draw((0, 1, 8), (0, 1, 8), (8,)), FP32
+        with_eps(triton_fused.add_and_normalize), draw((0, 1, 8), (0, 1, 8), (8,)), FP32
     )
     assert total.shape == normed.shape == grads[0].shape == (0, 1, 8)
     assert torch.equal(grads[2], torch.zeros(8))
@@ -185,7 +171,7 @@ def test_no_rows_give_nothing_and_a_weights_gradient_of_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_the_kernels_pass_their_trial(dtype: torch.dtype) -> None:
-    check_backend("triton", torch.device("cpu"), dtype)
+    BACKENDS.check("triton", Conditions("cpu", dtype, head_dim=64))
 
 
 def test_a_norm_takes_its_own_result_for_the_very_sum_once_and_only_with_the_gradient_it_needs() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.join import AttentionPart, join, join_plainly
+from megatron_rl.ops.shared_prompt.backends.cudnn import AttentionPart, join, join_plainly
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -1,11 +1,13 @@
 """torch_npu's fused attention as its documentation has it, computed by the definition: only the TND layout.
 
-Letters: N rows of queries, M rows of keys, H query heads, D head dimension.
+Letters: N rows of queries, H query heads, D head dimension.
 """
 
 import itertools
 
 import torch
+
+from tests.kernels.called_attention import attend, differentiate
 
 NO_LIMIT = 2147483647
 
@@ -43,20 +45,15 @@ class NpuOperators:
         is_causal = _is_causal(atten_mask, sparse_mode)
         self.num_calls += 1
         out_NHD = torch.zeros_like(query)
-        greatest, total = [], []
+        statistics: tuple[list[torch.Tensor], ...] = ([], [])
         for queries, keys in sequences:
-            scores_HNM = _scores(query[queries], key[keys], scale, is_causal)
-            greatest_HN = scores_HNM.amax(-1)
-            weights_HNM = torch.exp(scores_HNM - greatest_HN.unsqueeze(-1))
-            total_HN = weights_HNM.sum(-1)
-            v_HMD = _per_query_head(value[keys], head_num)
-            out_NHD[queries] = ((weights_HNM / total_HN.unsqueeze(-1)) @ v_HMD).transpose(0, 1).to(out_NHD.dtype)
-            greatest.append(greatest_HN.reshape(-1))
-            total.append(total_HN.reshape(-1))
-        statistics = [
-            torch.cat(parts).view(len(query), head_num, 1).repeat(1, 1, 8) for parts in (greatest, total)
-        ]  # fmt: skip
-        return out_NHD, statistics[0], statistics[1], torch.empty(0), 0, 0, 0
+            inputs = (query[queries], key[keys], value[keys])
+            out_HND, *parts = attend(*(tensor.transpose(0, 1) for tensor in inputs), is_causal, scale)
+            out_NHD[queries] = out_HND.transpose(0, 1).to(out_NHD.dtype)
+            for numbers, part_HN in zip(statistics, parts, strict=True):
+                numbers.append(part_HN.reshape(-1))
+        greatest, total = (torch.cat(parts).view(len(query), head_num, 1).repeat(1, 1, 8) for parts in statistics)
+        return out_NHD, greatest, total, torch.empty(0), 0, 0, 0
 
     def npu_fusion_attention_grad(
         self,
@@ -98,22 +95,12 @@ class NpuOperators:
         gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
         for queries, keys in sequences:
             part = slice(queries.start * head_num, queries.stop * head_num)
-            greatest_HN1, total_HN1 = (
-                statistic.view(-1, 8)[part, :1].view(head_num, -1, 1) for statistic in (softmax_max, softmax_sum)
-            )
-            weights_HNM = torch.exp(_scores(query[queries], key[keys], scale_value, is_causal) - greatest_HN1)
-            weights_HNM = weights_HNM / total_HN1
-            dy_HND, out_HND, q_HND = (
-                tensor[queries].transpose(0, 1).float() for tensor in (dy, attention_in, query)
-            )  # fmt: skip
-            k_HMD, v_HMD = (_per_query_head(tensor[keys], head_num) for tensor in (key, value))
-            delta_HN1 = (dy_HND * out_HND).sum(-1, keepdim=True)
-            grad_scores_HNM = weights_HNM * (dy_HND @ v_HMD.mT - delta_HN1) * scale_value
-            gradients[0][queries] = (grad_scores_HNM @ k_HMD).transpose(0, 1).to(query.dtype)
-            parts = (grad_scores_HNM.mT @ q_HND, weights_HNM.mT @ dy_HND)
-            for gradient, part_HMD in zip(gradients[1:], parts, strict=True):
-                part_GMD = part_HMD.unflatten(0, (key.shape[1], -1)).sum(1)
-                gradient[keys] = part_GMD.transpose(0, 1).to(gradient.dtype)
+            greatest_HN, total_HN = (one.view(-1, 8)[part, 0].view(head_num, -1) for one in (softmax_max, softmax_sum))
+            inputs = (dy[queries], query[queries], key[keys], value[keys], attention_in[queries])
+            rows = (tensor.transpose(0, 1) for tensor in inputs)
+            parts = differentiate(*rows, greatest_HN + total_HN.log(), is_causal, scale_value)
+            for gradient, of_call, place in zip(gradients, parts, (queries, keys, keys), strict=True):
+                gradient[place] = of_call.transpose(0, 1).to(gradient.dtype)
         return (*gradients, torch.empty(0))
 
 
@@ -150,16 +137,3 @@ def _is_causal(atten_mask: torch.Tensor | None, sparse_mode: int) -> bool:
     assert atten_mask.dtype == torch.bool
     assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
     return True
-
-
-def _scores(q_NHD: torch.Tensor, k_MGD: torch.Tensor, scale: float, is_causal: bool) -> torch.Tensor:
-    scores_HNM = q_NHD.transpose(0, 1).float() @ _per_query_head(k_MGD, q_NHD.shape[1]).mT * scale
-    if is_causal:
-        num_rows, num_keys = scores_HNM.shape[1:]
-        visible_NM = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
-        scores_HNM = scores_HNM.masked_fill(~visible_NM, float("-inf"))
-    return scores_HNM
-
-
-def _per_query_head(rows_MGD: torch.Tensor, num_heads: int) -> torch.Tensor:
-    return rows_MGD.repeat_interleave(num_heads // rows_MGD.shape[1], 1).transpose(0, 1).float()

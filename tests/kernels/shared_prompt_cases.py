@@ -86,6 +86,13 @@ class Case:
         """Compute the same by the definition, in float64."""
         return self.run(BACKENDS["naive"].attention, torch.float64)
 
+    def assert_near(self, attention: Attention) -> None:
+        """Check that each error is at most twice the definition's in the same precision."""
+        exact = self.exact()
+        naive = errors(self.run(BACKENDS["naive"].attention), exact)
+        for name, error in errors(self.run(attention), exact).items():
+            assert error <= 2 * naive[name] + 1e-12, (name, error, naive[name])
+
 
 def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
     """Return the largest error of each tensor."""

@@ -1,7 +1,7 @@
-"""The backends of a layer's element-wise work: their choice, their trial, and the kernels, interpreted and compiled."""
+"""Element-wise work in models and in layers of Megatron, and what programs divide."""
 
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,73 +13,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.config.trainer import ModelConfig
-from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops.choice import Choice
-from megatron_rl.ops.elementwise import BACKENDS, choose_backend, plain, triton_fused
-from megatron_rl.ops.elementwise.trial import check_backend
+from megatron_rl.ops.elementwise import plain, triton_fused
 from megatron_rl.trainer.mcore.model.fusions import SwigluExperts, SwigluMLP, SwigluSharedExperts, fuse_layers
-from tests.kernels.processes import compile_kernels, run_module
-
-BF16 = torch.bfloat16
-CPU = torch.device("cpu")
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("which", ["few", pytest.param("more", marks=pytest.mark.slow)])
-def test_models_with_interpreted_kernels_are_those_of_transformers(which: str) -> None:
-    # In a process of its own: Triton decides whether to interpret when it is first imported.
-    run_module("pytest", "-q", "-k", which, "tests/kernels/interpreted_elementwise_models.py", TRITON_INTERPRET="1")
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("which", "targets", "num_kernels"),
-    [
-        ("few", ("80", "90", "100", "gfx942"), 16),
-        pytest.param("all", ("80", "86", "89", "90", "100", "120", "gfx942"), 48, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_kernels_spill_nothing_and_load_16_bytes_at_once(
-    which: str, targets: tuple[str, ...], num_kernels: int
-) -> None:
-    found = compile_kernels("tests.kernels.compiled_elementwise", which, *targets)
-    assert len(found) == num_kernels * len(targets)
-    for kernel in found:
-        assert kernel["stack"] == 0, kernel
-        assert kernel["num_atomics"] == 0, kernel
-        assert kernel["num_wide_loads"] > 0, kernel
-
-
-def test_the_flag_offers_auto_and_every_backend() -> None:
-    assert get_args(get_type_hints(ModelConfig)["elementwise_backend"]) == ("auto", *BACKENDS)
-
-
-def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot() -> None:
-    def choose(device: str, dtype: torch.dtype, hidden_size: int = 4096) -> str:
-        choice = choose_backend("auto", device, dtype, hidden_size)
-        (note,) = choice.notes
-        return note.removeprefix("--elementwise-backend auto takes ")
-
-    assert choose("cuda", BF16) == choose("cuda", torch.float32, 8192) == "triton"
-    assert choose("npu", BF16) == choose("cpu", torch.float32) == "torch"
-    assert choose("cuda", torch.float64) == "torch; not triton: it supports fp32, fp16 and bf16 only"
-    wide = "its rows have at most 8,192 columns, and the hidden size is 16,384"
-    assert choose("cuda", BF16, 16_384) == f"torch; not triton: {wide}"
-
-
-def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert choose_backend("torch", "cuda", BF16, 4096) == Choice("torch")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):
-        choose_backend("triton", "cpu", BF16, 4096)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_backend("triton", "cpu", BF16, 4096) == Choice("triton")
-    assert choose_backend("auto", "cpu", BF16, 4096).name == "torch"
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, triton_fused.MOST_HIDDEN_SIZE))
@@ -90,38 +25,6 @@ def test_programs_have_all_rows_and_whole_rows_and_at_most_16_columns_a_thread(n
     sizes = triton_fused.choose_sizes(width)
     assert width <= sizes["COLUMNS"] <= 16 * 32 * sizes["num_warps"]
     assert sizes["num_warps"] <= 16
-
-
-def halve_gradient(out: torch.Tensor) -> torch.Tensor:
-    return out.detach() + 0.5 * (out - out.detach())
-
-
-@pytest.mark.parametrize(
-    ("operation", "spoil", "what"),
-    [
-        ("swiglu", lambda out: out * 1.1, "SwiGLU"),
-        ("swiglu", halve_gradient, "SwiGLU"),
-        ("weighted_swiglu", lambda out: out * 1.1, "SwiGLU of experts"),
-        ("weighted_swiglu", halve_gradient, "SwiGLU of experts"),
-        ("add_and_normalize", lambda out: (out[0], out[1] * 1.1), "a residual with its norm"),
-        (
-            "add_and_normalize",
-            lambda out: (out[0].detach() + 0.5 * (out[0] - out[0].detach()), out[1]),
-            "a residual with its norm",
-        ),
-        ("add_and_normalize", lambda out: (out[0], out[1] + torch.nan), "a residual with its norm"),
-    ],
-)
-def test_a_backend_that_computes_something_else_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, operation: str, spoil, what: str
-) -> None:
-    for name in ("swiglu", "weighted_swiglu", "add_and_normalize"):
-        monkeypatch.setattr(triton_fused, name, getattr(plain, name))
-    check_backend("triton", CPU, BF16)
-    right = getattr(plain, operation)
-    monkeypatch.setattr(triton_fused, operation, lambda *operands: spoil(right(*operands)))
-    with pytest.raises(PlatformError, match=f"--elementwise-backend triton does not compute {what} on cpu"):
-        check_backend("triton", CPU, BF16)
 
 
 def test_experts_share_one_swiglu_and_each_row_goes_through_its_own_expert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 
-from megatron_rl.errors import UsageError
-from megatron_rl.ops import gated_delta
-from megatron_rl.ops.choice import Choice
-from megatron_rl.ops.gated_delta import choose_backend, gated_delta_rule
+from megatron_rl.ops.gated_delta import gated_delta_rule
 from megatron_rl.ops.gated_delta.convolution import causal_convolution
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.drawn_layouts import layouts
@@ -220,16 +217,3 @@ def test_flash_linear_attention_is_called_once_for_each_level_of_segments(layout
     assert [call["initial_state"] is None for call in flash_linear] == [True] + [False] * (depth - 1)
     # No state is asked for that nothing begins with.
     assert [call["output_final_state"] for call in flash_linear] == [True] * (depth - 1) + [False]
-
-
-def test_auto_takes_the_package_on_cuda_and_says_why_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = "--linear-attention-backend"
-    assert choose_backend("auto", "cpu", FP32) == Choice("torch", (f"{flag} auto takes torch",))
-    reason = "flash-linear: flash-linear-attention is not installed"
-    assert choose_backend("auto", "cuda", BF16) == Choice("torch", (f"{flag} auto takes torch; not {reason}",))
-    monkeypatch.setattr(gated_delta.flash_linear.importlib.util, "find_spec", lambda name: name)
-    assert choose_backend("auto", "cuda", BF16).name == "flash-linear"
-    with pytest.raises(UsageError, match=r"cannot run here \(it needs --bf16 or --fp16\): write torch, or auto"):
-        choose_backend("flash-linear", "cuda", FP32)
-    with pytest.raises(UsageError, match="has no kernels for cpu"):
-        choose_backend("flash-linear", "cpu", BF16)

@@ -1,7 +1,4 @@
-"""The kernels in Triton's interpreter: the tests of the files `interpreted_*.py` beside this one.
-
-Models have ranks of their own, whose tests start the files `interpreted_*_models.py`.
-"""
+"""The kernels in Triton's interpreter: the tests of the files `interpreted_*.py` beside this one."""
 
 import dataclasses
 from pathlib import Path
@@ -9,12 +6,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.kernels.processes import run_to_end
+from tests.kernels.processes import run_module, run_to_end
 
 pytestmark = [pytest.mark.each_change, pytest.mark.timeout(900)]
 
 FOLDER = Path(__file__).parent
-NAMES = sorted(path.stem for path in FOLDER.glob("interpreted_*.py") if not path.stem.endswith("_models"))
+# Models have ranks of their own.
+OF_MODELS = ("interpreted_batch_invariant_mode", "interpreted_models")
+NAMES = sorted({path.stem for path in FOLDER.glob("interpreted_*.py")} - {*OF_MODELS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +54,15 @@ def test_slow_tests_of_interpreted_kernels_pass() -> None:
     files = [str(FOLDER / f"{name}.py") for name in NAMES]
     done = run_to_end("pytest", "-q", "-m", "slow", *files, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [
+        ("interpreted_batch_invariant_mode", ""),
+        ("interpreted_models", "few"),
+        pytest.param("interpreted_models", "more or heads", marks=pytest.mark.slow),
+    ],
+)
+def test_models_with_interpreted_kernels_are_those_of_transformers(name: str, tests: str) -> None:
+    run_module("pytest", "-q", "-k", tests, str(FOLDER / f"{name}.py"), TRITON_INTERPRET="1")

@@ -1,108 +1,18 @@
-"""The backends of the output layer: their choice, their blocks, and the kernels, compiled."""
+"""The output layer: the blocks of its backends, and where its gradients are added."""
 
-import dataclasses
 import logging
-from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.trainer import ModelConfig
-from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops import products
-from megatron_rl.ops.choice import Choice
-from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, choose_backend, output_log_probs, plain, triton_fused
-from megatron_rl.ops.log_probs.trial import check_backend
-from megatron_rl.trainer.loop.settling import settle_output_layer
-from tests.kernels.processes import compile_kernels
-from tests.processes import run_python
+from megatron_rl.ops import main_gradients
+from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs, plain, triton_fused
 
-FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
-CPU = torch.device("cpu")
+FP32, BF16 = torch.float32, torch.bfloat16
 numbers_of_rows = st.integers(1, 1 << 20)
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("words", "number"),
-    [
-        (("80", "90", "100", "gfx942"), 4 * 12),
-        pytest.param(
-            ("80", "86", "89", "90", "100", "120", "gfx942", "--all"), 7 * 36, id="all", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_compiled_kernels_spill_nothing_divide_exactly_and_load_16_bytes_at_once(
-    words: tuple[str, ...], number: int
-) -> None:
-    found = compile_kernels("tests.kernels.compiled_output_layer", *words)
-    assert len(found) == number
-    for kernel in found:
-        assert kernel["stack"] == 0, kernel
-        assert kernel["num_atomics"] == 0, kernel
-        assert (kernel["num_divisions"] > 0) == kernel["is_scaled"], kernel
-        assert (kernel["num_wide_loads"] > 0) == (kernel["kernel"] != "join_kernel"), kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class StandIn:
-    """The settings that a trial reads."""
-
-    model: ModelConfig
-    sources: dict[str, str]
-    transformer: Any
-
-
-def test_the_flag_offers_auto_and_every_backend() -> None:
-    assert get_args(get_type_hints(ModelConfig)["output_layer_backend"]) == ("auto", *BACKENDS)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "name"),
-    [
-        ("cuda", BF16, "triton"),
-        ("cuda", torch.float16, "triton"),
-        ("cuda", FP32, "triton"),
-        ("cuda", FP64, "torch"),
-        ("npu", BF16, "torch"),
-        ("cpu", FP32, "torch"),
-    ],
-)
-def test_auto_takes_the_kernels_on_cuda_and_says_why_where_it_cannot(
-    device: str, dtype: torch.dtype, name: str
-) -> None:
-    choice = choose_backend("auto", device, dtype)
-    assert choice.name == name
-    reason = "; not triton: it supports fp32, fp16 and bf16 only" if (device, dtype) == ("cuda", FP64) else ""
-    assert choice.notes == (f"--output-layer-backend auto takes {name}{reason}",)
-
-
-def test_a_backend_that_was_asked_for_is_taken_or_is_an_error_that_says_what_to_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert choose_backend("torch", "cuda", BF16) == Choice("torch")
-    with pytest.raises(UsageError, match=r"triton cannot run here \(it is not known to work on npu\): write torch"):
-        choose_backend("triton", "npu", BF16)
-    with pytest.raises(UsageError, match="on the CPU it needs Triton's interpreter, TRITON_INTERPRET=1"):
-        choose_backend("triton", "cpu", BF16)
-
-
-def test_without_the_package_triton_the_output_layer_runs_in_torch() -> None:
-    code = """
-        import sys
-        sys.modules["triton"] = None
-        import torch
-        from megatron_rl.ops.log_probs import choose_backend
-        print(choose_backend("auto", "cuda", torch.bfloat16).notes[0])
-    """
-    expected = "--output-layer-backend auto takes torch; not triton: the package triton is not installed"
-    assert run_python(code).splitlines()[-1] == expected
 
 
 def compute(backend: str) -> list[torch.Tensor]:
@@ -133,7 +43,6 @@ def test_the_weights_gradient_is_added_to_its_main_gradient_block_by_block(is_ti
 
 def test_auto_gives_the_bits_of_torch_on_a_cpu_even_where_triton_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_backend("triton", "cpu", BF16) == Choice("triton")
     assert all(torch.equal(one, other) for one, other in zip(compute("auto"), compute("torch"), strict=True))
 
 
@@ -188,12 +97,12 @@ def test_a_product_is_added_without_rounding_where_torch_can_and_the_log_says_wh
                 patched.setattr(torch, "addmm", add)
             if level > 0:
                 patched.setattr(torch, "mm", multiply)
-            products._find_addition.cache_clear()
+            main_gradients._find_addition.cache_clear()
             found_NE = sum_NE.clone()
             for _ in range(2):
                 found_NE.copy_(sum_NE)
-                products.add_product(found_NE, a_NC, b_CE)
-        products._find_addition.cache_clear()
+                main_gradients.add_product(found_NE, a_NC, b_CE)
+        main_gradients._find_addition.cache_clear()
         return found_NE, [record.getMessage().split(":")[0] for record in caplog.records]
 
     what = "does not sum products of torch.bfloat16 in torch.float32 on cpu"
@@ -204,66 +113,3 @@ def test_a_product_is_added_without_rounding_where_torch_can_and_the_log_says_wh
     assert find(1)[1] == notes[:1]
     assert torch.equal(find(0)[0], rounded_NE)
     assert find(0)[1] == notes
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_torchs_operations_pass_their_trial(dtype: torch.dtype) -> None:
-    check_backend("torch", CPU, dtype)
-
-
-@pytest.mark.parametrize(
-    ("operation", "spoil", "what"),
-    [
-        ("add_block", lambda given: given["statistics"].sum_N.mul_(1.2), "log-probs"),
-        ("add_block", lambda given: given["statistics"].moment_N.mul_(1.5), "entropies"),
-        ("add_block", lambda given: given["statistics"].sum_N[3:4].fill_(torch.nan), "log-probs"),
-        ("add_product", lambda given: given["sum_NE"].mul_(1.1), "the gradient of hidden states"),
-        ("differentiate_block", lambda given: given["result"].mul_(1.1), "the gradient of hidden states"),
-        ("differentiate_block", lambda given: given["result"][:, 7:9].zero_(), "the gradient of the weight"),
-    ],
-)
-def test_a_backend_that_computes_something_else_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, operation: str, spoil, what: str
-) -> None:
-    right = getattr(plain, operation)
-
-    def wrong(*given: torch.Tensor) -> torch.Tensor:
-        result = right(*given)
-        names = right.__code__.co_varnames[: right.__code__.co_argcount]
-        spoil({**dict(zip(names, given, strict=True)), "result": result})
-        return result
-
-    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(plain.BACKEND, **{operation: wrong}))
-    with pytest.raises(PlatformError, match=f"backend triton does not compute log-probs on cpu: {what} is off by"):
-        check_backend("triton", CPU, BF16)
-
-
-def test_auto_takes_torch_if_the_kernels_fail_their_trial_and_named_kernels_are_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def settle(source: str) -> tuple[str, list[str]]:
-        session: Any = SimpleNamespace(device=CPU, gather_or_raise_everywhere=lambda find_fault: [find_fault()])
-        settings: Any = StandIn(
-            ModelConfig(output_layer_backend="triton"),
-            {"model.output_layer_backend": source},
-            SimpleNamespace(params_dtype=BF16),
-        )
-        said: list[str] = []
-        return settle_output_layer(settings, session, said.append).model.output_layer_backend, said
-
-    auto, named = "--output-layer-backend auto takes triton", "--output-layer-backend triton"
-    monkeypatch.setitem(BACKENDS, "triton", plain.BACKEND)
-    assert settle(auto) == settle(named) == ("triton", [])
-    monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(plain.BACKEND, add_product=lambda *given: None))
-    backend, (line,) = settle(auto)
-    assert backend == "torch"
-    assert line.startswith("--output-layer-backend auto takes torch after a trial: --output-layer-backend triton does")
-    assert "the gradient of hidden states is off by" in line
-    with pytest.raises(PlatformError, match="triton does not compute log-probs on cpu"):
-        settle(named)
-    # Operations of torch that fail end the run.
-    monkeypatch.setattr(
-        "megatron_rl.ops.log_probs.trial.check_backend", mock.Mock(side_effect=PlatformError("no sums"))
-    )
-    with pytest.raises(PlatformError, match="every choice fails its trial: no sums; no sums"):
-        settle(auto)

@@ -8,14 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops.shared_prompt import Conditions
-from megatron_rl.ops.shared_prompt.backends import triton_fused
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import FEW_PARTS, MOST_PARTS, SHORT_ITEM, TILE, TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.drawn_layouts import layouts
-from tests.kernels.processes import compile_kernels
-from tests.processes import run_python
 
 tile_sizes = st.integers(1, 5)
 short_items = st.one_of(st.none(), st.integers(1, 9))
@@ -120,41 +116,6 @@ def test_tables_have_the_layout_that_compiled_kernels_expect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("conditions", "reason"),
-    [
-        (Conditions("cuda", torch.bfloat16), None),
-        (Conditions("cuda", torch.float16), None),
-        (Conditions("cuda", torch.float32), None),
-        (Conditions("cuda", torch.float64), "fp32, fp16 and bf16"),
-        (Conditions("cuda", torch.bfloat16, window=4, has_sinks=True), None),
-        (Conditions("cuda", torch.bfloat16, head_dim=192, value_dim=128), None),
-        (Conditions("cuda", torch.bfloat16, head_dim=64, value_dim=512), "and the model's are 512 wide"),
-        (Conditions("npu", torch.bfloat16), "not known to work on npu"),
-        (Conditions("cpu", torch.float32), "needs Triton's interpreter, TRITON_INTERPRET=1"),
-    ],
-)
-def test_triton_says_why_it_cannotrun_module(
-    conditions: Conditions, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    found = triton_fused.refusal(conditions)
-    assert found == reason or (reason is not None and found is not None and reason in found)
-
-
-def test_without_the_package_triton_the_other_backends_remain() -> None:
-    code = """
-        import sys
-        sys.modules["triton"] = None
-        import torch
-        from megatron_rl.ops.shared_prompt import BACKENDS, Conditions, choose_backend
-        conditions = Conditions("cuda", torch.bfloat16)
-        print(choose_backend("auto", conditions).name)
-        print(BACKENDS["triton"].refusal(conditions))
-    """
-    assert run_python(code).splitlines()[-2:] == ["gather", "the package triton is not installed"]
-
-
-@pytest.mark.parametrize(
     ("properties", "queries"),
     [
         ({"major": 9, "shared_memory_per_block_optin": 232448}, 128),
@@ -173,29 +134,3 @@ def test_blocks_of_wide_heads_follow_from_the_memory_of_the_device(
     finally:
         find_chip.cache_clear()
     assert choose_blocks(256, torch.bfloat16, chip).forward.queries == queries
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("dtypes", "head_dims", "targets"),
-    [
-        pytest.param(("bf16",), (128,), ("90", "gfx942"), id="the usual ones"),
-        pytest.param(("bf16",), (256,), ("86",), id="the tightest one"),
-        pytest.param(
-            ("bf16", "fp16", "fp32"), (64, 96, 128, 256, "192x128"), ("80", "86", "89", "90", "100", "120", "gfx942"),
-            id="all", marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_compiled_kernels_fit_into_registers_and_shared_memory_of_each_chip(
-    dtypes: tuple[str, ...], head_dims: tuple[int | str, ...], targets: tuple[str, ...]
-) -> None:
-    arguments = ("--dtypes", *dtypes, "--head-dims", *map(str, head_dims), "--targets", *targets)
-    found = compile_kernels("tests.kernels.compiled_triton", *arguments)
-    assert len(found) == 4 * len(dtypes) * len(head_dims) * len(targets)
-    for kernel in found:
-        assert kernel["shared_memory"] <= kernel["most_shared_memory"], kernel
-        if kernel["dtype"] != "fp32":
-            assert kernel["stack"] <= 64, kernel
-            assert kernel["num_tensor_core_instructions"] > 0 or kernel["kernel"] == "sum_kernel"

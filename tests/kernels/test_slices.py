@@ -6,28 +6,6 @@ import pytest
 import torch
 
 from megatron_rl.ops.slices import Slice, build_digester, list_reasons_against_kernels, naive
-from tests.kernels.processes import compile_kernels
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("words", "number"),
-    [
-        (("90", "gfx942"), 2 * 18),
-        pytest.param(
-            ("80", "86", "89", "90", "100", "120", "gfx942", "--all"), 7 * 36, id="all", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_compiled_kernels_spill_at_most_two_numbers_and_add_each_lane_of_a_task_at_once(
-    words: tuple[str, ...], number: int
-) -> None:
-    found = compile_kernels("tests.kernels.compiled_slices", *words)
-    assert len(found) == number
-    for kernel in found:
-        assert kernel["stack"] <= 16, kernel
-        assert kernel["num_atomics"] == (2 if kernel["kernel"] == "digest" else 0), kernel
 
 
 def test_without_kernels_the_naive_twin_digests_and_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

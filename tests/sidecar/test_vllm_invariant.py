@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.ops.shared_prompt import find_backend
+from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.sidecar.vllm import invariant
 from tests.kernels.shared_prompt_cases import Case
@@ -27,7 +27,7 @@ def test_an_engine_that_reads_in_parts_has_the_bits_of_the_trainers_pack() -> No
     block_size, dtype = 64, torch.float32
     layout = Layout.of_groups([(130, []), (9, []), (65, [])])
     case = Case.draw(layout, (4, 2), 32, dtype)
-    whole = find_backend("invariant").attention(case.q_THD, case.k_TGD, case.v_TGD, layout, case.scale)
+    whole = BACKENDS.find("invariant").attention(case.q_THD, case.k_TGD, case.v_TGD, layout, case.scale)
     # Memory that nothing was written to.
     cache = torch.full((9, 2, block_size, 64), float("nan"))
     requests = [Request([7, 2, 4], 0, 130), Request([5], 130, 9), Request([0, 8], 139, 65)]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.ops import adam
+from megatron_rl.ops import adam, elementwise
+from megatron_rl.ops.backends import Conditions, FunctionBackend
 from tests.truth import error_over_bound
 
 FP64, FP32 = torch.float64, torch.float32
@@ -114,7 +115,9 @@ def test_optimizers_that_one_pass_does_not_cover_keep_torchs_step() -> None:
 def test_an_operation_that_computes_something_else_is_refused_with_what_to_write(
     spoil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adam.check_device(torch.device("cpu"))
+    monkeypatch.setitem(elementwise.BACKENDS, "triton", FunctionBackend(elementwise.plain))
+    conditions = Conditions("cpu", torch.bfloat16)
+    elementwise.BACKENDS.check("triton", conditions)
     for name in ("_fused_adam_", "_fused_adamw_"):
         with monkeypatch.context() as patch:
             right = getattr(torch, name)
@@ -125,5 +128,5 @@ def test_an_operation_that_computes_something_else_is_refused_with_what_to_write
                     one.copy_(spoil(one))
 
             patch.setattr(torch, name, wrong)
-            with pytest.raises(PlatformError, match="Write --elementwise-backend torch"):
-                adam.check_device(torch.device("cpu"))
+            with pytest.raises(PlatformError, match="does not compute the steps of Adam.* Write torch instead"):
+                elementwise.BACKENDS.check("triton", conditions)

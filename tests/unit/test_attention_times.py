@@ -16,11 +16,12 @@ from megatron_rl import platforms
 from megatron_rl.command_line.backends import choose_blocks
 from megatron_rl.config.settings import AttentionConfig
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.ops.shared_prompt import Conditions, choose_backend
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt import choose_backend
 from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times, write_times
 from megatron_rl.trainer.loop.run import check_same_attention
 from megatron_rl.trainer.loop.saver import compare_rounding, describe_rounding
-from megatron_rl.trainer.loop.settling import settle_attention
+from megatron_rl.trainer.loop.settling import settle_backend, settle_blocks
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run
 from tests.documents import read
 
@@ -80,7 +81,7 @@ def test_the_nearest_measurement_counts_if_it_is_near_enough(shape: GroupShape, 
 
 def test_auto_takes_the_fastest_of_a_measurement_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     conditions = Conditions("cuda", torch.bfloat16)
-    near = measure(flex=3.0, gone=0.1, gather=2.0, cudnn=1.0, triton=4.0)
+    near = measure(merge=3.0, gone=0.1, gather=2.0, cudnn=1.0, triton=4.0)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     choice = choose_backend("auto", conditions, near)
     assert choice.name == "cudnn"
@@ -93,7 +94,7 @@ def test_auto_takes_the_fastest_of_a_measurement_that_can_run(monkeypatch: pytes
     choice = choose_backend("auto", conditions, near)
     assert choice.name == "gather"
     assert "auto takes gather; not cudnn: this torch has no cuDNN; the nearest" in choice.notes[0]
-    assert choose_backend("flex", conditions, near).name == "flex"
+    assert choose_backend("merge", conditions, near).name == "merge"
     # What is not measured comes in the general order.
     choice = choose_backend("auto", conditions, measure(cudnn=1.0))
     assert choice.name == "triton"
@@ -236,12 +237,13 @@ def settle(
     settings: Any = StandIn(attention, sources, mock.Mock(), mock.Mock())
     said: list[str] = []
 
-    def try_attention(settings: Any, device: torch.device) -> None:
+    def try_backend(target: str, settings: Any, session: Any) -> None:
         if not can_run(settings.attention):
             raise PlatformError("no plan")
 
-    with mock.patch("megatron_rl.trainer.loop.settling.try_attention", try_attention):
-        return settle_attention(settings, session, said.append).attention, said
+    with mock.patch("megatron_rl.trainer.loop.settling.try_backend", try_backend):
+        settings = settle_blocks(settings, session, said.append)
+        return settle_backend("attention.backend", settings, session, said.append).attention, said
 
 
 def test_auto_leaves_cudnn_for_triton_if_its_trial_fails_and_a_named_one_is_an_error() -> None:

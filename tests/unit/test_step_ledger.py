@@ -202,8 +202,8 @@ def test_attention_takes_the_rate_that_was_measured_at_the_most_similar_shape_an
     near = Entry("gather", Kind.ATTENTION, "", num_keys=900.0)
     assert find_attention_rate(near) == 279e12
     assert find_attention_rate(Entry("gather, backward", Kind.ATTENTION, "", num_keys=9000.0)) == 250e12
-    with pytest.raises(KeyError, match="attention by flex has not been timed"):
-        find_attention_rate(Entry("flex", Kind.ATTENTION, "", num_keys=900.0))
+    with pytest.raises(KeyError, match="attention by flash has not been timed"):
+        find_attention_rate(Entry("flash", Kind.ATTENTION, "", num_keys=900.0))
 
 
 def test_every_measured_step_was_predicted_within_15_percent_from_the_code_that_was_measured():

@@ -4,25 +4,78 @@ A backend says how it is done: `torch` as megatron does it, in torch's operation
 reads and writes each tensor once.
 """
 
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
 import torch
 
-from megatron_rl.ops.choice import Choice, choose_by_flag
-from megatron_rl.ops.elementwise import triton_fused
+from megatron_rl.ops import adam
+from megatron_rl.ops.backends import Backends, Conditions, Example, FunctionBackend
+from megatron_rl.ops.elementwise import plain, triton_fused
+from megatron_rl.ops.linear import linear
 
-__all__ = ["BACKENDS", "choose_backend"]
+__all__ = ["BACKENDS"]
 
-BACKENDS = ("triton", "torch")
-# `auto` takes the first that can run. On a CPU the kernels only run in Triton's interpreter, as a test.
-_ORDERS = {"cuda": BACKENDS}
+# The trial's columns end within a program, and several programs of a gradient divide its rows.
+_NUM_ROWS, _WIDTH = 37, 1_160
+_EPS = 1e-6
 
 
-def choose_backend(name: str, device: str, dtype: torch.dtype, hidden_size: int) -> Choice:
-    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run.
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield Adam's steps, and each operation of a layer."""
+    yield from adam.list_examples()
+    make = functools.partial(_make_example, conditions.dtype)
+    gates, rows = (_NUM_ROWS, 2 * _WIDTH), (_NUM_ROWS, _WIDTH)
+    yield make("SwiGLU", lambda module: module.swiglu, {"gates": gates}, "its output")
+    operands = {"gates": gates, "weights": (_NUM_ROWS,)}
+    yield make("SwiGLU of experts", lambda module: module.weighted_swiglu, operands, "its output")
+    operands = {"rows": rows, "the residual": rows, "the weight": (_WIDTH,)}
+    yield make(
+        "a residual with its norm",
+        lambda module: functools.partial(module.add_and_normalize, eps=_EPS),
+        operands,
+        "the sum",
+        "its norm",
+    )
+    operands = {"rows": (_NUM_ROWS, 1, 48), "the weight": (40, 48), "the bias": (40,)}
+    yield make(
+        "a linear layer",
+        lambda module: torch.nn.functional.linear if module is plain else linear,
+        operands,
+        "its output",
+    )
 
-    `device` is the type of a torch.device, such as `cuda`.
-    """
 
-    def refuse(one: str) -> str | None:
-        return triton_fused.refusal(device, dtype, hidden_size) if one == "triton" else None
+def _make_example(
+    dtype: torch.dtype,
+    work: str,
+    find_operation: Callable[[Any], Callable[..., Any]],
+    operands: dict[str, tuple[int, ...]],
+    *results: str,
+) -> Example:
+    """Make an example of an operation that is found in a backend's module, with these shapes of its operands."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in operands.values()]
 
-    return choose_by_flag("--elementwise-backend", name, _ORDERS.get(device, ("torch",)), refuse)
+    def compute(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+        found = find_operation(BACKENDS.find(name).run)(*leaves)
+        found = found if isinstance(found, tuple) else (found,)
+        weights = [torch.sin(torch.arange(one.numel(), dtype=torch.float64) + 1).reshape(one.shape) for one in found]
+        return [*found, *torch.autograd.grad(found, leaves, [weight.to(device, dtype) for weight in weights])]
+
+    return Example(work, (*results, *(f"the gradient of {operand}" for operand in operands)), compute)
+
+
+BACKENDS: Backends[FunctionBackend[ModuleType]] = Backends(
+    "--elementwise-backend",
+    {"triton": FunctionBackend(triton_fused, triton_fused.refusal), "torch": FunctionBackend(plain)},
+    orders={"cuda": ("triton", "torch")},
+    # On a CPU the kernels only run in Triton's interpreter, as a test.
+    elsewhere=("torch",),
+    definition="torch",
+    list_examples=_list_examples,
+    untried=("torch",),
+)

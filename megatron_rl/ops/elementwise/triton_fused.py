@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.triton_support import refuse_triton
 
@@ -22,11 +23,12 @@ MOST_HIDDEN_SIZE = 8192
 _MOST_PROGRAMS, _LEAST_ROWS = 512, 8
 
 
-def refusal(device: str, dtype: torch.dtype, hidden_size: int) -> str | None:
+def refusal(conditions: Conditions) -> str | None:
     """Refuse what `refuse_triton` does, and rows that do not fit into a program's registers."""
+    hidden_size = conditions.hidden_size or 0
     if hidden_size > MOST_HIDDEN_SIZE:
         return f"its rows have at most {MOST_HIDDEN_SIZE:,} columns, and the hidden size is {hidden_size:,}"
-    return refuse_triton(device, dtype)
+    return refuse_triton(conditions.device, conditions.dtype)
 
 
 def swiglu(gate_up_N2F: torch.Tensor) -> torch.Tensor:

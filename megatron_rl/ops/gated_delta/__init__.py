@@ -7,40 +7,38 @@ state begins each of its responses, and the gradients of the responses come back
 Letters: T tokens, G key heads, H value heads, D dimensions of a query and a key, V of a value.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.errors import UsageError
-from megatron_rl.ops.choice import Choice, choose_by_flag
+from megatron_rl.ops.backends import Backends, Conditions, Example, Refuse, refuse_nothing
 from megatron_rl.ops.gated_delta import chunks, flash_linear, naive
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-__all__ = ["BACKENDS", "choose_backend", "gated_delta_rule", "prepare"]
+__all__ = ["BACKENDS", "gated_delta_rule"]
 
-BACKENDS = ("flash-linear", "torch")
-_Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
-_RULES: dict[str, _Rule] = {"flash-linear": flash_linear.rule, "torch": chunks.rule, "naive": naive.rule}
-# `auto` takes the first that can run.
-_ORDERS = {"cuda": BACKENDS}
+
+@dataclasses.dataclass(frozen=True)
+class RuleBackend:
+    """One implementation of the rule."""
+
+    rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
+    prepare: Callable[[Layout], object]
+    """The function that makes the tables of `rule` on the host; the layout keeps them."""
+    refusal: Refuse = refuse_nothing
+
+
 # Added to the square of a vector's length, as models of this kind are trained.
 _EPSILON = 1e-6
 
-
-def choose_backend(name: str, device: str, dtype: torch.dtype) -> Choice:
-    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run."""
-    return choose_by_flag(
-        "--linear-attention-backend",
-        name,
-        _ORDERS.get(device, ("torch",)),
-        lambda one: flash_linear.refusal(device, dtype) if one == "flash-linear" else None,
-    )
-
-
-def prepare(name: str, layout: Layout) -> object:
-    """Make the tables of a backend for the layout, which keeps them; they are on the host."""
-    return flash_linear.prepare(layout) if name == "flash-linear" else chunks.prepare(layout)
+# The trial's prompts and responses, which end within chunks of 64 rows, and on their edges.
+_GROUPS = ((70, (9, 64, 1)), (3, (5, 0)), (64, (65,)))
+_RESULTS = (
+    "its output", "the gradient of queries", "the gradient of keys", "the gradient of values",
+    "the gradient of decays", "the gradient of betas",
+)  # fmt: skip
 
 
 def gated_delta_rule(
@@ -57,11 +55,10 @@ def gated_delta_rule(
     Queries and keys are scaled to length 1, and queries also by D ** -0.5. Each key head belongs to H / G value heads
     in a row. `log_decay_TH` is the logarithm of the factor by which a token decays the state; it is in fp32 at least.
     """
-    if name not in _RULES:
-        raise UsageError(f"--linear-attention-backend {name} does not exist: write one of auto, {', '.join(BACKENDS)}")
+    backend = BACKENDS.find(name)
     if len(q_TGD) != layout.num_tokens:
         raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {len(q_TGD)}")
-    return _RULES[name](_normalize(q_TGD), _normalize(k_TGD), v_THV, log_decay_TH, beta_TH, layout)
+    return backend.rule(_normalize(q_TGD), _normalize(k_TGD), v_THV, log_decay_TH, beta_TH, layout)
 
 
 def _normalize(vectors_TGD: torch.Tensor) -> torch.Tensor:
@@ -75,3 +72,42 @@ def compute_log_decay(a_TH: torch.Tensor, log_rate_H: torch.Tensor, bias_H: torc
     """Compute the logarithm of each token's decay, which is negative, in fp32 at least."""
     wide = torch.promote_types(a_TH.dtype, torch.float32)
     return -log_rate_H.to(wide).exp() * F.softplus(a_TH.to(wide) + bias_H)
+
+
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield the rule for one key head with its value heads."""
+    linear, dtype = conditions.linear, conditions.dtype
+    assert linear is not None
+    layout, generator = Layout.of_groups(_GROUPS), torch.Generator().manual_seed(0)
+    copies = linear.num_value_heads // linear.num_key_heads
+    key_dim, value_dim = linear.key_head_dim, linear.value_head_dim
+    shapes = ((1, key_dim), (1, key_dim), (copies, value_dim), (copies, value_dim), (copies,), (copies,))
+    q, k, v, grad, decays, betas = (torch.randn(layout.num_tokens, *shape, generator=generator) for shape in shapes)
+    grad, heads = grad.to(dtype), [tensor.to(dtype) for tensor in (q, k, v)]
+    factors = [-F.softplus(2 * decays - 2), betas.sigmoid()]
+
+    def compute(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        # The definition in half precision has no number in fp32.
+        wide = dtype if name == "naive" else torch.promote_types(dtype, torch.float32)
+        converted = (*(one.to(device, dtype) for one in heads), *(one.to(device, wide) for one in factors))
+        leaves = [one.requires_grad_() for one in converted]
+        q_TGD, k_TGD, v_THV, log_decay_TH, beta_TH = leaves
+        out_THV = gated_delta_rule(q_TGD, k_TGD, v_THV, log_decay_TH, beta_TH, layout, name)
+        return [out_THV, *torch.autograd.grad(out_THV, leaves, grad.to(device, out_THV.dtype))]
+
+    yield Example("linear layers", _RESULTS, compute, f"heads of {key_dim}, ")
+
+
+BACKENDS: Backends[RuleBackend] = Backends(
+    "--linear-attention-backend",
+    {
+        "flash-linear": RuleBackend(flash_linear.rule, flash_linear.prepare, flash_linear.refusal),
+        "torch": RuleBackend(chunks.rule, chunks.prepare),
+    },
+    orders={"cuda": ("flash-linear", "torch")},
+    elsewhere=("torch",),
+    definition="naive",
+    list_examples=_list_examples,
+    is_used=lambda conditions: conditions.linear is not None,
+    others={"naive": RuleBackend(naive.rule, lambda layout: None)},
+)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.gated_delta.levels import StateLevel, find_filled_parent, find_levels
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
@@ -45,13 +46,13 @@ class Calls:
         return cls(rows, offsets, levels, places_T)
 
 
-def refusal(device: str, dtype: torch.dtype) -> str | None:
+def refusal(conditions: Conditions) -> str | None:
     """Refuse other devices than CUDA, full precision, and a missing package."""
-    if device != "cuda":
-        return f"flash-linear-attention has no kernels for {device}"
+    if conditions.device != "cuda":
+        return f"flash-linear-attention has no kernels for {conditions.device}"
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed"
-    if dtype not in (torch.float16, torch.bfloat16):
+    if not conditions.is_half:
         return "it needs --bf16 or --fp16"
     return None
 

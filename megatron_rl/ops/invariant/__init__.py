@@ -8,6 +8,6 @@ compute each part of a model by these functions, their log-probs are equal. That
 - products of matrices in bf16 are calls of one fixed shape, on rows that are padded to it;
 - products in fp32 are calls of MKL in its reproducible mode, which sums each row in one order.
 
-The libraries that torch calls do not promise that rows of a call are treated alike. `trial` checks it at a run's start,
-with the shapes of the model.
+The libraries that torch calls do not promise that rows of a call are treated alike. `bit_equality` checks it at a
+run's start, with the shapes of the model.
 """

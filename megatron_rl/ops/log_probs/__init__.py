@@ -8,30 +8,22 @@ read each block once, `invariant` in operations that engines have too (`--batch-
 Letters: N targets, E hidden size, V this rank's columns of the vocabulary, C the columns of one block.
 """
 
+from collections.abc import Iterator
+
 import torch
 
-from megatron_rl.ops.choice import Choice, choose_by_flag
+from megatron_rl.ops.backends import Backends, Conditions, Example
 from megatron_rl.ops.log_probs import invariant, plain, triton_fused
-from megatron_rl.ops.log_probs.backend import BlockBackend
-from megatron_rl.ops.log_probs.columns import Columns, VocabularyShard
-from megatron_rl.ops.log_probs.function import LogProbs
+from megatron_rl.ops.log_probs.function import BlockBackend, LogProbs
+from megatron_rl.ops.log_probs.statistics import Columns, VocabularyShard
 
-__all__ = ["BACKENDS", "VocabularyShard", "choose_backend", "output_log_probs"]
+__all__ = ["BACKENDS", "VocabularyShard", "output_log_probs"]
 
-BACKENDS: dict[str, BlockBackend] = {"triton": triton_fused.BACKEND, "torch": plain.BACKEND}
-# Those that another flag than --output-layer-backend asks for: --batch-invariant.
-_OTHERS = {"invariant": invariant.BACKEND}
-# `auto` takes the first that can run. On a CPU the kernels only run in Triton's interpreter, as a test.
-_ORDERS = {"cuda": ("triton", "torch")}
-
-
-def choose_backend(name: str, device: str, dtype: torch.dtype) -> Choice:
-    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run.
-
-    `device` is the type of a torch.device, such as `cuda`.
-    """
-    order = _ORDERS.get(device, ("torch",))
-    return choose_by_flag("--output-layer-backend", name, order, lambda one: _find(one).refusal(device, dtype))
+# The trial's rows are divided over programs. Its columns end within a step of a program. There are blocks of two sizes,
+# and padding.
+_NUM_ROWS, _HIDDEN_SIZE, _VOCAB_SIZE, _NUM_COLUMNS, _BLOCK_COLUMNS = 33, 64, 9_000, 9_024, 5_120
+_TEMPERATURE = 0.7
+_RESULTS = ("log-probs", "entropies", "the gradient of hidden states", "the gradient of the weight")
 
 
 def output_log_probs(
@@ -56,7 +48,7 @@ def output_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0")
-    chosen = _find(choose_backend(backend, hidden_NE.device.type, hidden_NE.dtype).name)
+    chosen = BACKENDS.find(BACKENDS.choose(backend, Conditions(hidden_NE.device.type, hidden_NE.dtype)).name)
     if block_columns is None:
         block_columns = chosen.choose_block_columns(len(hidden_NE), hidden_NE.dtype)
     columns = Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns)
@@ -66,5 +58,36 @@ def output_log_probs(
     return result
 
 
-def _find(name: str) -> BlockBackend:
-    return BACKENDS[name] if name in BACKENDS else _OTHERS[name]
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield the output layer with entropies."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((_NUM_ROWS, _HIDDEN_SIZE), (_NUM_COLUMNS, _HIDDEN_SIZE), (_NUM_ROWS, 2))
+    hidden_NE, weight_VE, grad_N2 = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = [tensor.to(conditions.dtype) for tensor in (hidden_NE, weight_VE / _HIDDEN_SIZE**0.5)]
+    targets_N = torch.randint(_VOCAB_SIZE, (_NUM_ROWS,), generator=generator)
+
+    def compute(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        hidden_NE, weight_VE = (tensor.to(device, dtype).requires_grad_() for tensor in inputs)
+        out_N2 = output_log_probs(
+            hidden_NE, weight_VE, targets_N.to(device), VocabularyShard(0, _VOCAB_SIZE), _TEMPERATURE, _BLOCK_COLUMNS,
+            with_entropies=True, backend=name,
+        )  # fmt: skip
+        return [
+            *out_N2.unbind(1),
+            *torch.autograd.grad(out_N2, (hidden_NE, weight_VE), grad_N2.to(device, out_N2.dtype)),
+        ]
+
+    # A column of small probability counts like any other.
+    yield Example("log-probs", _RESULTS, compute, by_row=True)
+
+
+BACKENDS: Backends[BlockBackend] = Backends(
+    "--output-layer-backend",
+    {"triton": triton_fused.BACKEND, "torch": plain.BACKEND},
+    orders={"cuda": ("triton", "torch")},
+    # On a CPU the kernels only run in Triton's interpreter, as a test.
+    elsewhere=("torch",),
+    definition="torch",
+    list_examples=_list_examples,
+    others={"invariant": invariant.BACKEND},
+)

@@ -1,14 +1,62 @@
 """The output layer and its softmax as one operation of autograd, in blocks of columns of the vocabulary."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.ops.log_probs.backend import BlockBackend
-from megatron_rl.ops.log_probs.columns import Columns
-from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics, find_statistics_dtype
-from megatron_rl.ops.main_gradients import find_main_grad, mark_as_added
-from megatron_rl.ops.products import add_product
+from megatron_rl.ops.backends import Refuse, refuse_nothing
+from megatron_rl.ops.log_probs.statistics import Columns, GradientFactors, RowStatistics, find_statistics_dtype
+from megatron_rl.ops.main_gradients import add_product, find_main_grad, mark_as_added
+
+
+class AddBlock(Protocol):
+    def __call__(
+        self,
+        statistics: RowStatistics,
+        hidden_NE: torch.Tensor,
+        weight_CE: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+    ) -> None:
+        """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
+        ...
+
+
+class DifferentiateBlock(Protocol):
+    def __call__(
+        self,
+        factors: GradientFactors,
+        hidden_NE: torch.Tensor,
+        weight_CE: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        """Compute the gradient of a block's logits, in the weight's dtype."""
+        ...
+
+
+class AddProduct(Protocol):
+    def __call__(self, sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor, /) -> None:
+        """Add grad @ weight to the sum, which has the dtype of statistics."""
+        ...
+
+
+class ChooseBlockColumns(Protocol):
+    def __call__(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Choose the columns of a block of logits in this dtype."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockBackend:
+    """One implementation of what is computed of each block."""
+
+    choose_block_columns: ChooseBlockColumns
+    add_block: AddBlock
+    differentiate_block: DifferentiateBlock
+    add_product: AddProduct
+    refusal: Refuse = refuse_nothing
 
 
 class LogProbs(torch.autograd.Function):

@@ -2,9 +2,10 @@
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.rows import add_in_pairs, multiply
 from megatron_rl.ops.log_probs import plain
-from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.function import BlockBackend
 from megatron_rl.ops.log_probs.statistics import RowStatistics
 
 BLOCK_COLUMNS = 4096
@@ -57,8 +58,8 @@ def _choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
     return BLOCK_COLUMNS
 
 
-def _refuse(device: str, dtype: torch.dtype) -> str | None:
-    is_known = device == "cpu" and dtype in (torch.float32, torch.bfloat16)
+def _refuse(conditions: Conditions) -> str | None:
+    is_known = conditions.device == "cpu" and conditions.dtype in (torch.float32, torch.bfloat16)
     return None if is_known else "it is for a CPU, in float32 or bfloat16"
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.function import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics, find_statistics_dtype
 
 # A block's logits: 64 MiB in float32.
@@ -74,4 +74,4 @@ def find_targets(targets_N: torch.Tensor, num_columns: int) -> tuple[torch.Tenso
     return targets_N[:, None].where(is_here_N1, 0), is_here_N1
 
 
-BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, lambda device, dtype: None)
+BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product)

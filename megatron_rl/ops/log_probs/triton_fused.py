@@ -6,10 +6,11 @@ are few of them.
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.log_probs.backend import BlockBackend
+from megatron_rl.ops.log_probs.function import BlockBackend
 from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
-from megatron_rl.ops.products import add_product
+from megatron_rl.ops.main_gradients import add_product
 from megatron_rl.ops.triton_support import refuse_triton
 
 MOST_BLOCK_BYTES = 1 << 29
@@ -95,4 +96,9 @@ def differentiate_block(
     return logits_NC
 
 
-BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refuse_triton)
+def refusal(conditions: Conditions) -> str | None:
+    """Refuse what `refuse_triton` does."""
+    return refuse_triton(conditions.device, conditions.dtype)
+
+
+BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refusal)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.qkv.norms import HeadNorms
+from megatron_rl.ops.qkv.naive import HeadNorms
 from megatron_rl.ops.triton_support import refuse_triton
 
 # The pairs that a program has at once: 8 a thread, so that 16-bit numbers are loaded 16 bytes at once.
@@ -20,11 +21,14 @@ _TILES = 4
 WIDEST = 256
 
 
-def refusal(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Refuse what `refuse_triton` does, and odd or wide heads."""
+def refusal(conditions: Conditions) -> str | None:
+    """Refuse what `refuse_triton` does, latents, and odd or wide heads."""
+    head_dim = conditions.head_dim or 0
+    if conditions.has_latents:
+        return "it has no multi-latent attention"
     if head_dim % 2 or head_dim > WIDEST:
         return f"heads must have an even number of dimensions up to {WIDEST}, and the model's have {head_dim}"
-    return refuse_triton(device, dtype)
+    return refuse_triton(conditions.device, conditions.dtype)
 
 
 def split_heads(

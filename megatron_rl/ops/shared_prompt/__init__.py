@@ -1,18 +1,17 @@
 """Attention in which the responses of a group share one copy of their prompt."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Iterator
 
 import torch
 
-from megatron_rl.errors import UsageError
-from megatron_rl.ops.choice import Choice, choose_by_flag
+from megatron_rl.ops.backends import Backends, Choice, Conditions, Example
 from megatron_rl.ops.shared_prompt.backends import (
     Backend,
-    Conditions,
     cudnn,
     flash_attention,
-    flex,
     gather,
     invariant,
     merge,
@@ -22,54 +21,21 @@ from megatron_rl.ops.shared_prompt.backends import (
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.measured import Measured
 
-__all__ = [
-    "BACKENDS",
-    "Choice",
-    "Conditions",
-    "choose_backend",
-    "find_backend",
-    "list_order",
-    "shared_prompt_attention",
-]
+__all__ = ["BACKENDS", "choose_backend", "shared_prompt_attention"]
 
-# `auto` takes the first backend that can run. They are ordered by their times on a CPU in docs/kernels.md.
-BACKENDS: dict[str, Backend] = {
-    "merge": Backend(merge.attention, merge.prepare, merge.refusal),
-    "gather": Backend(gather.attention, gather.prepare, gather.refusal),
-    "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
-    "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
-    "flex": Backend(flex.attention, flex.prepare, flex.refusal),
-    "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
-    "naive": Backend(naive.attention, naive.prepare, lambda conditions: None),
-}
-# Those that another flag than --shared-prompt-backend asks for: --batch-invariant.
-_OTHERS = {"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)}
-# Other orders of `auto`, by the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which
-# has not run on a GPU, is in none.
-_ORDERS = {"cuda": ("triton", "gather", "merge", "flash", "flex", "naive")}
-
-
-def find_backend(name: str) -> Backend:
-    """Return the backend with this name."""
-    backend = BACKENDS.get(name) or _OTHERS.get(name)
-    if backend is None:
-        raise UsageError(f"--shared-prompt-backend {name} does not exist: write one of auto, {', '.join(BACKENDS)}")
-    return backend
-
-
-def list_order(device: str) -> Sequence[str]:
-    """Return the backends that `auto` takes on this type of device, the fastest first."""
-    return _ORDERS.get(device, tuple(BACKENDS))
+# The trial's prompts and responses, which end within blocks, and on their edges; and groups of equal lengths, which
+# `cudnn` batches. The window is small enough to hide keys of these packs.
+_PACKS = (((70, (9, 128, 1)), (3, (5,)), (64, (64, 200))), ((70, (65, 65, 65)), (70, (65, 65, 65))))
+_WINDOW = 48
+_RESULTS = (
+    "its output", "the gradient of queries", "the gradient of keys", "the gradient of values", "the gradient of sinks",
+)  # fmt: skip
 
 
 def choose_backend(name: str, conditions: Conditions, measured: Measured | None = None) -> Choice:
-    """Choose the named backend, or the fastest with `auto`; raise a UsageError if the named one cannot run.
-
-    The fastest are those that were measured for such groups, and then those of the general order.
-    """
-    timed = [one for one in measured.fastest_first if one in BACKENDS] if measured is not None else []
-    order = dict.fromkeys((*timed, *list_order(conditions.device)))
-    choice = choose_by_flag("--shared-prompt-backend", name, order, lambda one: find_backend(one).refusal(conditions))
+    """Choose as `Backends.choose` does; the fastest were measured for such groups, then comes the general order."""
+    timed = [name for name in measured.fastest_first if name in BACKENDS] if measured is not None else []
+    choice = BACKENDS.choose(name, conditions, timed)
     if name != "auto" or choice.name not in timed:
         return choice
     (note,) = choice.notes
@@ -94,4 +60,61 @@ def shared_prompt_attention(
     """
     if q_THD.shape[0] != layout.num_tokens:
         raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {q_THD.shape[0]}")
-    return find_backend(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window, sinks_H)
+    return BACKENDS.find(backend_name).attention(q_THD, k_TGD, v_TGD, layout, scale, window, sinks_H)
+
+
+def _list_examples(conditions: Conditions) -> Iterator[Example]:
+    """Yield attention over each pack, with a window too if there is one."""
+    # One head of keys and values with its queries, since kernels compute such heads one by one.
+    queries, head_dim = conditions.queries, conditions.head_dim
+    assert head_dim is not None
+    value_dim = conditions.value_dim or head_dim
+    shapes = ((queries, head_dim), (1, head_dim), (1, value_dim), (queries, value_dim))
+    windows = [None] if conditions.window is None else [None, min(conditions.window, _WINDOW)]
+    for window, groups in itertools.product(windows, _PACKS):
+        layout, generator = Layout.of_groups(groups), torch.Generator().manual_seed(0)
+        *inputs, grad = (torch.randn(layout.num_tokens, *shape, generator=generator) for shape in shapes)
+        if conditions.has_sinks:
+            inputs.append(torch.linspace(-1, 2, queries))
+        inputs, grad = [tensor.to(conditions.dtype) for tensor in inputs], grad.to(conditions.dtype)
+        compute = functools.partial(_differentiate, layout=layout, inputs=inputs, grad=grad, window=window)
+        yield Example("attention", _RESULTS[: 1 + len(inputs)], compute, f"heads of {head_dim}, ")
+
+
+def _differentiate(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout,
+    inputs: list[torch.Tensor],
+    grad: torch.Tensor,
+    window: int | None,
+) -> list[torch.Tensor]:
+    """Return the output and the gradients."""
+    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+    q_THD, k_TGD, v_TGD, *sinks = leaves
+    out_THD = BACKENDS.find(name).attention(q_THD, k_TGD, v_TGD, layout, q_THD.shape[-1] ** -0.5, window, *sinks)
+    return [out_THD, *torch.autograd.grad(out_THD, leaves, grad.to(device, dtype))]
+
+
+# They are ordered by their times on a CPU in docs/kernels.md.
+_BACKENDS = {
+    "merge": Backend(merge.attention, merge.prepare, merge.refusal),
+    "gather": Backend(gather.attention, gather.prepare, gather.refusal),
+    "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
+    "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
+    "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
+    "naive": Backend(naive.attention, naive.prepare),
+}
+BACKENDS: Backends[Backend] = Backends(
+    "--shared-prompt-backend",
+    _BACKENDS,
+    # By the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which has not run on a GPU,
+    # has no place.
+    orders={"cuda": ("triton", "gather", "merge", "flash", "naive")},
+    elsewhere=tuple(_BACKENDS),
+    definition="naive",
+    list_examples=_list_examples,
+    # For --batch-invariant.
+    others={"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)},
+)

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.invariant import rows
 from megatron_rl.ops.invariant.attention import NUM_KEYS, Tiles, attend, pad_keys
-from megatron_rl.ops.invariant.trial import check_operations
+from megatron_rl.ops.invariant.bit_equality import check_operations
 from megatron_rl.ops.log_probs.invariant import list_widths, log_softmax, multiply_in_blocks
 from megatron_rl.sidecar.vllm.derived import find_quantizing
 

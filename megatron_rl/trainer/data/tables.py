@@ -7,18 +7,18 @@ import torch
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops import gated_delta
 from megatron_rl.ops.gated_delta.convolution import list_window_rows
-from megatron_rl.ops.shared_prompt import find_backend
+from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 
 def build_preparation(settings: Settings, device: torch.device) -> Callable[[Layout], None]:
     """Return the function that makes the tables of a layout, which keeps them."""
-    attention, linear = find_backend(settings.attention.backend), settings.architecture.linear
+    attention, linear = BACKENDS.find(settings.attention.backend), settings.architecture.linear
 
     def prepare(layout: Layout) -> None:
         attention.prepare_all(layout, device, settings.architecture.windows)
         if linear is not None:
-            gated_delta.prepare(settings.model.linear_attention_backend, layout)
+            gated_delta.BACKENDS.find(settings.model.linear_attention_backend).prepare(layout)
             layout.once(list_window_rows, linear.window)
 
     return prepare

@@ -1,4 +1,4 @@
-"""The parts of a backend of shared-prompt attention, and its conditions. Each backend is a module in this folder."""
+"""The parts of a backend of shared-prompt attention. Each backend is a module in this folder."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.ops.backends import Refuse, refuse_nothing
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 
@@ -35,39 +36,13 @@ class Prepare(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Conditions:
-    """The conditions that a backend must run under."""
-
-    device: str
-    """The type of a torch.device, such as `cuda`."""
-    dtype: torch.dtype
-    window: int | None = None
-    head_dim: int | None = None
-    """The width of a head; None for a width that every backend supports."""
-    value_dim: int | None = None
-    """The width of a value's head; None for that of a query's and a key's."""
-    has_sinks: bool = False
-
-    @property
-    def is_half(self) -> bool:
-        """Whether flash kernels are written for the dtype."""
-        return self.dtype in (torch.float16, torch.bfloat16)
-
-    @property
-    def has_other_values(self) -> bool:
-        """Whether values have another width than queries and keys."""
-        return self.value_dim is not None and self.value_dim != self.head_dim
-
-
-@dataclasses.dataclass(frozen=True)
 class Backend:
     """One implementation of shared-prompt attention."""
 
     attention: Attention
     prepare: Prepare
     """The function that makes `attention`'s tables for that device and window, on the host; the layout keeps them."""
-    refusal: Callable[[Conditions], str | None]
-    """The function that returns why the backend cannot run, or None if it can."""
+    refusal: Refuse = refuse_nothing
 
     def prepare_all(self, layout: Layout, device: torch.device, windows: Iterable[int | None]) -> None:
         """Make the tables for layers with these windows."""
@@ -106,3 +81,35 @@ def attend_with_equal_widths(
 def make_rows_dense(tensor_THD: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its rows contiguous in memory, as kernels read them."""
     return tensor_THD if tensor_THD.stride(-1) == 1 else tensor_THD.contiguous()
+
+
+def add_sinks(
+    out_THV: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor, unit: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention and the logarithms of denominators with sinks; `unit` is the natural logarithm of their base.
+
+    This is done once, after all parts of a softmax are merged. A backward that gets both with sinks computes the
+    gradients of queries, keys and values as if there were none: it needs weights and outputs of the whole softmax.
+    """
+    without_TH = lse_TH * unit
+    with_TH = torch.logaddexp(without_TH, sinks_H.to(without_TH.dtype))
+    share_TH1 = torch.exp(without_TH - with_TH).unsqueeze(-1)
+    return (out_THV.to(_widen(out_THV.dtype)) * share_TH1).to(out_THV.dtype), with_TH / unit
+
+
+def differentiate_sinks(
+    grad_out_THV: torch.Tensor,
+    out_THV: torch.Tensor,
+    lse_TH: torch.Tensor,
+    sinks_H: torch.Tensor,
+    unit: float = 1.0,
+) -> torch.Tensor:
+    """Compute the gradient of sinks from both with sinks: a sink has a weight like a key's, and a value of zero."""
+    wide = _widen(out_THV.dtype)
+    deltas_TH = (grad_out_THV.to(wide) * out_THV.to(wide)).sum(-1)
+    weights_TH = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH * unit)
+    return -(weights_TH * deltas_TH).sum(0).to(sinks_H.dtype)
+
+
+def _widen(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

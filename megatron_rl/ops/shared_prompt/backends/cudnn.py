@@ -5,8 +5,8 @@ row's two results are joined by their shares of the full softmax's denominator. 
 results in place of its own, and computes its part of the full gradients; a number has two parts at most. Packs of
 unequal groups go through `triton`, and so do packs that would need more kinds of calls than cuDNN has plans for.
 
-Letters: T tokens, B sequences of a call, R rows of each, M keys of each, N rows of all, H query heads, G key-value
-heads, D head dimension.
+Letters: T tokens, B sequences of a call, R rows of each, M keys of each, N rows of all sequences, H query heads, G
+key-value heads, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import Conditions, make_rows_dense, triton_fused
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.kept_launches import launch
+from megatron_rl.ops.shared_prompt.backends import make_rows_dense, triton_fused
 from megatron_rl.ops.shared_prompt.backends.cudnn_calls import CudnnCalls
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import FlashCall, RowRanges
-from megatron_rl.ops.shared_prompt.backends.join import AttentionPart, join
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
+from megatron_rl.ops.triton_support import refuse_triton
 
 OPERATORS = torch.ops.aten
 # Rows of heads begin at multiples of 16 bytes.
 _MULTIPLE = 8
 # Wider heads have kernels on compute capability 9.0 alone, from this version of cuDNN on.
 NARROW, WIDE_CAPABILITY, WIDE_VERSION = 128, (9, 0), 91000
+# The rows of a program that joins results, its warps, and its fewest columns.
+ROWS, NUM_WARPS, NARROWEST = 32, 4, 16
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -77,6 +81,14 @@ def attention(
         return triton_fused.attention(q_THD, k_TGD, v_TGD, layout, scale)
     out_THD: torch.Tensor = _Joined.apply(q_THD, k_TGD, v_TGD, calls, scale)
     return out_THD
+
+
+class AttentionPart(NamedTuple):
+    """A result of attention over a part of the keys, densely in memory."""
+
+    out_NHD: torch.Tensor
+    lse: torch.Tensor
+    """The logarithm of each softmax's denominator in fp32: [B, H, R], or [H, N] from a call with all rows at once."""
 
 
 class _Attended(NamedTuple):
@@ -210,3 +222,57 @@ def _add_up(rows: RowRanges, total_THD: torch.Tensor, part_BRHD: torch.Tensor, a
         if num_seen:
             torch.add(part_RHD[:num_seen], added[start], out=total_THD[start : start + num_seen])
         total_THD[start + num_seen : end].copy_(part_RHD[num_seen:])
+
+
+def join(
+    own: AttentionPart,
+    above: AttentionPart,
+    out_NHD: torch.Tensor,
+    own_joined: torch.Tensor,
+    above_joined: torch.Tensor,
+) -> None:
+    """Write the joined output, and its logarithms twice: as those of `own` lie, and as those of `above` do."""
+    if refuse_triton(out_NHD.device.type, out_NHD.dtype) is not None:
+        join_plainly(own, above, out_NHD, own_joined, above_joined)
+        return
+    from megatron_rl.ops.shared_prompt.backends.join_kernels import join_results_kernel
+
+    num_rows, num_heads, head_dim = out_NHD.shape
+    launch(
+        join_results_kernel,
+        (-(-num_rows // ROWS), num_heads),
+        own.out_NHD,
+        above.out_NHD,
+        own.lse,
+        above.lse,
+        out_NHD,
+        own_joined,
+        above_joined,
+        num_rows,
+        own.lse.shape[-1],
+        HEAD_DIM=head_dim,
+        WIDTH=compute_columns(head_dim),
+        ROWS=ROWS,
+        num_warps=NUM_WARPS,
+    )
+
+
+def join_plainly(
+    own: AttentionPart,
+    above: AttentionPart,
+    out_NHD: torch.Tensor,
+    own_joined: torch.Tensor,
+    above_joined: torch.Tensor,
+) -> None:
+    """Write the same by torch's operations."""
+    own_HN = own.lse.transpose(0, 1).flatten(1)
+    joined_HN = torch.logaddexp(own_HN, above.lse)
+    own_share_NH1, above_share_NH1 = ((lse - joined_HN).exp().T.unsqueeze(-1) for lse in (own_HN, above.lse))
+    out_NHD.copy_(own.out_NHD.float() * own_share_NH1 + above.out_NHD.float() * above_share_NH1)
+    above_joined.copy_(joined_HN)
+    own_joined.copy_(joined_HN.unflatten(1, (own.lse.shape[0], -1)).transpose(0, 1))
+
+
+def compute_columns(head_dim: int) -> int:
+    """Return the columns of a head in a block, a power of two."""
+    return max(NARROWEST, 1 << (head_dim - 1).bit_length())

@@ -3,16 +3,18 @@
 The package's public functions drop the gradient of the softmax's denominator. The private functions that they call
 accept the merged denominator, so they are called here.
 
-Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
+Letters: T tokens, N rows of queries, H query heads, G key-value heads, D head dimension.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import Conditions, merge
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets, VarlenFlash
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt.backends import merge
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, VarlenCall, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 # The kernels' value for "no window", on either side.
@@ -47,60 +49,28 @@ def attention(
     return merge.attend_and_merge(q_THD, k_TGD, v_TGD, layout, scale, sinks_H, VarlenFlash.of, KERNELS)
 
 
-def attend(
-    q_NHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    queries: SequenceOffsets,
-    keys: SequenceOffsets,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
+def attend(inputs: Sequence[torch.Tensor], call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
     out_NHD, lse_HN, *_ = _import_interface()._flash_attn_varlen_forward(
-        q_NHD,
-        k_MGD,
-        v_MGD,
-        queries.offsets_S,
-        keys.offsets_S,
-        queries.longest,
-        keys.longest,
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=is_causal,
+        *inputs, *call.bounds, dropout_p=0.0, softmax_scale=call.scale, causal=call.is_causal
     )
     return out_NHD, lse_HN
 
 
-def gradients(
-    grad_out_NHD: torch.Tensor,
-    q_NHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    out_NHD: torch.Tensor,
-    lse_HN: torch.Tensor,
-    queries: SequenceOffsets,
-    keys: SequenceOffsets,
-    is_causal: bool,
-    scale: float,
+def differentiate(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], call: VarlenCall
 ) -> list[torch.Tensor]:
-    """Compute gradients of queries, keys and values, with sums in a fixed order."""
-    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q_NHD, k_MGD, v_MGD)]
+    """Compute the gradients, with sums in a fixed order."""
+    grad_out_NHD, *results = outputs
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
     _import_interface()._flash_attn_varlen_backward(
         grad_out_NHD,
-        q_NHD,
-        k_MGD,
-        v_MGD,
-        out_NHD,
-        lse_HN,
+        *inputs,
+        *results,
         *found,
-        queries.offsets_S,
-        keys.offsets_S,
-        queries.longest,
-        keys.longest,
+        *call.bounds,
         dropout_p=0.0,
-        softmax_scale=scale,
-        causal=is_causal,
+        softmax_scale=call.scale,
+        causal=call.is_causal,
         window_size_left=_ALL,
         window_size_right=_ALL,
         softcap=0.0,
@@ -110,7 +80,7 @@ def gradients(
     return found
 
 
-KERNELS = Kernels(attend, gradients)
+KERNELS = Kernels(attend, differentiate)
 
 
 def _import_interface() -> Any:

@@ -134,51 +134,38 @@ class CpuFlash:
         """Yield the calls of the operator."""
         return itertools.chain.from_iterable(call.tiles() for call in self.calls)
 
-    def alone(self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float) -> torch.Tensor:
+    def alone(self, inputs: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
         """Make the only call, which torch differentiates itself, since no results are merged."""
         (call,) = self.calls
         q_BHRD, k_BGRD, v_BGRD = (
-            tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widen(q_THD, k_TGD, v_TGD)
+            tensor.unflatten(0, (call.queries.number, -1)).transpose(1, 2) for tensor in _widen(*inputs)
         )
+        has_groups = q_BHRD.shape[1] != k_BGRD.shape[1]
         out_BHRD = F.scaled_dot_product_attention(
-            q_BHRD,
-            k_BGRD,
-            v_BGRD,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
+            q_BHRD, k_BGRD, v_BGRD, is_causal=True, scale=scale, enable_gqa=has_groups
         )
-        return out_BHRD.transpose(1, 2).flatten(0, 1).to(q_THD.dtype)
+        return out_BHRD.transpose(1, 2).flatten(0, 1).to(inputs[0].dtype)
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention, and the logarithm of each softmax's denominator [T, H]."""
-        inputs = _widen(q_THD, k_TGD, v_TGD)
+    def forward(self, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the logarithm of each softmax's denominator [T, H]."""
+        dtype, inputs = inputs[0].dtype, _widen(*inputs)
         out_THD = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
         lse_TH = out_THD.new_empty(out_THD.shape[:2])
         for call in self.tiles():
             # Parts have no names here, so that the next call reuses their memory while it is in the cache.
             _merge(call, call.queries.view(out_THD), call.queries.view(lse_TH), *_attend(call, inputs, scale))
-        return out_THD.to(q_THD.dtype), lse_TH
+        return out_THD.to(dtype), lse_TH
 
     def backward(
-        self,
-        grad_out_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse_TH: torch.Tensor,
-        scale: float,
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
     ) -> list[torch.Tensor]:
-        """Compute gradients of queries, keys and values. `out_THD` and `lse_TH` are the merged results."""
-        inputs = _widen(q_THD, k_TGD, v_TGD)
-        outputs = (*_widen(grad_out_THD, out_THD), lse_TH)
+        """Return the gradients of queries, keys and values from the output's, and from the merged results."""
+        *results, lse_TH = outputs
+        dtype, inputs, outputs = inputs[0].dtype, _widen(*inputs), (*_widen(*results), lse_TH)
         sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
         for call in self.tiles():
             _add(call, sums, _gradients(call, inputs, outputs, scale))
-        return [total.to(q_THD.dtype) for total in sums]
+        return [total.to(dtype) for total in sums]
 
 
 def _attend(call: FlashCall, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:

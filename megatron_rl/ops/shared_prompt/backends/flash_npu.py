@@ -5,15 +5,16 @@ shape is [rows, heads, 8], but its memory order differs: each sequence's part li
 operator takes them in that order too. Here it gets the logarithm of the denominator as the greatest score, and 1 as the
 sum: that is the same softmax.
 
-Letters: N rows of queries, M rows of keys, H query heads, G key-value heads, D head dimension.
+Letters: N rows of queries, H query heads, D head dimension, S sequences.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import Kernels, SequenceOffsets, VarlenCall
 
 # The copies of each statistic that the operators write, and the side of the square mask for all causal masks.
 _COPIES = 8
@@ -21,67 +22,38 @@ _MASK_SIDE = 2048
 _BOTTOM_RIGHT = 3
 
 
-def attend(
-    q_NHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    queries: SequenceOffsets,
-    keys: SequenceOffsets,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
+def attend(inputs: Sequence[torch.Tensor], call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
+    num_heads = inputs[0].shape[1]
     out_NHD, greatest, total, *_ = _import_operators().npu_fusion_attention(
-        q_NHD,
-        k_MGD,
-        v_MGD,
-        q_NHD.shape[1],
-        "TND",
-        scale=scale,
-        actual_seq_qlen=queries.ends,
-        actual_seq_kvlen=keys.ends,
-        **_choose_mask(is_causal, q_NHD.device),
+        *inputs, num_heads, "TND", scale=call.scale, **_list_options(call, inputs[0].device)
     )
     lse = greatest.select(-1, 0) + total.select(-1, 0).log()
-    return out_NHD, lse.reshape(-1)[_find_places_HN(queries, q_NHD.shape[1])]
+    return out_NHD, lse.reshape(-1)[_find_places_HN(call.queries, num_heads)]
 
 
-def gradients(
-    grad_out_NHD: torch.Tensor,
-    q_NHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    out_NHD: torch.Tensor,
-    lse_HN: torch.Tensor,
-    queries: SequenceOffsets,
-    keys: SequenceOffsets,
-    is_causal: bool,
-    scale: float,
+def differentiate(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], call: VarlenCall
 ) -> list[torch.Tensor]:
-    """Compute gradients of queries, keys and values."""
-    num_rows, num_heads = q_NHD.shape[:2]
-    lse = torch.empty(num_rows * num_heads, dtype=torch.float32, device=q_NHD.device)
-    lse[_find_places_HN(queries, num_heads)] = lse_HN
+    grad_out_NHD, out_NHD, lse_HN = outputs
+    num_rows, num_heads = out_NHD.shape[:2]
+    lse = torch.empty(num_rows * num_heads, dtype=torch.float32, device=out_NHD.device)
+    lse[_find_places_HN(call.queries, num_heads)] = lse_HN
     greatest = lse.view(num_rows, num_heads, 1).expand(-1, -1, _COPIES).contiguous()
     found = _import_operators().npu_fusion_attention_grad(
-        q_NHD,
-        k_MGD,
-        v_MGD,
+        *inputs,
         grad_out_NHD,
         num_heads,
         "TND",
         softmax_max=greatest,
         softmax_sum=torch.ones_like(greatest),
         attention_in=out_NHD,
-        scale_value=scale,
-        actual_seq_qlen=queries.ends,
-        actual_seq_kvlen=keys.ends,
-        **_choose_mask(is_causal, q_NHD.device),
+        scale_value=call.scale,
+        **_list_options(call, out_NHD.device),
     )
     return list(found[:3])
 
 
-KERNELS = Kernels(attend, gradients)
+KERNELS = Kernels(attend, differentiate)
 
 
 def _import_operators() -> Any:
@@ -90,10 +62,10 @@ def _import_operators() -> Any:
     return torch_npu
 
 
-def _choose_mask(is_causal: bool, device: torch.device) -> dict[str, Any]:
-    if not is_causal:
-        return {}
-    return {"atten_mask": _causal_mask(device), "sparse_mode": _BOTTOM_RIGHT}
+def _list_options(call: VarlenCall, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that say which keys a row sees."""
+    ends = {"actual_seq_qlen": call.queries.ends, "actual_seq_kvlen": call.keys.ends}
+    return {**ends, "atten_mask": _causal_mask(device), "sparse_mode": _BOTTOM_RIGHT} if call.is_causal else ends
 
 
 @functools.cache

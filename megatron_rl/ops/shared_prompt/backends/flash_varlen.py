@@ -7,7 +7,7 @@ Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,11 +39,27 @@ class SequenceOffsets:
         return self.ends[-1] if self.ends else 0
 
 
-class Kernels(NamedTuple):
-    """The two functions that compute a call, with the signatures of `attend` and `gradients` below."""
+class VarlenCall(NamedTuple):
+    """A call in which each sequence of queries attends to a sequence of keys."""
 
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    gradients: Callable[..., list[torch.Tensor]]
+    queries: SequenceOffsets
+    keys: SequenceOffsets
+    is_causal: bool
+    scale: float
+
+    @property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """The offsets of queries and of keys, and the longest sequence of each, as operators want them."""
+        return self.queries.offsets_S, self.keys.offsets_S, self.queries.longest, self.keys.longest
+
+
+class Kernels(NamedTuple):
+    """The two functions that compute a call."""
+
+    attend: Callable[[Sequence[torch.Tensor], VarlenCall], tuple[torch.Tensor, torch.Tensor]]
+    """Compute attention of queries, keys and values, and the logarithm of each softmax's denominator [H, N]."""
+    differentiate: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], VarlenCall], list[torch.Tensor]]
+    """Compute the gradients of these three from the output's gradient, the output and the logarithms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +102,10 @@ class VarlenFlash:
             )
         return cls(SequenceOffsets.of([strand.rows.length for strand in found]), tuple(levels), kernels or TORCH)
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention, and the logarithm of each softmax's denominator [H, T]."""
-        out_THD, lse_HT = self.kernels.attend(q_THD, k_TGD, v_TGD, self.strands, self.strands, True, scale)
+    def forward(self, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the logarithm of each softmax's denominator [H, T]."""
+        q_THD, k_TGD, v_TGD = inputs
+        out_THD, lse_HT = self.kernels.attend(inputs, VarlenCall(self.strands, self.strands, True, scale))
         if not self.levels:
             return out_THD, lse_HT
         wide_THD = out_THD.float()
@@ -98,7 +113,8 @@ class VarlenFlash:
             rows_N = level.query_rows_N
             q_NHD = q_THD.index_select(0, rows_N)
             k_MGD, v_MGD = (tensor.index_select(0, level.key_rows_M) for tensor in (k_TGD, v_TGD))
-            more_NHD, more_lse_HN = self.kernels.attend(q_NHD, k_MGD, v_MGD, level.queries, level.keys, False, scale)
+            call = VarlenCall(level.queries, level.keys, False, scale)
+            more_NHD, more_lse_HN = self.kernels.attend((q_NHD, k_MGD, v_MGD), call)
             before_HN = lse_HT.index_select(1, rows_N)
             share_NH1 = torch.sigmoid(more_lse_HN - before_HN).T.unsqueeze(-1)
             merged_NHD = torch.lerp(wide_THD.index_select(0, rows_N), more_NHD.float(), share_NH1)
@@ -107,103 +123,48 @@ class VarlenFlash:
         return wide_THD.to(q_THD.dtype), lse_HT
 
     def backward(
-        self,
-        grad_out_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse_HT: torch.Tensor,
-        scale: float,
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
     ) -> list[torch.Tensor]:
-        """Compute gradients of queries, keys and values. `out_THD` and `lse_HT` are the merged results."""
-        inputs = (q_THD, k_TGD, v_TGD)
-        parts = self.kernels.gradients(grad_out_THD, *inputs, out_THD, lse_HT, self.strands, self.strands, True, scale)
+        """Return the gradients of queries, keys and values from the output's, and from the merged results."""
+        grad_out_THD, out_THD, lse_HT = outputs
+        parts = self.kernels.differentiate(inputs, outputs, VarlenCall(self.strands, self.strands, True, scale))
         if not self.levels:
             return parts
         sums = [part.float() for part in parts]
         for level in self.levels:
-            rows_N, keys_M = level.query_rows_N, level.key_rows_M
-            parts = self.kernels.gradients(
-                grad_out_THD.index_select(0, rows_N),
-                q_THD.index_select(0, rows_N),
-                k_TGD.index_select(0, keys_M),
-                v_TGD.index_select(0, keys_M),
-                out_THD.index_select(0, rows_N),
-                lse_HT.index_select(1, rows_N),
-                level.queries,
-                level.keys,
-                False,
-                scale,
-            )
-            for total, part, rows in zip(sums, parts, (rows_N, keys_M, keys_M), strict=True):
+            places = (level.query_rows_N, level.key_rows_M, level.key_rows_M)
+            rows = [tensor.index_select(0, place) for tensor, place in zip(inputs, places, strict=True)]
+            of_queries = [tensor.index_select(0, level.query_rows_N) for tensor in (grad_out_THD, out_THD)]
+            call = VarlenCall(level.queries, level.keys, False, scale)
+            lse_HN = lse_HT.index_select(1, level.query_rows_N)
+            parts = self.kernels.differentiate(rows, (*of_queries, lse_HN), call)
+            for total, part, place in zip(sums, parts, places, strict=True):
                 # A level has a row of queries once. A row of keys may be in several ranges, with different ends.
-                total.index_add_(0, rows, part.float())
-        return [total.to(q_THD.dtype) for total in sums]
+                total.index_add_(0, place, part.float())
+        return [total.to(inputs[0].dtype) for total in sums]
 
 
-def attend(
-    q_NHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    queries: SequenceOffsets,
-    keys: SequenceOffsets,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention, and the logarithm of each softmax's denominator [H, N]."""
+def attend(inputs: Sequence[torch.Tensor], call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor]:
     out_NHD, lse_HN, *_ = OPERATORS._flash_attention_forward(
-        q_NHD,
-        k_MGD,
-        v_MGD,
-        queries.offsets_S,
-        keys.offsets_S,
-        queries.longest,
-        keys.longest,
-        0.0,
-        is_causal,
-        False,
-        scale=scale,
+        *inputs, *call.bounds, 0.0, call.is_causal, False, scale=call.scale
     )
     return out_NHD, lse_HN
 
 
-def gradients(
-    grad_out_NHD: torch.Tensor,
-    q_NHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    out_NHD: torch.Tensor,
-    lse_HN: torch.Tensor,
-    queries: SequenceOffsets,
-    keys: SequenceOffsets,
-    is_causal: bool,
-    scale: float,
+def differentiate(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], call: VarlenCall
 ) -> list[torch.Tensor]:
-    """Compute gradients of queries, keys and values."""
+    grad_out_NHD, *results = outputs
+    device = grad_out_NHD.device
     # The operator requires the random state of dropout, which is not used.
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
     found = OPERATORS._flash_attention_backward(
-        grad_out_NHD,
-        q_NHD,
-        k_MGD,
-        v_MGD,
-        out_NHD,
-        lse_HN,
-        queries.offsets_S,
-        keys.offsets_S,
-        queries.longest,
-        keys.longest,
-        0.0,
-        is_causal,
-        no_dropout,
-        torch.empty(0, device=q_NHD.device),
-        scale=scale,
+        grad_out_NHD, *inputs, *results, *call.bounds, 0.0, call.is_causal, *no_dropout, scale=call.scale
     )
     return list(found)
 
 
-TORCH = Kernels(attend, gradients)
+TORCH = Kernels(attend, differentiate)
 
 
 def _list_rows(ranges: list[Rows]) -> torch.Tensor:

@@ -16,13 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.shared_prompt.backends import (
-    Conditions,
-    attend_to_nothing,
-    attend_with_equal_widths,
-    flash_npu,
-)
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets
+from megatron_rl.ops.backends import Conditions
+from megatron_rl.ops.shared_prompt.backends import attend_to_nothing, attend_with_equal_widths, flash_npu
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets, VarlenCall
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables
 
@@ -164,7 +160,7 @@ def _attend_on_npu(
     q_THD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor, gathered: Gathered, scale: float
 ) -> torch.Tensor:
     # torch_npu differentiates its operator itself.
-    out_THD, _ = flash_npu.attend(q_THD, k_NGD, v_NGD, gathered.queries, gathered.keys, True, scale)
+    out_THD, _ = flash_npu.attend((q_THD, k_NGD, v_NGD), VarlenCall(gathered.queries, gathered.keys, True, scale))
     return out_THD
 
 

@@ -5,12 +5,14 @@ this pass's results and denominators.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.attention import Tiles, attend, pad_keys
-from megatron_rl.ops.shared_prompt.backends import Conditions, merge
+from megatron_rl.ops.shared_prompt.backends import merge
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
@@ -39,24 +41,16 @@ class InvariantFlash:
         tiles = Tiles.of(torch.from_numpy(layout.segment_of_token), torch.from_numpy(layout.positions))
         return cls(tiles, torch.from_numpy(keys_SL), CpuFlash.of(layout))
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention, and the logarithm of each softmax's denominator [T, H]."""
-        return attend(q_THD, torch.cat((k_TGD, v_TGD), dim=-1), self.tiles, self.keys_SL, scale)
+    def forward(self, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the logarithm of each softmax's denominator [T, H]."""
+        q_THD, *keys_and_values = inputs
+        return attend(q_THD, torch.cat(keys_and_values, dim=-1), self.tiles, self.keys_SL, scale)
 
     def backward(
-        self,
-        grad_out_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse_TH: torch.Tensor,
-        scale: float,
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
     ) -> list[torch.Tensor]:
-        """Compute gradients of queries, keys and values from the results of `forward`."""
-        return self.gradients.backward(grad_out_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, scale)
+        """Return the gradients of queries, keys and values from the output's, and from the results of `forward`."""
+        return self.gradients.backward(inputs, outputs, scale)
 
 
 def refusal(conditions: Conditions) -> str | None:

@@ -13,16 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt.backends import (
-    Conditions,
+    add_sinks,
     attend_to_nothing,
     attend_with_equal_widths,
+    differentiate_sinks,
     flash_npu,
     make_rows_dense,
 )
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
-from megatron_rl.ops.shared_prompt.backends.sinks import add_sinks, differentiate_sinks
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
 
@@ -30,25 +31,13 @@ from megatron_rl.ops.shared_prompt.tables import find_tables
 class Flash(Protocol):
     """Attention over a layout, whose gradients need its results and denominators."""
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results, and the logarithm of each softmax's denominator."""
-        ...
+    def forward(self, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the logarithm of each softmax's denominator."""
 
     def backward(
-        self,
-        grad_out_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-        /,
-    ) -> Sequence[torch.Tensor]:
-        """Return the gradients of queries, keys and values."""
-        ...
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scale: float
+    ) -> list[torch.Tensor]:
+        """Return the gradients of queries, keys and values from the output's, the output and the logarithms."""
 
 
 def refusal(conditions: Conditions) -> str | None:
@@ -107,7 +96,7 @@ def attend_and_merge(
 
     def attend(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         if isinstance(flash, CpuFlash) and flash.is_plain and sinks_H is None:
-            return flash.alone(q_THD, k_TGD, v_TGD, scale)
+            return flash.alone((q_THD, k_TGD, v_TGD), scale)
         out_THD: torch.Tensor = _Merged.apply(q_THD, k_TGD, v_TGD, sinks_H, flash, scale)
         return out_THD
 
@@ -125,23 +114,23 @@ class _Merged(torch.autograd.Function):
         flash: Flash,
         scale: float,
     ) -> torch.Tensor:
-        q_THD, k_TGD, v_TGD = (make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD))
-        out_THD, lse = flash.forward(q_THD, k_TGD, v_TGD, scale)
+        inputs = [make_rows_dense(tensor) for tensor in (q_THD, k_TGD, v_TGD)]
+        out_THD, lse = flash.forward(inputs, scale)
         if sinks_H is not None:
             # One of the two has a row for each head.
             is_by_head = isinstance(flash, VarlenFlash)
             out_THD, lse_TH = add_sinks(out_THD, lse.T if is_by_head else lse, sinks_H)
             lse = lse_TH.T.contiguous() if is_by_head else lse_TH
-        ctx.save_for_backward(q_THD, k_TGD, v_TGD, sinks_H, out_THD, lse)
+        ctx.save_for_backward(*inputs, sinks_H, out_THD, lse)
         ctx.flash, ctx.scale = flash, scale
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        q_THD, k_TGD, v_TGD, sinks_H, out_THD, lse = ctx.saved_tensors
+        *inputs, sinks_H, out_THD, lse = ctx.saved_tensors
         grad_sinks_H = None
         if sinks_H is not None:
             lse_TH = lse.T if isinstance(ctx.flash, VarlenFlash) else lse
             grad_sinks_H = differentiate_sinks(grad_out_THD, out_THD, lse_TH, sinks_H)
-        gradients = ctx.flash.backward(make_rows_dense(grad_out_THD), q_THD, k_TGD, v_TGD, out_THD, lse, ctx.scale)
+        gradients = ctx.flash.backward(inputs, (make_rows_dense(grad_out_THD), out_THD, lse), ctx.scale)
         return (*gradients, grad_sinks_H, None, None)

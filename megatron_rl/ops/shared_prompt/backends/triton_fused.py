@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.shared_prompt.backends import Conditions, attend_to_nothing, make_rows_dense
-from megatron_rl.ops.shared_prompt.backends.sinks import add_sinks, differentiate_sinks
+from megatron_rl.ops.shared_prompt.backends import add_sinks, attend_to_nothing, differentiate_sinks, make_rows_dense
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout

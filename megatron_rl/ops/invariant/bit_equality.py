@@ -1,5 +1,7 @@
 """The trial of batch-invariant operations at a run's start: rows alone, among others and elsewhere must be equal.
 
+The promise is about bits, so `ops.trials`, which allows for rounding, cannot check it.
+
 Rows are computed with one thread and with several, since engines and ranks have different numbers of them.
 """
 
