@@ -15,8 +15,8 @@ from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.gateway.verifiers import VerifiersServer
 from megatron_rl.rewards.types import PoolSettings
-from megatron_rl.shared.protocol.hosts import find_url, open_listener, parse_place
-from megatron_rl.sidecar.serving import serve
+from megatron_rl.shared.protocol.hosts import parse_place
+from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import GATEWAY_FLAG
 from megatron_rl.tool_calls import Reader
 
