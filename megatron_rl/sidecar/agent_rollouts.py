@@ -32,11 +32,11 @@ from megatron_rl.gateway.record import Transcript
 from megatron_rl.gateway.rollout_context import Agents, RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.hosts import find_url, open_listener, parse_place
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.conversations import EnvironmentClock, Sampler, build_row, hold_all, name_prompt, request_turn
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.serving import serve
+from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import GATEWAY_FLAG
 from megatron_rl.tool_calls import Reader
 

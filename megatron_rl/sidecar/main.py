@@ -23,7 +23,6 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import build_pool_settings, parse_specs
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
-from megatron_rl.shared.protocol.hosts import find_url, open_listener
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import load_part, parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
@@ -35,7 +34,7 @@ from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.members import EngineFactory
 from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
-from megatron_rl.sidecar.serving import serve, set_at_end
+from megatron_rl.sidecar.serving import find_url, open_listener, serve, set_at_end
 from megatron_rl.sidecar.settings import LAST_WORDS, SidecarSettings, read_settings
 from megatron_rl.sidecar.starting import StartNotes
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import ipaddress
 import select
 import signal
 import socket
@@ -20,8 +21,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from megatron_rl.errors import UsageError
 from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, raise_file_limit
 
+# Addresses for documentation alone (RFC 5737, RFC 3849): the route to them is the one to any other network.
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 OPEN = "/health"
 
 
@@ -135,6 +140,46 @@ class _BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _LONGEST_HEAD and not self.transport.is_closing():
                 self.send_400_response(f"The head of a request may have {_LONGEST_HEAD} bytes.")
+
+
+def open_listener(host: str, port: int, flag: str = "--rollout-listen") -> socket.socket:
+    """Open a socket for a service, whose connections inherit TCP_NODELAY; `flag` gave the address.
+
+    asyncio sets that only on sockets that it makes itself. Without it the body of an answer would wait 40 ms until its
+    head is acknowledged.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # The address of IPv6 also has a scope, for which create_server has no type.
+        listener = socket.create_server(place[:2], family=family)  # type: ignore[arg-type]
+    except OSError as error:
+        written = f"[{host}]" if ":" in host else host
+        raise UsageError(f"{flag} {written}:{port} cannot be opened: {error}; write another port") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def find_url(listener: socket.socket) -> str:
+    """Return the address at which other hosts reach a listening socket.
+
+    If it listens on all addresses of the host (0.0.0.0, ::), that is the address from which this host reaches other
+    networks.
+    """
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = _find_own_address(listener.family)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _find_own_address(family: socket.AddressFamily) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # This chooses a route and sends nothing.
+            probe.connect((_ELSEWHERE[family], 9))
+        except OSError:
+            # Without a route, no other address is known to lead to this host.
+            return _LOOPBACK[family]
+        return probe.getsockname()[0]
 
 
 def build_configuration(app: ASGIApp, listener: BoundedListener | None, **settings: Any) -> uvicorn.Config:

@@ -38,7 +38,7 @@ from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_j
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.hosts import FLAG as FLAG_OF_HOSTS
-from megatron_rl.sidecar.hosts import find_problems as find_host_problems
+from megatron_rl.sidecar.hosts import find_host_problems
 from megatron_rl.sidecar.vllm import flags as vllm_flags
 from megatron_rl.sidecar.vllm.reader import REASONING_FLAG, TOOL_FLAG
 from megatron_rl.sidecar.vllm.server import find_invariance_problems, find_longest

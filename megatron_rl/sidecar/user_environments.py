@@ -32,7 +32,7 @@ _LOG_FILE = "parsers.log"
 
 
 class UserRollouts:
-    """What environments and agents share: processes of the user's code, and vLLM's parsers of the policy's turns."""
+    """User-defined code that makes responses: its processes, and vLLM's parsers of the policy's turns."""
 
     def __init__(self, settings: SidecarSettings, code: EnvironmentPool | Agents, logs: Path) -> None:
         self.settings = settings

@@ -1,6 +1,6 @@
-"""What every transport promises: engines get the announced numbers, and a fault on the way fails the publish by name.
+"""The contract of every transport: engines get the announced numbers, and a fault on the way fails the publish by name.
 
-A failed publish leaves nothing behind that the next one stumbles over.
+The next publish succeeds after a failed one.
 """
 
 import contextlib

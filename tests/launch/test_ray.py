@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.client import RolloutClient, read_token
-from megatron_rl.sidecar.hosts import ray_cluster, read_source
+from megatron_rl.sidecar.hosts import build_source, ray_cluster
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
 from tests.e2e import loop
 from tests.hosts.listeners import find_free_address
@@ -65,7 +65,7 @@ def test_a_node_that_is_lost_is_replaced_and_nothing_is_left(cluster, tmp_path, 
 
     async def check() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            source = read_source(write(tmp_path, cluster.address, 1, port), 1)
+            source = build_source(write(tmp_path, cluster.address, 1, port), 1)
             read = await stack.enter_async_context(source.opened(SECONDS))
             (place,) = read().hosts
             assert (place.engines, read().token) == (3, TOKEN)
@@ -151,7 +151,7 @@ def test_a_wait_for_room_says_what_it_waits_for(cluster, tmp_path):
 
     async def check() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(read_source(write(tmp_path, cluster.address, 2), 1).opened(15.0))
+            await stack.enter_async_context(build_source(write(tmp_path, cluster.address, 2), 1).opened(15.0))
 
     said = r"1 of 2 hosts have no agent .* group of \{'CPU': 1.0\}, and \{'CPU': 0.0\} of \{'CPU': 1.0\} are free"
     with pytest.raises(NoRoomInCluster, match=said):

@@ -28,12 +28,12 @@ from megatron_rl.shared.protocol.client import (
     WorkersChanged,
     read_token,
 )
-from megatron_rl.shared.protocol.hosts import open_listener
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.iteration import IterationFailed, NoSuchSlot
 from megatron_rl.sidecar.service import Conflict, RolloutService
+from megatron_rl.sidecar.serving import open_listener
 from megatron_rl.sidecar.supervisor import WrongWorkerCount
 from megatron_rl.sidecar.temporary import make_socket_folder
 from tests.sidecar.scripted_service import Engines, Memory, RewardLength, engine, submission, weights

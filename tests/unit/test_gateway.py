@@ -23,9 +23,8 @@ from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
 from megatron_rl.gateway.said import Call, CallRefused
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.hosts import find_url, open_listener
 from megatron_rl.shared.protocol.turns import mask_sampled
-from megatron_rl.sidecar.serving import serve
+from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
 from tests.turns import make_turn

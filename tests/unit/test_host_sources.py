@@ -20,10 +20,10 @@ from megatron_rl.sidecar.hosts import (
     VARIABLE,
     HostList,
     HostPlace,
-    find_problems,
+    build_source,
+    find_host_problems,
     find_secrets,
     ray_cluster,
-    read_source,
     scheduled,
 )
 from megatron_rl.sidecar.hosts.scheduled import AgentsMissing
@@ -92,7 +92,7 @@ def schedulers(tmp_path, monkeypatch):
 
 def open_source(value: str, size: int = 1) -> Callable[[], HostList]:
     async def enter() -> Callable[[], HostList]:
-        return await contextlib.AsyncExitStack().enter_async_context(read_source(value, size).opened(1.0))
+        return await contextlib.AsyncExitStack().enter_async_context(build_source(value, size).opened(1.0))
 
     return asyncio.run(enter())
 
@@ -123,13 +123,13 @@ def test_what_is_wrong_with_a_token_a_key_or_the_file_itself_is_named(kind, tmp_
         (text.replace("[0, 1]", "[0, 0]"), "devices = .0, 0. must name 2 different ones"),
         (text.replace("engines = 2", "engine = 2"), "unknown key 'engine' .the nearest is engines"),
     ):
-        problems = list(find_problems(write(tmp_path, wrong, kind=kind), 1))
+        problems = list(find_host_problems(write(tmp_path, wrong, kind=kind), 1))
         assert any(re.search(words, problem) for problem in problems), (wrong, problems)
     (tmp_path / "hosts.toml").write_text(text)
-    assert any("token_file is missing" in problem for problem in find_problems(f"{kind}:{tmp_path}/hosts.toml", 1))
+    assert any("token_file is missing" in problem for problem in find_host_problems(f"{kind}:{tmp_path}/hosts.toml", 1))
     write(tmp_path, text)
     (tmp_path / "token").chmod(0o644)
-    assert any("token_file: " in problem for problem in find_problems(f"{kind}:{tmp_path}/hosts.toml", 1))
+    assert any("token_file: " in problem for problem in find_host_problems(f"{kind}:{tmp_path}/hosts.toml", 1))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_file_that_changes_is_followed(kind, more, tmp_path, schedulers):
     ],
 )  # fmt: skip
 def test_all_mistakes_of_a_file_are_named_at_once(kind, text, expected, tmp_path):
-    problems = list(find_problems(write(tmp_path, text, 0o644 if len(expected) > 1 else 0o600, kind), 1))
+    problems = list(find_host_problems(write(tmp_path, text, 0o644 if len(expected) > 1 else 0o600, kind), 1))
     assert len(problems) == len(expected), problems
     for problem, words in zip(problems, expected, strict=True):
         assert words in problem
@@ -212,12 +212,12 @@ def test_all_mistakes_of_a_file_are_named_at_once(kind, text, expected, tmp_path
 
 def test_a_value_that_names_no_kind_or_no_file_and_a_package_that_is_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    (problem,) = find_problems("slurm", 1)
+    (problem,) = find_host_problems("slurm", 1)
     assert f"{VARIABLE} is not set: start the run by megatron-rl launch slurm" in problem
-    (problem,) = find_problems("slum:x", 1)
+    (problem,) = find_host_problems("slum:x", 1)
     assert "must be one of static:FILE, slurm[:FILE], kubernetes[:FILE], ray[:FILE] (the nearest is slurm)" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    (problem,) = find_problems(write(tmp_path, FILES["ray"][0], kind="ray"), 1)
+    (problem,) = find_host_problems(write(tmp_path, FILES["ray"][0], kind="ray"), 1)
     assert "ray is not installed: pip install 'megatron-rl[ray]'" in problem
 
 
@@ -260,7 +260,7 @@ def test_agents_are_waited_for_and_those_that_are_missing_are_named(tmp_path, mo
 
     async def wait(names: list[str], seconds: float) -> list[str]:
         monkeypatch.setattr(scheduled.KubernetesHosts, "list_names", lambda _: names)
-        async with read_source(value, 1).opened(seconds) as read:
+        async with build_source(value, 1).opened(seconds) as read:
             return [place.address for place in read().hosts]
 
     async def check() -> None:

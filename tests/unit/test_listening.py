@@ -8,7 +8,8 @@ import pytest
 
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError
-from megatron_rl.shared.protocol.hosts import find_url, is_loopback, open_listener, parse_place
+from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
+from megatron_rl.sidecar.serving import find_url, open_listener
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import httpx
 import msgspec
 import pytest
 
-from megatron_rl.shared.protocol.hosts import open_listener
 from megatron_rl.shared.protocol.wire import FileSource, Weights
 from megatron_rl.shared.weights.folders import writing
 from megatron_rl.sidecar.agent import messages
@@ -25,7 +24,7 @@ from megatron_rl.sidecar.engines import EngineLost, NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts import HostList, HostPlace
 from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.hosts.remote import HostLost, RemoteHandle, RemoteHost
-from megatron_rl.sidecar.serving import serve
+from megatron_rl.sidecar.serving import open_listener, serve
 from megatron_rl.sidecar.vllm.connection import Connection
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.trainer.loop.reporter import HostNews

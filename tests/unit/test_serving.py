@@ -22,13 +22,12 @@ from fastapi import FastAPI
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.gateway.chats import NumberChats
-from megatron_rl.shared.protocol.hosts import open_listener
 from megatron_rl.shared.weights.delivery.channel import connect
 from megatron_rl.shared.weights.delivery.greetings import raise_file_limit
 from megatron_rl.shared.weights.delivery.messages import DeliveryError, Hello
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.agent_rollouts import GatewayOpening
-from megatron_rl.sidecar.serving import serve
+from megatron_rl.sidecar.serving import open_listener, serve
 from megatron_rl.tool_calls import PlainReader
 from tests.processes import ROOT
 from tests.unit.test_remote_host import make_certificate

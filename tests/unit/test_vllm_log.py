@@ -1,4 +1,4 @@
-"""What a vLLM server's log says: why it ended, and how long the parts of its start took."""
+"""The log of a vLLM server: why it ended, and how long the parts of its start took."""
 
 import multiprocessing
 import os

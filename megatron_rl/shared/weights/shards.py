@@ -297,7 +297,7 @@ class HostExport:
     """Exports one parameter after the other, in blocks: from the host, and of values that must be computed first."""
 
     def __init__(self, shards: Sequence[Shard], plan: FilePlan, start: float = 0):
-        """Without a count, write this share of the shards last: ranks begin at different files, and do not wait."""
+        """Make it; without a count, this share of shards is written last, so that ranks begin at different files."""
         self.plan = plan
         self._shards = shards
         self._start = start
@@ -332,7 +332,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class ParameterOwner:
     """A rank, with the names of its parameters if it owns any; everything else follows from its coordinates."""
 
     coordinates: Coordinates
@@ -346,7 +346,7 @@ class WeightStream:
         self,
         mapping: Mapping,
         rank: int,
-        peers: Sequence[Peer],
+        peers: Sequence[ParameterOwner],
         padded_vocab_size: int,
         dtype: str | None = None,
         bucket_bytes: int = 1 << 28,

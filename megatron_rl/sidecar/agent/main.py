@@ -16,13 +16,13 @@ from pathlib import Path
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.flag_parser import FlagParser
 from megatron_rl.shared.protocol.client import read_token
-from megatron_rl.shared.protocol.hosts import find_url, is_loopback, open_listener, parse_place
+from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
 from megatron_rl.sidecar.agent.engines import HostEngines
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.serving import serve, set_at_end
+from megatron_rl.sidecar.serving import find_url, open_listener, serve, set_at_end
 from megatron_rl.sidecar.temporary import make_folder, make_socket_folder
 
 _log = logging.getLogger("megatron_rl.sidecar.agent")

@@ -1,8 +1,8 @@
 """Where engines live: on the sidecar's own host, and on the hosts that `--rollout-hosts` names.
 
-The value of the flag is KIND:FILE. FILE, in TOML, has the token of the hosts' agents and describes the hosts: each of
-them, if the kind is `static`, or all of them by one table, if a scheduler has started their agents. The command
-`launch` writes such a FILE, and names it in the environment of the run.
+The value of the flag is KIND:FILE. FILE, in TOML, has the token of the hosts' agents and describes the hosts. With the
+kind `static` it describes each of them. If a scheduler has started their agents, one table describes all of them. The
+command `launch` writes such a FILE, and names it in the environment of the run.
 
 A run on one host imports no other module of this folder.
 """
@@ -76,7 +76,7 @@ class HostSource(Protocol):
         ...
 
 
-def read_source(text: str, tensor_parallel_size: int) -> HostSource:
+def build_source(text: str, tensor_parallel_size: int) -> HostSource:
     """Read a value of the flag and its FILE; a UsageError has all mistakes."""
     kind, path = split_value(text)
     if kind not in KINDS:
@@ -91,10 +91,10 @@ def read_source(text: str, tensor_parallel_size: int) -> HostSource:
     return source
 
 
-def find_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
+def find_host_problems(text: str, tensor_parallel_size: int) -> Iterator[str]:
     """Yield each mistake in a value of the flag and in its FILE."""
     try:
-        read_source(text, tensor_parallel_size)
+        build_source(text, tensor_parallel_size)
     except UsageError as error:
         yield from error.problems
 

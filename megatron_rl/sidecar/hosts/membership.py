@@ -24,7 +24,7 @@ from megatron_rl.shared.protocol.hosts import DeliveryHost, DeliveryHosts, is_lo
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.shared.weights.delivery.messages import Target
 from megatron_rl.sidecar.agent.messages import TIMEOUTS, HostLimits, Timeouts
-from megatron_rl.sidecar.hosts import FLAG, HostList, HostPlace, read_source
+from megatron_rl.sidecar.hosts import FLAG, HostList, HostPlace, build_source
 from megatron_rl.sidecar.hosts.factory import HostsFactory, group_hosts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
 from megatron_rl.sidecar.redelivery import redeliver
@@ -230,7 +230,7 @@ class OtherHosts:
 async def open_hosts(rollout: RolloutConfig, run: str, stack: contextlib.AsyncExitStack) -> OtherHosts:
     """Open the hosts of `--rollout-hosts`, whose agents must answer in the time for a start, until the stack ends."""
     assert rollout.hosts is not None
-    source = read_source(rollout.hosts, rollout.tensor_parallel_size)
+    source = build_source(rollout.hosts, rollout.tensor_parallel_size)
     read = await stack.enter_async_context(source.opened(rollout.start_minutes * 60))
     named = read()
     if named.tls_ca is None and not all(is_loopback(host.address.rpartition(":")[0]) for host in named.hosts):

@@ -16,7 +16,7 @@
 - The products of adapters copy both factors once for each token, since each token may name others. An engine of ours
   holds the adapters of one version, so two plain products of matrices give the same. With `patch_products_of_adapters`
   only a step whose tokens name several adapters, or none, is left to vLLM.
-- Multi-latent attention gives the rotation for CPUs [tokens, heads, columns], and it takes each head for a token: it
+- Multi-latent attention gives the rotation for CPUs [tokens, heads, columns], and each head is read as a token. It
   rotates heads by the positions of other tokens, and reads and writes past the ends of tensors. `server.PLAIN_ROTATION`
   makes vLLM rotate in torch, and `find_wrong_rotations` tries the result.
 

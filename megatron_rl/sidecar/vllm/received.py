@@ -1,4 +1,4 @@
-"""What a worker receives in one update: mapped files, their checks before and after a load, and a record of the load.
+"""The weights that a worker receives in one update: mapped files, their checks, and a record of the load.
 
 The trainer writes to two folders in turn. After a new map a process must find the file page by page, which takes longer
 than reading it. So the maps of both folders are kept for as long as the files exist. Where a device copies from them,

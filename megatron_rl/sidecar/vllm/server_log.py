@@ -1,4 +1,4 @@
-"""What the log of a vLLM server says: why the server ended, and how long the parts of its start took.
+"""The log of a vLLM server: why the server ended, and how long the parts of its start took.
 
 When one process fails, several print a traceback. The API server's says to look above, the core's repeats a worker's
 error, and the worker's has the cause. So the first traceback of the innermost process counts: the other workers only

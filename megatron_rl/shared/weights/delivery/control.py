@@ -5,10 +5,10 @@ if it gets portions by way of a host that is lost or does not reach it. It also 
 scratch, which its senders may not know. Then another round brings it the rest by another tree. What it holds already is
 not sent again.
 
-Of hosts that forward to others, invariants: each host gets the version from one other; up to `_MOST_DIRECT` hosts get
-it from the trainer, and of more than these, two do; no host forwards it to more than one. So beyond that number the
-trainer's link carries the weights twice, and a host's link once in each direction. A host that forwarded to two would
-take twice as long as one that receives, however many hosts the trainer has.
+Invariants of the way of a version. Each host gets it from one sender, and no host forwards it to more than one. Up to
+`_MOST_DIRECT` hosts get it from the trainer; of more than these, two do. So beyond that number the trainer's link
+carries the weights twice, and a host's link once in each direction. A host that forwarded to two would take twice as
+long as one that receives, however many hosts the trainer has.
 """
 
 import threading

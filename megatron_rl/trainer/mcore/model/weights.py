@@ -27,7 +27,7 @@ from megatron_rl.shared.weights.shards import (
     Digests,
     Export,
     HostExport,
-    Peer,
+    ParameterOwner,
     Put,
     Shard,
     WeightStream,
@@ -273,7 +273,7 @@ class ModelWeights:
             self._stream_settings = (dtype, bucket_bytes)
             session = self._session
             names = session.gather(tuple(shard.parameter_name for shard in self.shards if shard.map.owned))
-            peers = [Peer(*of_rank) for of_rank in zip(session.all_coordinates, names, strict=True)]
+            peers = [ParameterOwner(*of_rank) for of_rank in zip(session.all_coordinates, names, strict=True)]
             size = self._padded_vocab_size
             self._stream = WeightStream(self.mapping, session.rank, peers, size, dtype, bucket_bytes)
         return self._stream

@@ -18,7 +18,7 @@ from megatron_rl.trainer.mcore.session import Session
 T = TypeVar("T")
 
 
-class Receiver(Protocol):
+class PublishClient(Protocol):
     """The rollout client, which hands a version to the engines."""
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
@@ -56,7 +56,7 @@ class Publisher:
         self,
         weights: ModelWeights,
         session: Session,
-        receiver: Receiver | None,
+        receiver: PublishClient | None,
         run: str,
         transport: Transport,
         dtype: str | None = None,
