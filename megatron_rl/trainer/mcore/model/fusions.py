@@ -246,13 +246,13 @@ class RowLinear(_OurOperation, RowParallelLinear):
     """Megatron's layer whose ranks have columns of the weight."""
 
 
-_OURS = {ColumnParallelLinear: ColumnLinear, RowParallelLinear: RowLinear}
+_OUR_LINEAR = {ColumnParallelLinear: ColumnLinear, RowParallelLinear: RowLinear}
 
 
 def replace_linear_layers(module: torch.nn.Module) -> None:
     """Have all of the module's linear layers that are exactly Megatron's use our operation."""
     for layer in module.modules():
-        ours: Any = _OURS.get(type(layer))
+        ours: Any = _OUR_LINEAR.get(type(layer))
         if ours is not None:
             layer.__class__ = ours
 
