@@ -343,4 +343,6 @@ def _encode_call(content: Mapping[str, Any], encoded: Mapping[str, bytes]) -> by
         line = json.dumps(content).encode()
     except (TypeError, ValueError) as error:
         raise CallFailed(f"a column of the row cannot be passed on as JSON: {error}") from None
-    return b"".join([line[:-1], *(b', "%s": %s' % (name.encode(), data) for name, data in encoded.items()), b"}\n"])
+    if encoded:
+        line = b"".join([line[:-1], *(b', "%s": %s' % (name.encode(), data) for name, data in encoded.items()), b"}"])
+    return line + b"\n"
