@@ -64,9 +64,7 @@ class ConversationRecord:
         self._sampling = sampling
         self.num_tokens = 0
         """The number of tokens of the response."""
-        self._chain: array[int] = array("i")
-        """All tokens of a chain to which `hear` adds, the last ones that it was told included; else empty."""
-        self._num_heard = 0
+        self._heard = prompt[:0]
         self._is_chain = True
 
     @property
@@ -87,23 +85,20 @@ class ConversationRecord:
         """Note what was said after the last turn, for the next one; return False if no token would be left for it."""
         if self.num_turns >= self._sampling.max_turns or self.num_tokens + len(tokens) >= self._sampling.max_tokens:
             return False
-        if not self.num_turns:
-            self._chain.frombytes(self.parts[0].tokens.tobytes())
-        self._chain.extend(tokens)
-        self._num_heard = len(tokens)
+        self._heard = np.asarray(tokens, dtype=self.parts[0].tokens.dtype)
         return True
 
     def read_heard(self) -> tuple["array[int]", int]:
         """Return all tokens before the next turn of a chain, and the number of tokens that are left for it."""
-        return self._chain[:], self._sampling.max_tokens - self.num_tokens - self._num_heard
+        tokens = np.concatenate([*(part.tokens for part in self.parts), self._heard])
+        left = self._sampling.max_tokens + len(self.parts[0].tokens) - len(tokens)
+        return array("i", tokens.tobytes()), left
 
     def say(self, turn: wire.Response) -> list[int]:
         """Add the next turn of a chain; return its tokens."""
-        sampled, last = wire.decode_tokens(turn.tokens), self.parts[-1]
-        heard = np.array(self._chain[len(self._chain) - self._num_heard :], dtype=last.tokens.dtype)
-        self._append(len(self.parts) - 1, last.end, heard, sampled, turn)
-        self._chain.frombytes(turn.tokens)
-        self._num_heard = 0
+        sampled = wire.decode_tokens(turn.tokens)
+        self._append(len(self.parts) - 1, self.parts[-1].end, self._heard, sampled, turn)
+        self._heard = self._heard[:0]
         return sampled.tolist()
 
     def read_path(self, number: int) -> np.ndarray:

@@ -190,10 +190,6 @@ def _number_each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
 
-def _to_int32(table: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(table, np.int32))
-
-
 def _ceil_divide(numbers: Any, divisor: Any) -> Any:
     """Divide arrays or numbers, and round up."""
     return -(-numbers // divisor)

@@ -208,10 +208,6 @@ class Control:
         """Leave a host out."""
         self._hosts[name].give_up(reason)
 
-    def list_begun(self) -> list[str]:
-        """List the hosts that have begun the version."""
-        return [name for name, host in self._hosts.items() if host.is_begun]
-
     def list_open(self) -> list[str]:
         """List the hosts that may still become complete."""
         return [name for name, host in self._hosts.items() if host.is_open]
