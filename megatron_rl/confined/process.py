@@ -343,6 +343,4 @@ def _encode_call(content: Mapping[str, Any], encoded: Mapping[str, bytes]) -> by
         line = json.dumps(content).encode()
     except (TypeError, ValueError) as error:
         raise CallFailed(f"a column of the row cannot be passed on as JSON: {error}") from None
-    if encoded:
-        line = b"".join([line[:-1], *(b', "%s": %s' % (name.encode(), data) for name, data in encoded.items()), b"}"])
-    return line + b"\n"
+    return b"%s%s}\n" % (line[:-1], b"".join(b', "%s": %s' % (key.encode(), data) for key, data in encoded.items()))
