@@ -15,14 +15,13 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import JSON
-from megatron_rl.trainer.data.order import RowOrder, draw_held_out, leave_out
+from megatron_rl.trainer.data.order import RowOrder, RowSource, draw_held_out, leave_out
 from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row, read_demonstrations
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 
@@ -50,8 +49,8 @@ class Demonstration:
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
 
-class DemonstrationSource:
-    """The demonstrations to train on, in the order of `RowOrder`, and those held out."""
+class DemonstrationSource(RowSource[Demonstration]):
+    """The demonstrations of a run."""
 
     def __init__(
         self,
@@ -64,46 +63,8 @@ class DemonstrationSource:
         num_read: int | None = None,
         stops: Sequence[int] = (),
     ) -> None:
-        self._demonstrations = list(demonstrations)
-        self._held_out = list(held_out)
-        self._order = RowOrder(len(self._demonstrations), _fingerprint(self._demonstrations), seed, shuffle)
-        self.num_read = len(self._demonstrations) + len(self._held_out) if num_read is None else num_read
-        """Number of rows of all files, including those that are left out."""
-        self.notes = tuple(notes)
-        """Notes on the data for the user; each is printed once."""
-        self.stops = tuple(stops)
-        """Tokens that end a response, in addition to those that the model's files list."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._demonstrations)
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self._held_out)
-
-    @property
-    def epochs(self) -> float:
-        """Number of passes over the data set so far."""
-        return self._order.epochs
-
-    def take(self, count: int) -> list[Demonstration]:
-        """Return the next demonstrations, and count them as taken."""
-        rows = self._order.peek(count)
-        self._order.advance(count)
-        return [self._demonstrations[row] for row in rows]
-
-    def held_out(self, limit: int | None = None) -> list[Demonstration]:
-        """Return the first `limit` of the demonstrations that are never trained on; they are always the same."""
-        return self._held_out[:limit]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as plain JSON."""
-        return self._order.state()
-
-    def restore(self, state: object) -> None:
-        """Continue from a state; raise an InputError if the data set or the order differs."""
-        self._order.restore(state)
+        order = RowOrder(len(demonstrations), _fingerprint(demonstrations), seed, shuffle)
+        super().__init__(demonstrations, held_out, order, notes, num_read, stops)
 
 
 def load_demonstrations(

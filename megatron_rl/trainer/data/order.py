@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -214,6 +214,64 @@ class Prompted(Protocol):
 
 
 P = TypeVar("P", bound=Prompted)
+
+
+class RowSource(Generic[P]):
+    """The rows to train on, in the order of `RowOrder`, and those held out."""
+
+    def __init__(
+        self,
+        rows: Sequence[P],
+        held_out: Sequence[P],
+        order: "RowOrder | MixedOrder",
+        notes: Sequence[str],
+        num_read: int | None,
+        stops: Sequence[int],
+    ) -> None:
+        self._rows = list(rows)
+        self._held_out = list(held_out)
+        self._order = order
+        self.num_read = len(self._rows) + len(self._held_out) if num_read is None else num_read
+        """Number of rows of all files, including those that are left out."""
+        self.notes = tuple(notes)
+        """Notes on the data for the user; each is printed once."""
+        self.stops = tuple(stops)
+        """Tokens that end a response, in addition to those that the model's files list."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
+
+    @property
+    def epochs(self) -> float:
+        """Number of passes over the data set so far."""
+        return self._order.epochs
+
+    def take(self, count: int) -> list[P]:
+        """Return the next rows, and count them as taken."""
+        rows = self.peek(count)
+        self._order.advance(count)
+        return rows
+
+    def peek(self, count: int, num_carried: int = 0) -> list[P]:
+        """Return the next rows, and do not count them as taken: see `RowOrder.peek`."""
+        return [self._rows[row] for row in self._order.peek(count, num_carried)]
+
+    def held_out(self, limit: int | None = None) -> list[P]:
+        """Return the first `limit` of the rows that are never trained on; they are always the same."""
+        return self._held_out[:limit]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`, as plain JSON."""
+        return self._order.state()
+
+    def restore(self, state: object) -> None:
+        """Continue from a state; raise an InputError if the data set or the order differs."""
+        self._order.restore(state)
 
 
 def draw_held_out(rows: Sequence[P], count: int, seed: int) -> list[P]:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,13 +15,13 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.shared.protocol.wire import JSON, Prompt, decode_tokens
-from megatron_rl.trainer.data.order import Curriculum, MixedOrder, RowOrder, draw_held_out, leave_out
+from megatron_rl.trainer.data.order import Curriculum, MixedOrder, RowOrder, RowSource, draw_held_out, leave_out
 from megatron_rl.trainer.data.prompt_files import Row, name_files, read_rows
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 
 
-class PromptSource:
-    """The prompts to train on, in the order of `RowOrder`, and those held out."""
+class PromptSource(RowSource[Prompt]):
+    """The prompts of a run, numbered from 0 in each list that it returns."""
 
     def __init__(
         self,
@@ -38,48 +37,21 @@ class PromptSource:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         """`weights` belong to sources; without them all rows are alike, whatever their source."""
-        self._prompts = list(prompts)
-        self._held_out = list(held_out)
-        fingerprint = _fingerprint(self._prompts)
-        self._order: RowOrder | MixedOrder
+        fingerprint = _fingerprint(prompts)
+        order: RowOrder | MixedOrder
         if weights is None:
-            self._order = RowOrder(len(self._prompts), fingerprint, seed, shuffle, curriculum)
+            order = RowOrder(len(prompts), fingerprint, seed, shuffle, curriculum)
         else:
-            members = _divide_sources(self._prompts, weights)
-            self._order = MixedOrder(members, list(weights.values()), fingerprint, seed, shuffle, curriculum)
-        self.num_read = len(self._prompts) + len(self._held_out) if num_read is None else num_read
-        """Number of rows of all files, including those that are left out."""
-        self.notes = tuple(notes)
-        """Notes on the data for the user; each is printed once."""
-        self.stops = tuple(stops)
-        """Tokens that end a response, in addition to those that the model's files list."""
-        self.longest_prompt = max(len(decode_tokens(prompt.tokens)) for prompt in (*prompts, *held_out))
-        """Number of tokens of the longest prompt, held-out prompts included."""
+            members = _divide_sources(prompts, weights)
+            order = MixedOrder(members, list(weights.values()), fingerprint, seed, shuffle, curriculum)
+        super().__init__(prompts, held_out, order, notes, num_read, stops)
 
     def list_kinds(self, limit: int = 16) -> list[Prompt]:
         """Return the first row of each set of columns, in the order of the files; held-out rows come last."""
         kinds: dict[tuple[str, ...], Prompt] = {}
-        for prompt in itertools.chain(self._prompts, self._held_out):
+        for prompt in itertools.chain(self._rows, self._held_out):
             kinds.setdefault(tuple(sorted(prompt.columns)), prompt)
         return list(kinds.values())[:limit]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._prompts)
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self._held_out)
-
-    @property
-    def num_taken(self) -> int:
-        """Number of prompts taken so far, over all epochs."""
-        return self._order.num_taken
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the identities and tokens of the rows to train on, in order."""
-        return self._order.fingerprint
 
     @property
     def num_resting(self) -> int | None:
@@ -89,25 +61,10 @@ class PromptSource:
     @property
     def put_off(self) -> list[str]:
         """Names of prompts that were taken and put off, in the order in which they come again."""
-        return [self._prompts[row].row for row in self._order.put_off]
-
-    @property
-    def epochs(self) -> float:
-        """Number of passes over the data set so far."""
-        return self._order.epochs
-
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next prompts, numbered from 0, and count them as taken."""
-        taken = self.peek(count)
-        self.advance(count)
-        return taken
+        return [self._rows[row].row for row in self._order.put_off]
 
     def peek(self, count: int, num_carried: int = 0) -> list[Prompt]:
-        """Return the next prompts, numbered from 0, and do not count them as taken: see `RowOrder.peek`."""
-        return [
-            msgspec.structs.replace(self._prompts[row], index=index)
-            for index, row in enumerate(self._order.peek(count, num_carried))
-        ]
+        return _number(super().peek(count, num_carried))
 
     def advance(
         self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
@@ -116,21 +73,19 @@ class PromptSource:
         self._order.advance(count, num_carried, put_off, rewards)
 
     def held_out(self, limit: int | None = None) -> list[Prompt]:
-        """Return the first `limit` of the prompts that are never trained on, numbered from 0; always the same."""
-        return [msgspec.structs.replace(prompt, index=index) for index, prompt in enumerate(self._held_out[:limit])]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as plain JSON."""
-        return self._order.state()
+        return _number(super().held_out(limit))
 
     def restore(self, state: object) -> None:
-        """Continue from a state; raise an InputError if the data set or the order differs."""
         if isinstance(self._order, RowOrder) and isinstance(state, Mapping) and "sources" in state:
             raise InputError(
                 "the checkpoint was trained with weights of --prompts, and none are given: give the same, or load its "
                 "weights alone, with --finetune"
             )
-        self._order.restore(state)
+        super().restore(state)
+
+
+def _number(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [msgspec.structs.replace(prompt, index=index) for index, prompt in enumerate(prompts)]
 
 
 @dataclasses.dataclass(frozen=True)
