@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -20,7 +19,7 @@ from megatron_rl.command_line.parse import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe import progress, sinks
 from megatron_rl.trainer.loop import stop
-from megatron_rl.trainer.loop.evaluator import EngineEvaluator
+from megatron_rl.trainer.loop.measures import Evaluator
 from megatron_rl.trainer.loop.saver import is_save_due
 from megatron_rl.trainer.mcore import session
 from megatron_rl.trainer.mcore.checkpoint import checkpointer
@@ -164,8 +163,7 @@ def _observed(settings: Settings) -> dict[str, object]:
 
 
 def _evaluations(settings: Settings) -> dict[str, object]:
-    none: Any = None
-    evaluator = EngineEvaluator(settings.evaluation, none, [], none, 1.0)
+    evaluator = Evaluator(settings.evaluation.interval)
     return {"due": [version for version in range(_NUM_VERSIONS) if evaluator.is_due(version, is_last=False)]}
 
 

@@ -10,15 +10,14 @@ from megatron_rl.command_line.checks import count_interleaved
 from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
-from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.measures import Measures
 from megatron_rl.trainer.loop.supervised import (
     Demonstrations,
-    SupervisedEvaluator,
-    SupervisedLearner,
+    SupervisedStage,
     build_packer,
     compute_supervised_metrics,
     divide_held_out,
+    evaluate_held_out,
 )
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.policy import build_policy
@@ -77,8 +76,7 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
     demonstrations = Demonstrations(session, sizes.division, packer, source)
     of_turn = count_interleaved(settings) if settings.parallel_sizes.virtual_pipeline is not None else 1
     parts = divide_held_out(trial.held_out, MICRO_BATCH_SIZE, session, of_turn)
-    evaluator = SupervisedEvaluator(policy, session, parts, packer, 1)
-    learner = SupervisedLearner(policy, session)
+    stage = SupervisedStage("run", policy, session, demonstrations, sizes.largest_micro_batch)
     kept: list[tuple[Tensors, Tensors]] = []
     step = policy.optimizer.step
 
@@ -91,8 +89,9 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
     policy.optimizer.step = kept_step
     seen = []
     for version in range(NUM_UPDATES):
-        evaluation = evaluator.evaluate(Identity("run", version, ""))
-        learned = learner.learn(demonstrations.take())
+        identity = stage.publish(version)
+        evaluation = evaluate_held_out(policy, session, parts, packer)
+        learned = stage.learn(identity)
         measures = Measures()
         for of_rank in session.gather(learned.measures):
             measures.merge(of_rank)

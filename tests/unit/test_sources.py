@@ -18,8 +18,7 @@ from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.data.order import Curriculum, MixedOrder, RowOrder
 from megatron_rl.trainer.data.prompts import PromptSource, read_prompts
-from megatron_rl.trainer.loop.evaluator import summarize
-from megatron_rl.trainer.loop.measures import measure_batches
+from megatron_rl.trainer.loop.measures import measure_batches, summarize
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.floats(0.05, 20.0)), min_size=1, max_size=4)
 

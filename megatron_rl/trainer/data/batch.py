@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from megatron_rl.config.settings import Settings
+from megatron_rl.ops import gated_delta
+from megatron_rl.ops.gated_delta.convolution import list_window_rows
+from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.turns import list_parts, list_turns, mask_sampled
 from megatron_rl.shared.protocol.wire import GroupPart, Response, Slot, decode_log_probs, decode_tokens
@@ -163,3 +167,16 @@ def spread_turn_advantages(parts: Sequence[GroupPart], advantage: TurnAdvantage)
             lengths = [turn.end - turn.start for turn in turns if not turn.is_given]
             found.append(np.repeat(of_group[number], lengths))
     return np.concatenate(found)
+
+
+def build_preparation(settings: Settings, device: torch.device) -> Callable[[Layout], None]:
+    """Return the function that makes the tables of a layout, which keeps them."""
+    attention, linear = BACKENDS.find(settings.attention.backend), settings.architecture.linear
+
+    def prepare(layout: Layout) -> None:
+        attention.prepare_all(layout, device, settings.architecture.windows)
+        if linear is not None:
+            gated_delta.BACKENDS.find(settings.model.linear_attention_backend).prepare(layout)
+            layout.once(list_window_rows, linear.window)
+
+    return prepare

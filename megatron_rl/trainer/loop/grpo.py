@@ -15,13 +15,12 @@ from megatron_rl.command_line.run import find_shared_folder
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol.client import RolloutClient
-from megatron_rl.shared.protocol.wire import PublishAnswer
+from megatron_rl.shared.protocol.wire import Evaluation, PublishAnswer
 from megatron_rl.sidecar.child import Address, OwnSidecar, read_given_address
 from megatron_rl.trainer.data.prompts import PromptSource
 from megatron_rl.trainer.data.slots import Identity
-from megatron_rl.trainer.loop.evaluator import EngineEvaluator, Evaluator, NoEvaluator
 from megatron_rl.trainer.loop.learner import Learner
-from megatron_rl.trainer.loop.measures import Learned, Measures, compute_metrics
+from megatron_rl.trainer.loop.measures import Evaluator, Learned, Measures, compute_metrics, summarize
 from megatron_rl.trainer.loop.mismatch import MismatchBounds, build_mismatch_bounds
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
@@ -231,14 +230,26 @@ def _build_learner(rank: Rank, policy: Policy, reference: Reference | None, log:
 
 
 def _build_evaluator(rank: Rank, client: RolloutClient, prompts: PromptSource | None, reporter: Reporter) -> Evaluator:
-    settings = rank.settings
+    """Build rank 0's evaluator, for which engines respond; the others wait until rank 0 submits the iteration."""
+    settings, config = rank.settings, rank.settings.evaluation
     if prompts is None or not settings.is_evaluated:
-        return NoEvaluator()
-    return EngineEvaluator(
-        settings.evaluation,
-        client,
-        prompts.held_out(settings.evaluation.num_prompts),
-        build_sampling(settings, settings.evaluation.temperature, prompts),
-        settings.service.deadline_minutes * 60,
-        reporter.evaluation,
-    )
+        return Evaluator()
+    held_out = prompts.held_out(config.num_prompts)
+    sampling = build_sampling(settings, config.temperature, prompts)
+
+    def evaluate(identity: Identity) -> dict[str, Any]:
+        evaluated = client.evaluate(
+            Evaluation(
+                run=identity.run,
+                version=identity.version,
+                fingerprint=identity.fingerprint,
+                prompts=held_out,
+                group_size=config.num_samples,
+                sampling=sampling,
+                deadline_seconds=settings.service.deadline_minutes * 60,
+            )
+        )
+        reporter.evaluation(identity.version, evaluated.groups)
+        return summarize(evaluated, config.pass_reward)
+
+    return Evaluator(config.interval, evaluate)

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.algorithm.plug_ins import compare_plug_ins
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
@@ -22,7 +22,7 @@ from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import load_part
 from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
-from megatron_rl.trainer.loop.saver import check_kept, find_missing_hf
+from megatron_rl.trainer.loop.saver import KeptState, find_missing_hf, read_kept
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA, check_loaded_schedule
 
@@ -72,7 +72,7 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
     check_loaded_stage(settings)
     check_loaded_schedule(settings, settings.num_updates)
     _check_continuation(settings)
-    notes = check_loaded_plug_ins(settings) + note_changed_objective(settings)
+    notes = _compare_loaded(settings)
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
@@ -162,44 +162,40 @@ def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
     return None if settings.checkpoint.finetune else _find_source(settings)
 
 
-def _read_kept(settings: Settings) -> tuple[dict[str, Any], Path | None]:
+def _read_kept(settings: Settings) -> tuple[KeptState, Path] | None:
     """Return what the loaded checkpoint keeps of its run, and its folder.
 
-    It is empty if the run begins at version 0, or if loading will refuse the checkpoint as another program's.
+    None if the run begins at version 0, or if loading will refuse the checkpoint as another program's.
     """
     loaded = _find_loaded(settings)
-    kept = None if loaded is None else serialization.read_common(loaded[1]).get(EXTRA)
-    if loaded is None or kept is None:
-        return {}, None
-    check_kept(kept, loaded[1])
-    return kept, loaded[1]
+    extra = None if loaded is None else serialization.read_common(loaded[1]).get(EXTRA)
+    return None if loaded is None or extra is None else (read_kept(extra, loaded[1]), loaded[1])
 
 
 def check_loaded_stage(settings: Settings) -> None:
     """Raise an InputError if another stage saved the checkpoint that --load names."""
-    kept, source = _read_kept(settings)
-    stage = kept.get("stage", settings.run.stage)
-    if stage != settings.run.stage:
+    if (loaded := _read_kept(settings)) is None:
+        return
+    kept, source = loaded
+    if kept.stage != settings.run.stage:
         raise InputError(
-            f"{source} was saved by --stage {stage}, and this run is --stage {settings.run.stage}: write --finetune to "
-            f"begin with its weights, or --stage {stage} to continue"
+            f"{source} was saved by --stage {kept.stage}, and this run is --stage {settings.run.stage}: write "
+            f"--finetune to begin with its weights, or --stage {kept.stage} to continue"
         )
 
 
-def check_loaded_plug_ins(settings: Settings) -> list[str]:
-    """Return a note for each plug-in that only the loaded checkpoint has, or only this run.
+def _compare_loaded(settings: Settings) -> list[str]:
+    """Return a note for each plug-in that only one of checkpoint and run has, and one for a changed objective.
 
-    Raise an InputError if the file of one has changed since.
+    Raise an InputError if the file of a plug-in has changed since.
     """
-    kept, source = _read_kept(settings)
-    return [] if source is None else compare_plug_ins(kept["plug_ins"], describe_own_files(settings), source)
-
-
-def note_changed_objective(settings: Settings) -> list[str]:
-    """Return a note that lists the flags of the objective that have changed since the loaded checkpoint, if any has."""
-    kept, source = _read_kept(settings)
-    changes = list_changes(kept["objective"], describe_objective(settings)) if kept else []
-    return [f"{source} was trained with another objective; from here on: {', '.join(changes)}"] if changes else []
+    if (loaded := _read_kept(settings)) is None:
+        return []
+    kept, source = loaded
+    notes = compare_plug_ins(kept.plug_ins, describe_own_files(settings), source)
+    if changes := list_changes(kept.objective, describe_objective(settings)):
+        notes.append(f"{source} was trained with another objective; from here on: {', '.join(changes)}")
+    return notes
 
 
 def _check_continuation(settings: RunSettings) -> None:
@@ -229,9 +225,9 @@ def describe_finished(settings: RunSettings) -> str | None:
     if loaded is None:
         return None
     version, source = loaded
+    kept = _read_kept(settings)
     # Loading refuses the checkpoint of another run, and says why.
-    is_own = _read_kept(settings)[0].get("run") == settings.name
-    if version < num_iterations or not is_own:
+    if version < num_iterations or kept is None or kept[0].run != settings.name:
         return None
     if find_missing_hf(settings, version) is not None or _lacks_evaluation(settings, version):
         return None

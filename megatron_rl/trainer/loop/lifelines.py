@@ -40,29 +40,8 @@ class Peer(Protocol):
         ...
 
 
-class Lines(Protocol):
-    def tell(self, *message: Any) -> None:
-        """Send the message to all connected ranks, and to those that connect later."""
-        ...
-
-    def mention(self, *message: Any) -> None:
-        """Send the message to all connected ranks, and to no others."""
-        ...
-
-    def wait_until_told(self, seconds: float) -> bool:
-        """Wait at most `seconds` until all ranks are connected; return whether they are."""
-        ...
-
-    @property
-    def missing(self) -> list[int]:
-        """The expected ranks that have never connected."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _End(abc.ABC):
-    """One rank's end: the messages that it tells, in one order for all connections."""
+class Lines(abc.ABC):
+    """One rank's end of its connections: the messages that it tells, in one order for all of them."""
 
     def __init__(self, peer: Peer, told: Sequence[Message] = ()) -> None:
         self._peer = peer
@@ -71,20 +50,34 @@ class _End(abc.ABC):
         self._closed = threading.Event()
 
     def tell(self, *message: Any) -> None:
+        """Send the message to all connected ranks, and to those that connect later."""
         with self._lock:
             self._told.append(list(message))
             self._send(list(message))
 
     def mention(self, *message: Any) -> None:
+        """Send the message to all connected ranks, and to no others."""
         with self._lock:
             self._send(list(message))
+
+    @abc.abstractmethod
+    def wait_until_told(self, seconds: float) -> bool:
+        """Wait at most `seconds` until all ranks are connected; return whether they are."""
+
+    @property
+    @abc.abstractmethod
+    def missing(self) -> list[int]:
+        """The expected ranks that have never connected."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
 
     @abc.abstractmethod
     def _send(self, message: Message) -> None:
         """Send a message over each connection whose other end is known; the lock is held."""
 
 
-class Hub(_End):
+class Hub(Lines):
     """Rank 0's end of all connections."""
 
     def __init__(self, listener: socket.socket, num_others: int, peer: Peer) -> None:
@@ -163,7 +156,7 @@ class Hub(_End):
             self._peer.lost(rank)
 
 
-class Spoke(_End):
+class Spoke(Lines):
     """Another rank's end of its connection to rank 0, which may not listen yet."""
 
     def __init__(self, host: str, port: int, rank: int, peer: Peer) -> None:

@@ -1,8 +1,9 @@
-"""Measures of an iteration, by each replica, and the iteration's metrics, computed from those of all replicas."""
+"""Measures of an iteration, by each replica, and the metrics of the iteration and of an evaluation."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import numpy as np
 from megatron_rl.algorithm.advantages import is_all_equal
 from megatron_rl.shared.protocol.provenance import name_source
 from megatron_rl.shared.protocol.turns import count_sampled, count_turns
-from megatron_rl.shared.protocol.wire import GroupPart, Mismatch
+from megatron_rl.shared.protocol.wire import Evaluated, Group, GroupPart, Mismatch
 from megatron_rl.trainer.data.batch import BatchFacts
+from megatron_rl.trainer.data.slots import Identity
 
 _LONGEST_FAILURE = 500
 
@@ -219,3 +221,40 @@ def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:
 def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:
     """List the bounds of the ratio that the loss has."""
     return (bound for bound in ("low", "high", "dual") if f"clipped_{bound}" in sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Measures the model between updates; without an interval never, as on ranks that have no part in it."""
+
+    interval: int | None = None
+    evaluate: Callable[[Identity], dict[str, Any]] = lambda identity: {}
+    """Evaluates the model of that identity, and returns the metrics."""
+
+    def is_due(self, version: int, is_last: bool) -> bool:
+        """Return whether to evaluate this version: every `interval` iterations, and at the end."""
+        return self.interval is not None and (is_last or version % self.interval == 0)
+
+
+def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
+    """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response."""
+    lengths = [count_sampled(response) for group in evaluated.groups for response in group.responses]
+    by_source: dict[str, list[Group]] = {}
+    for group in evaluated.groups:
+        by_source.setdefault(name_source(group.prompt.row), []).append(group)
+    sources = {name: _count_success(by_source[name], pass_reward) for name in sorted(by_source)}
+    return {
+        **_count_success(evaluated.groups, pass_reward),
+        "num_samples": len(evaluated.groups[0].responses),
+        "length_mean": statistics.fmean(lengths),
+        **({"sources": sources} if len(sources) > 1 else {}),
+    }
+
+
+def _count_success(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
+    rewards = [[response.reward for response in group.responses] for group in groups]
+    return {
+        "mean": statistics.fmean(reward for group in rewards for reward in group),
+        "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),
+        "num_prompts": len(rewards),
+    }

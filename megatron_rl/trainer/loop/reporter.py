@@ -342,9 +342,9 @@ class Untraced:
 class RunLog:
     """The records of a rank while the run lives: reports for people, times, and the trace."""
 
-    reporter: Reporter
-    timeline: Timeline
-    trace: Union["RankTrace", Untraced]
+    reporter: Reporter = dataclasses.field(default_factory=Reporter)
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    trace: Union["RankTrace", Untraced] = dataclasses.field(default_factory=Untraced)
     finish_iteration: Callable[[int], None] = lambda version: None
     """Called by every rank when the iteration of a version is over."""
 

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,12 +25,11 @@ from megatron_rl.observe.metrics import (
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.slots import Division
-from megatron_rl.shared.protocol.wire import Census, Drafts, Mismatch, Prompt, Sampling, Slot, Submission, decode
-from megatron_rl.trainer.data.batch import Batcher
+from megatron_rl.shared.protocol.wire import Census, Drafts, Mismatch, Sampling, Slot, Submission, decode
+from megatron_rl.trainer.data.batch import Batcher, build_preparation
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.prompts import PromptSource
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
-from megatron_rl.trainer.data.tables import build_preparation
 from megatron_rl.trainer.loop.mismatch import MismatchBeyond
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.saver import RunState
@@ -39,22 +38,6 @@ from megatron_rl.trainer.mcore.session import Session
 
 # Prompts that were put off and that the run's last lines name.
 _MOST_NAMED = 5
-
-
-class TakesPrompts(Protocol):
-    """A source of prompts, with a place in it."""
-
-    def peek(self, count: int, num_carried: int = 0) -> list[Prompt]: ...
-
-    def advance(
-        self, count: int, num_carried: int = 0, put_off: Sequence[int] = (), rewards: Sequence[float | None] = ()
-    ) -> None: ...
-
-    @property
-    def num_resting(self) -> int | None: ...
-
-    @property
-    def put_off(self) -> Sequence[str]: ...
 
 
 MakeBatcher = Callable[[float | None], Batcher]
@@ -104,7 +87,7 @@ class Rollouts:
         terms: SubmissionTerms,
         make_batcher: MakeBatcher,
         schedule: Schedule,
-        prompts: TakesPrompts | None,
+        prompts: PromptSource | None,
         timeline: Timeline | None = None,
         state: RunState | None = None,
     ):

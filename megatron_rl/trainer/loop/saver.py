@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.pack_size import RECOMPUTE_NORMS, SWITCH
@@ -14,22 +14,31 @@ from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, lates
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 
-_KEPT = frozenset((
-    "run", "stage", "prompts", "stops", "reference", "audit_head", "plug_ins", "objective", "baseline",
-    "micro_batch_size", "recomputes_norms", "attention", "attention_blocks",
-))  # fmt: skip
-"""The names of what a checkpoint keeps of its run."""
+if TYPE_CHECKING:
+    from megatron_rl.trainer.data.demonstrations import DemonstrationSource
+    from megatron_rl.trainer.data.prompts import PromptSource
 
 
-class Data(Protocol):
-    """The data of a run, with a place in it."""
+@dataclasses.dataclass(frozen=True)
+class KeptState:
+    """The values that a checkpoint keeps of its run, next to model and optimizer."""
 
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: object) -> None: ...
-
-    @property
-    def stops(self) -> Sequence[int]: ...
+    run: str
+    stage: str
+    prompts: Mapping[str, Any]
+    """The place in the data."""
+    stops: Sequence[int]
+    """Tokens that end a response, in addition to those that the model's files list."""
+    reference: str | None
+    """The fingerprint of the reference's first weights; None without a reference."""
+    audit_head: str
+    plug_ins: Mapping[str, str]
+    objective: Mapping[str, str]
+    baseline: float | None
+    micro_batch_size: int
+    recomputes_norms: bool
+    attention: str
+    attention_blocks: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Saver:
         session: Session,
         policy: Policy,
         run: str,
-        prompts: Data | None,
+        prompts: "PromptSource | DemonstrationSource | None",
         reference: Reference | None,
         saved: Mapping[str, Any] | None = None,
     ):
@@ -86,12 +95,12 @@ class Saver:
         say(f"the run continues from {loaded.source}, version {loaded.version}")
         for note in loaded.notes:
             say(note)
-        state, kept = RunState(), loaded.extra
-        if kept:
-            self._session.run_or_raise_everywhere(lambda: self._take_over(kept, loaded.source))
-            for note in compare_rounding(kept, describe_rounding(self._settings)):
+        state = RunState()
+        if loaded.extra:
+            kept = self._session.run_or_raise_everywhere(lambda: self._take_over(loaded.extra, loaded.source))
+            for note in compare_rounding(vars(kept), describe_rounding(self._settings)):
                 say(note)
-            state = RunState(kept["audit_head"], kept["baseline"])
+            state = RunState(kept.audit_head, kept.baseline)
         self._num_done = loaded.version
         if not self._settings.checkpoint.finetune:
             self._loaded = loaded.version, loaded.source
@@ -109,7 +118,7 @@ class Saver:
             # An earlier attempt may have left a folder there, which does not match the checkpoint written now.
             self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
         if config.save is not None:
-            self._checkpointer.save(version, self._extra(state))
+            self._checkpointer.save(version, vars(self._describe(state)))
             self.last_saved = iteration_folder(config.save, version)
         if config.save_hf is not None:
             self._save_hf(hf_folder)
@@ -160,46 +169,49 @@ class Saver:
         """Return PEFT's folder, next to the folder of the merged weights."""
         return folder.with_name(f"{folder.name}_adapter")
 
-    def _extra(self, state: RunState) -> dict[str, Any]:
-        return {
-            "run": self._run,
-            "stage": self._settings.run.stage,
-            "prompts": self._prompts.state() if self._prompts is not None else {},
-            "stops": self._stops,
-            "reference": self._start,
-            "audit_head": state.audit_head,
-            "plug_ins": describe_own_files(self._settings),
-            "objective": describe_objective(self._settings),
-            "baseline": state.baseline,
+    def _describe(self, state: RunState) -> KeptState:
+        return KeptState(
+            run=self._run,
+            stage=self._settings.run.stage,
+            prompts=self._prompts.state() if self._prompts is not None else {},
+            stops=self._stops,
+            reference=self._start,
+            audit_head=state.audit_head,
+            plug_ins=describe_own_files(self._settings),
+            objective=describe_objective(self._settings),
+            baseline=state.baseline,
             **describe_rounding(self._settings),
-        }
+        )
 
-    def _take_over(self, extra: Mapping[str, Any], source: Path) -> None:
-        check_kept(extra, source)
-        if extra["run"] != self._run:
+    def _take_over(self, extra: Mapping[str, Any], source: Path) -> KeptState:
+        kept = read_kept(extra, source)
+        if kept.run != self._run:
             raise InputError(
-                f"{source} belongs to the run {extra['run']!r}, and --rollout-folder names {self._run!r}: seeds of "
+                f"{source} belongs to the run {kept.run!r}, and --rollout-folder names {self._run!r}: seeds of "
                 f"responses follow from the name; write a folder of that name, or --finetune to begin a new run"
             )
-        if extra["reference"] not in (None, self._start) and self._start is not None:
+        if kept.reference not in (None, self._start) and self._start is not None:
             raise InputError(
-                f"{source} was trained against the reference {extra['reference'][:12]}, and --grpo-ref-model (or "
+                f"{source} was trained against the reference {kept.reference[:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
         if self._prompts is not None:
-            self._prompts.restore(extra["prompts"])
+            self._prompts.restore(kept.prompts)
+        return kept
 
 
-def check_kept(
-    kept: Mapping[str, Any],
+def read_kept(
+    extra: Mapping[str, Any],
     source: Path,
     remedy: str = "resume with that version, or write --finetune to begin with its weights",
-) -> None:
-    """Raise ForeignVersion unless this version of megatron_rl wrote what a checkpoint keeps of its run."""
-    if missing := sorted(_KEPT - kept.keys()):
+) -> KeptState:
+    """Read what a checkpoint keeps of its run; raise ForeignVersion if another version of megatron_rl wrote it."""
+    names = [field.name for field in dataclasses.fields(KeptState)]
+    if missing := sorted({*names} - extra.keys()):
         raise ForeignVersion(
             f"{source} was written by another version of megatron_rl (it lacks the run's {missing[0]}): {remedy}"
         )
+    return KeptState(**{name: extra[name] for name in names})
 
 
 def _count(number: int, place: str) -> str:

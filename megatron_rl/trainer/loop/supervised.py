@@ -10,24 +10,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from megatron_rl.command_line.checks import count_interleaved
 from megatron_rl.command_line.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
-from megatron_rl.observe.timeline import Timeline
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.slots import Division, Place
+from megatron_rl.trainer.data.batch import build_preparation
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_turns
 from megatron_rl.trainer.data.slots import Identity
-from megatron_rl.trainer.data.tables import build_preparation
-from megatron_rl.trainer.loop.evaluator import Evaluator, NoEvaluator
 from megatron_rl.trainer.loop.learner import TrainingFailed, make_update, sum_over_replicas
-from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, describe_auxiliary
+from megatron_rl.trainer.loop.measures import Evaluator, Learned, Measures, UpdateOutcome, describe_auxiliary
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import RunLog, open_log
 from megatron_rl.trainer.loop.saver import RunState, StartPoint
@@ -41,9 +39,6 @@ from megatron_rl.trainer.mcore.step.forward_step import (
     run_schedule,
 )
 from megatron_rl.trainer.mcore.step.policy import Policy
-
-if TYPE_CHECKING:
-    from megatron_rl.trainer.mcore.step.trace import StepTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +153,13 @@ class Demonstrations:
 class SupervisedStage:
     run: str
     """The run's name."""
+    policy: Policy
+    session: Session
     demonstrations: Demonstrations
-    learner: "SupervisedLearner"
     largest_micro_batch: int
     """The number of tokens that a micro-batch may have."""
-    log: RunLog
-    evaluator: Evaluator
+    log: RunLog = dataclasses.field(default_factory=RunLog)
+    evaluator: Evaluator = Evaluator()
     rates: ClassVar[Mapping[str, str]] = {"trained": "tokens.computed"}
 
     @property
@@ -177,7 +173,7 @@ class SupervisedStage:
         with self.log.phase("train"):
             with self.log.timeline.span("pack"):
                 packs = self.demonstrations.take()
-            return self.learner.learn(packs)
+            return self._update(packs)
 
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
         metrics = compute_supervised_metrics(measures, learned.updates[-1], self.largest_micro_batch)
@@ -189,63 +185,40 @@ class SupervisedStage:
     def close(self) -> None:
         pass
 
-
-class SupervisedLearner:
-    """Turns packs of demonstrations into updates."""
-
-    def __init__(
-        self, policy: Policy, session: Session, timeline: Timeline | None = None, trace: "StepTrace | None" = None
-    ) -> None:
-        """`trace` records when each pass runs."""
-        self._policy = policy
-        self._session = session
-        self._timeline = timeline or Timeline()
-        self._trace = trace
-
-    def learn(self, packs: Packs) -> Learned:
+    def _update(self, packs: Packs) -> Learned:
         """Make one update; raise before one whose loss is not finite."""
-        wrapped = self._policy.wrapped
-        with self._timeline.part("schedule"):
-            step = SupervisedStep(loss_scale(len(packs)), self._trace)
-            reports = run_schedule(step, wrapped, packs)
+        timeline = self.log.timeline
+        with timeline.part("schedule"):
+            step = SupervisedStep(loss_scale(len(packs)), self.log.trace.steps)
+            reports = run_schedule(step, self.policy.wrapped, packs)
             losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
-        with self._timeline.part("agree"):
-            self._session.run_or_raise_everywhere(lambda: _check(losses))
-        with self._timeline.part("optimizer"):
-            denominator = sum_over_replicas(self._session, packs.num_targets)
-            outcome = make_update(self._policy, denominator, lambda: self._timeline.span("update"))
-        measures = Measures(sums=take_losses(self._policy.chunks[0].architecture.num_expert_layers))
+        with timeline.part("agree"):
+            self.session.run_or_raise_everywhere(lambda: _check(losses))
+        with timeline.part("optimizer"):
+            denominator = sum_over_replicas(self.session, packs.num_targets)
+            outcome = make_update(self.policy, denominator, lambda: timeline.span("update"))
+        measures = Measures(sums=take_losses(self.policy.chunks[0].architecture.num_expert_layers))
         if is_reporter():
             measures.merge(_measure(packs, sum(losses)))
         return Learned([outcome], measures)
 
 
-class SupervisedEvaluator:
-    """Computes the mean loss over the tokens of held-out responses, on all ranks together."""
+def evaluate_held_out(
+    policy: Policy, session: Session, parts: Sequence[Sequence[Demonstration]], packer: Packer
+) -> dict[str, Any]:
+    """Compute the mean loss over the tokens of held-out responses, on all ranks together.
 
-    def __init__(
-        self, policy: Policy, session: Session, parts: Sequence[Sequence[Demonstration]], packer: Packer, interval: int
-    ):
-        """`parts` are the micro-batches of this rank's replica."""
-        self._policy = policy
-        self._session = session
-        self._parts = parts
-        self._packer = packer
-        self._interval = interval
-
-    def is_due(self, version: int, is_last: bool) -> bool:
-        return is_last or version % self._interval == 0
-
-    def evaluate(self, identity: Identity) -> dict[str, Any]:
-        self._policy.synchronize()
-        packs = Packs(self._parts, self._packer)
-        log_probs = compute_log_probs(self._policy.wrapped, packs)
-        found = (0.0, 0, 0)
-        if is_reporter():
-            loss = -sum(float(of_pack_N.double().sum()) for of_pack_N in log_probs)
-            found = loss, sum(map(len, log_probs)), packs.num_demonstrations
-        loss, num_tokens, num_demonstrations = map(sum, zip(*self._session.gather(found), strict=True))
-        return {"loss": loss / num_tokens, "num_demonstrations": num_demonstrations, "num_tokens": num_tokens}
+    `parts` are the micro-batches of this rank's replica.
+    """
+    policy.synchronize()
+    packs = Packs(parts, packer)
+    log_probs = compute_log_probs(policy.wrapped, packs)
+    found = (0.0, 0, 0)
+    if is_reporter():
+        loss = -sum(float(of_pack_N.double().sum()) for of_pack_N in log_probs)
+        found = loss, sum(map(len, log_probs)), packs.num_demonstrations
+    loss, num_tokens, num_demonstrations = map(sum, zip(*session.gather(found), strict=True))
+    return {"loss": loss / num_tokens, "num_demonstrations": num_demonstrations, "num_tokens": num_tokens}
 
 
 def compute_supervised_metrics(measures: Measures, outcome: UpdateOutcome, largest_micro_batch: int) -> dict[str, Any]:
@@ -299,8 +272,9 @@ def build_supervised(
     packer = build_packer(settings, DeviceCopier(session.platform), lambda: log.timeline.span("pack"))
     return SupervisedStage(
         run=settings.name,
+        policy=policy,
+        session=session,
         demonstrations=Demonstrations(session, settings.sizes.division, packer, source),
-        learner=SupervisedLearner(policy, session, log.timeline, log.trace.steps),
         largest_micro_batch=settings.sizes.largest_micro_batch,
         log=log,
         evaluator=_build_evaluator(rank, source, policy, packer),
@@ -309,15 +283,14 @@ def build_supervised(
 
 def _build_evaluator(rank: Rank, source: DemonstrationSource | None, policy: Policy, packer: Packer) -> Evaluator:
     settings, session = rank.settings, rank.session
-    interval = settings.evaluation.interval
-    if interval is None or not settings.is_evaluated:
-        return NoEvaluator()
+    if not settings.is_evaluated:
+        return Evaluator()
     held_out = session.broadcast(None if source is None else source.held_out(settings.evaluation.num_prompts))
     assert held_out is not None
     is_interleaved = settings.parallel_sizes.virtual_pipeline is not None
     count_of_turn = count_interleaved(settings) if is_interleaved else 1
     parts = divide_held_out(held_out, settings.training.micro_batch_size, session, count_of_turn)
-    return SupervisedEvaluator(policy, session, parts, packer, interval)
+    return Evaluator(settings.evaluation.interval, lambda _: evaluate_held_out(policy, session, parts, packer))
 
 
 def divide_held_out(

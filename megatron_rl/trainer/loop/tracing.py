@@ -4,7 +4,7 @@ import collections
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron_rl.observe.trace import (
     estimate_offset,
     find_own_offset,
 )
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.shared.weights.mapping import Coordinates
 from megatron_rl.trainer.mcore.session import Session
@@ -32,12 +33,6 @@ _NUM_QUESTIONS = 8
 _NUM_ANSWERS = 16
 
 
-class TellsTime(Protocol):
-    """A process whose clock can be asked: the rollout client."""
-
-    def clock(self) -> float: ...
-
-
 class RankTrace:
     """The trace of a rank. It cannot fail a run: if its file cannot be written, it says so and ends."""
 
@@ -46,7 +41,7 @@ class RankTrace:
         file: TraceFile,
         recorder: Recorder,
         steps: StepTrace,
-        sidecar: TellsTime | None,
+        sidecar: RolloutClient | None,
         offset: float,
         say: Callable[[str], None],
     ) -> None:
@@ -100,7 +95,7 @@ class RankTrace:
 
 
 def open_trace(
-    run: Path, session: Session, version: int, sidecar: TellsTime | None, say: Callable[[str], None]
+    run: Path, session: Session, version: int, sidecar: RolloutClient | None, say: Callable[[str], None]
 ) -> RankTrace:
     """Begin or resume the trace of a run; every rank calls it. Drop its lines of `version` and later ones."""
     offset, error = align_clocks(session)

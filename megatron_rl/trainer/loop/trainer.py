@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.trainer.data.slots import Identity
-from megatron_rl.trainer.loop.evaluator import Evaluator
-from megatron_rl.trainer.loop.measures import Learned, Measures
+from megatron_rl.trainer.loop.measures import Evaluator, Learned, Measures
 from megatron_rl.trainer.loop.reporter import RunLog
 from megatron_rl.trainer.loop.saver import RunState, Saver
 from megatron_rl.trainer.loop.stop import Course

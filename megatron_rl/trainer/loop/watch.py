@@ -21,10 +21,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from megatron_rl.errors import ExitCode, MegatronRLError, PlatformError
 from megatron_rl.trainer.loop.lifelines import Hub, Lines, Message, Spoke, listen
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron_rl.observe.rank_places import RankPlaces
 
 _LOST = "its process ended without a message: it was killed, or its host cannot be reached"
 _KEY = "megatron_rl/watch"
@@ -46,12 +51,6 @@ _SECONDS_BETWEEN_REPORTS = 2.0
 _MOST_REPORTS_A_SECOND = 500
 
 
-class Store(Protocol):
-    def get(self, key: str) -> bytes: ...
-
-    def set(self, key: str, value: str) -> None: ...
-
-
 class Followed(Protocol):
     """The run of this process."""
 
@@ -66,22 +65,6 @@ class Followed(Protocol):
 
     def describe_interrupt(self) -> str:
         """Return what an interrupt loses, and how to resume."""
-        ...
-
-
-class ShownPlaces(Protocol):
-    """Shows people what each rank does; any thread may call each method."""
-
-    def note(self, rank: int, host: str, num_steps: int, part: str) -> None:
-        """Note that a rank is in this part of an iteration, after `num_steps` steps."""
-        ...
-
-    def write(self) -> None:
-        """Show what has been noted."""
-        ...
-
-    def remove(self) -> None:
-        """Show nothing any more."""
         ...
 
 
@@ -158,7 +141,7 @@ class Watch:
         self._store_port = 0
         self._has_store = threading.Event()
         self._stalls: Stalls | None = None
-        self._places: ShownPlaces | None = None
+        self._places: RankPlaces | None = None
         self._closed = threading.Event()
 
     @classmethod
@@ -186,7 +169,7 @@ class Watch:
         waiting = threading.Thread(target=self._name_missing, args=(self._lines, f"{host}:{port}"), daemon=True)
         waiting.start()
 
-    def connect_through(self, store: Store) -> None:
+    def connect_through(self, store: "dist.Store") -> None:
         """Connect if MASTER_PORT is torchrun's store: rank 0 writes into the store where it listens."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank != 0:
@@ -227,7 +210,7 @@ class Watch:
         """Return the port of torch's store that rank 0 names; None if it names none within `seconds`."""
         return self._store_port if self._has_store.wait(seconds) else None
 
-    def follow(self, run: Followed, most_seconds: float, places: ShownPlaces | None = None) -> None:
+    def follow(self, run: Followed, most_seconds: float, places: "RankPlaces | None" = None) -> None:
         """End all ranks if none makes progress for `most_seconds`; tidy the run if this process is being ended.
 
         On rank 0, `places` shows what every rank does.
