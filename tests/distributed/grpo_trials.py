@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,8 @@ import torch
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.library.grpo import subtract_mean
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
-from megatron_rl.command_line.run import compute_sizes
+from megatron_rl.command_line.run import Sizes, compute_sizes
+from megatron_rl.config.settings import Settings
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import tag_version
@@ -25,38 +27,17 @@ from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop import learner
-from megatron_rl.trainer.loop.measures import Measures, UpdateOutcome, compute_metrics
+from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, compute_metrics
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
 from megatron_rl.trainer.mcore.step.policy import Policy, build_policy, build_reference
-from megatron_rl.trainer.mcore.step.roles import build_roles
+from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.layouts import Model, gather_reduced_shards
-from tests.distributed.training import settings_of
+from tests.distributed.training import LAYOUTS, settings_of
 from tests.grpo_problem import Problem, Trial
 from tests.grpo_twin import WEIGHTS, Group, Tensors
-
-LAYOUTS = {
-    "TP1": "",
-    "TP2": "--tensor-model-parallel-size 2",
-    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "PP2": "--pipeline-model-parallel-size 2",
-    "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-    "DP2": "",
-    "EP2": "--expert-model-parallel-size 2",
-    "EP2xCP2": "--expert-model-parallel-size 2 --context-parallel-size 2",
-    "TP2+SP,EP2,ETP1": (
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1"
-    ),
-    "TP2xPP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-    "DP2xPP2": "--pipeline-model-parallel-size 2",
-    "CP2": "--context-parallel-size 2",
-    "DP2xCP2": "--context-parallel-size 2",
-    "CP2xPP2": "--context-parallel-size 2 --pipeline-model-parallel-size 2",
-}
-WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(("TP2xPP2", "DP2xPP2", "DP2xCP2", "CP2xPP2"), 4) | {"TP1": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +52,57 @@ class Seen:
     outcome: UpdateOutcome
     metrics: dict[str, Any]
     """The metrics of the update's iteration."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run on one rank, but its sidecar: slots come from a problem."""
+
+    session: Session
+    settings: Settings
+    sizes: Sizes
+    policy: Policy
+    roles: Roles
+
+    @property
+    def model(self) -> Model:
+        policy = self.policy
+        return Model(self.session, self.settings.architecture, policy.chunks, policy.weights, policy.wrapped)
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.settings.algorithm, self.sizes.longest_response)
+
+    def open_slots(
+        self, problem: Problem, identity: Identity, batcher: Any = None, is_shuffled: bool = False, max_turns: int = 0
+    ) -> IterationSlots:
+        source = Source(problem, self.sizes.division, self.session.replica, identity, is_shuffled)
+        batcher, copier = (
+            batcher or build_batcher(self.settings, self.session.device),
+            DeviceCopier(self.session.platform),
+        )
+        return IterationSlots(source.slot, batcher, self.sizes.division, identity, copier, max_turns=max_turns)
+
+    def learn(
+        self, learner: learner.Learner, problem: Problem, version: int, reference_is_policy: bool = False
+    ) -> Learned:
+        """Run an iteration of this version."""
+        self.policy.synchronize()
+        slots = self.open_slots(problem, Identity("run", version, self.policy.weights.fingerprint()))
+        learned = learner.learn(slots, reference_is_policy)
+        slots.close()
+        return learned
+
+
+def build_run(
+    session: Session, settings: Settings, reference: Path | None, num_iterations: int = 1, trace: Any = None
+) -> Run:
+    """Build the parts for some iterations, with the reference of a folder."""
+    sizes = compute_sizes(settings, session.num_replicas)
+    num_updates = sizes.plan.num_updates
+    policy = build_policy(settings, session, num_iterations * num_updates)
+    model = None if reference is None else build_reference(settings, session, reference)
+    return Run(session, settings, sizes, policy, build_roles(settings, session, policy, model, num_updates, trace))
 
 
 @dataclasses.dataclass
@@ -134,36 +166,27 @@ def run_trials(problem: Problem, trials: Sequence[Trial]) -> dict[Trial, list[Se
 
 def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.ExitStack) -> list[Seen]:
     settings = settings_of(problem.policy, f"{LAYOUTS[trial.layout]} {trial.words}")
-    sizes = compute_sizes(settings, session.num_replicas)
-    policy = build_policy(settings, session, sizes.plan.num_updates)
-    reference = build_reference(settings, session, problem.reference)
     group_advantages = GroupAdvantages(settings.algorithm, WEIGHTS)
     recorder = Recorder()
     trace = StepTrace(recorder, session.platform)
-    parts = Parts(
-        build_roles(settings, session, policy, reference, sizes.plan.num_updates, trace),
-        build_batcher(settings, session.device, group_advantages, trial.rules.baseline),
-        Objective(settings.algorithm, sizes.longest_response),
-        stack,
-    )
+    run = build_run(session, settings, problem.reference, trace=trace)
+    batcher = build_batcher(settings, session.device, group_advantages, trial.rules.baseline)
+    parts = Parts(run.roles, batcher, run.objective, stack)
     if trial.fault is not None:
         FAULTS[trial.fault](parts)
-    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
-    witness = Witness(parts.objective, policy, model)
-    identity = Identity("run", 3, policy.weights.fingerprint())
+    witness = Witness(parts.objective, run.policy, run.model)
+    identity = Identity("run", 3, run.policy.weights.fingerprint())
     divided = problem.divided(trial.num_updates)
-    source = Source(divided, sizes.division, session.replica, identity, trial.is_shuffled)
-    copier = DeviceCopier(session.platform)
-    slots = IterationSlots(source.slot, parts.batcher, sizes.division, identity, copier, max_turns=8)
+    slots = run.open_slots(divided, identity, parts.batcher, trial.is_shuffled, max_turns=8)
     stack.callback(slots.close)
-    one = learner.Learner(policy, parts.roles, witness, session, trace=trace)
+    one = learner.Learner(run.policy, parts.roles, witness, session, trace=trace)
     learned = one.learn(slots, reference_is_policy=False)
     trace.settle()
-    _check_passes(recorder.take(), len(slots), len(policy.chunks))
+    _check_passes(recorder.take(), len(slots), len(run.policy.chunks))
     measures = Measures()
     for of_rank in session.gather(learned.measures):
         measures.merge(of_rank)
-    metrics = compute_metrics(measures, learned.updates, sizes.largest_micro_batch)
+    metrics = compute_metrics(measures, learned.updates, run.sizes.largest_micro_batch)
     return [
         Seen(witness.gradients[update], witness.weights[update], witness.sums(update, session), outcome, metrics)
         for update, outcome in enumerate(learned.updates)

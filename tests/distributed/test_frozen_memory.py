@@ -10,18 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.algorithm.objective import Objective
-from megatron_rl.command_line.run import compute_sizes
-from megatron_rl.trainer.data.device_copier import DeviceCopier
-from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import PolicyStep
-from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
-from megatron_rl.trainer.mcore.step.roles import build_roles
 from tests import hf_models
-from tests.distributed.grpo_trials import Source, build_batcher
-from tests.distributed.training import settings_of
+from tests.distributed.grpo_trials import build_run
+from tests.distributed.training import PP2, settings_of
 from tests.grpo_problem import ADAM, TRUNCATED, Problem, Trial, draw_problem
 from tests.live_memory import LiveMemory
 from tests.ranks import run_ranks
@@ -31,7 +26,7 @@ pytestmark = pytest.mark.each_change
 NUM_LAYERS, HIDDEN_SIZE = 24, 64
 # Rotary frequencies, which every model has of its own.
 SMALL = 1024
-LAYOUTS = {"DP2": ADAM, "PP2": "--pipeline-model-parallel-size 2 --lr 0.002"}
+LAYOUTS = {"DP2": ADAM, "PP2": f"{PP2} --lr 0.002"}
 # The policy alone, with a reference, with an old policy, with both: weight of the divergence, and updates.
 ROLES = {"none": (0.0, 1), "reference": (0.1, 1), "old": (0.0, 2), "both": (0.1, 2)}
 # The layouts that are measured, and the pairs of cases of which one has one frozen model more.
@@ -83,32 +78,21 @@ def measure(problem: Problem, layout: str, more: str, fewer: str) -> Compared:
 
 
 def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
-    sizes = compute_sizes(settings, session.num_replicas)
     hidden, in_pass = [0], [0]
     with LiveMemory() as memory, watched(memory, hidden, in_pass):
-        policy = build_policy(settings, session, sizes.plan.num_updates)
+        one = build_run(session, settings, problem.reference if settings.algorithm.kl_beta else None)
         # Once computed, the platform keeps results that depend on shapes alone.
-        policy.weights.fingerprint()
-        reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
-        roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
+        one.policy.weights.fingerprint()
         held = memory.settled()
-        learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
+        learner = Learner(one.policy, one.roles, one.objective, session)
         # The first iteration makes the state that the optimizer keeps.
         for version in range(2):
-            identity = Identity("run", version, "fingerprint")
-            source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
-            slots = IterationSlots(
-                source.slot,
-                build_batcher(settings, session.device),
-                sizes.division,
-                identity,
-                DeviceCopier(session.platform),
-            )
+            slots = one.open_slots(problem, Identity("run", version, "fingerprint"))
             gc.collect()
             memory.peak = memory.now
             learner.learn(slots, False)
             slots.close()
-    parameters = sum(parameter.nbytes for chunk in policy.chunks for parameter in chunk.parameters())
+    parameters = sum(parameter.nbytes for chunk in one.policy.chunks for parameter in chunk.parameters())
     return Used(held, memory.peak, in_pass[0], parameters, hidden[0])
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pytest
 import torch
 
-from tests.distributed.grpo_trials import FAULTS, WORLD_SIZES, Seen, run_trials
+from tests.distributed.grpo_trials import FAULTS, Seen, run_trials
+from tests.distributed.training import WORLD_SIZES
 from tests.grpo_problem import ADAM, CONSTANT, KNOWN, OVERLAPPED, PLAIN, SEQUENCE, SGD, Problem, Trial, draw_problem
 from tests.grpo_twin import Rules, Tensors, Twin, Update
 from tests.ranks import run_ranks

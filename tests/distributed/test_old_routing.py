@@ -16,26 +16,18 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.algorithm.objective import Objective
-from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.shared.protocol.wire import decode_tokens
 from megatron_rl.trainer.data.batch import Batch
-from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.routing import Routing
-from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
-from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.model import context
 from megatron_rl.trainer.mcore.model.replay import RoutingRecord, take_counts
 from megatron_rl.trainer.mcore.model.router import select_rows
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import PolicyStep
-from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
-from megatron_rl.trainer.mcore.step.roles import build_roles
 from tests import hf_models
-from tests.distributed.grpo_trials import LAYOUTS, Source, Witness
-from tests.distributed.layouts import Model
-from tests.distributed.training import settings_of
+from tests.distributed.grpo_trials import Witness, build_run
+from tests.distributed.training import LAYOUTS, settings_of
 from tests.grpo_problem import SGD, TRUNCATED, Problem, Trial, draw_problem
 from tests.grpo_twin import Tensors
 from tests.ranks import run_ranks
@@ -107,26 +99,16 @@ def run(problem: Problem, cases: Sequence[Case]) -> dict[Case, Ran]:
 
 def run_iterations(problem: Problem, trial: Trial, session: Session, has_reference: bool) -> Ran:
     settings = settings_of(problem.policy, f"{LAYOUTS[trial.layout]} {trial.words}")
-    sizes = compute_sizes(settings, session.num_replicas)
-    policy = build_policy(settings, session, NUM_ITERATIONS * trial.num_updates)
-    reference = build_reference(settings, session, problem.policy) if has_reference else None
-    roles = build_roles(settings, session, policy, reference, trial.num_updates)
-    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
-    witness = Witness(Objective(settings.algorithm, sizes.longest_response), policy, model)
+    one = build_run(session, settings, problem.policy if has_reference else None, NUM_ITERATIONS)
+    witness = Witness(one.objective, one.policy, one.model)
     counts: dict[str, float] = collections.Counter()
-    learner = Learner(policy, roles, witness, session)
-    with watched(policy.chunks, witness) as experts:
+    learner = Learner(one.policy, one.roles, witness, session)
+    with watched(one.policy.chunks, witness) as experts:
         for version in range(NUM_ITERATIONS):
-            policy.synchronize()
-            identity = Identity("run", version, policy.weights.fingerprint())
             divided = problem.divided(trial.num_updates)
-            source = Source(divided, sizes.division, session.replica, identity, is_shuffled=False)
-            batcher, copier = build_batcher(settings, session.device), DeviceCopier(session.platform)
-            slots = IterationSlots(source.slot, batcher, sizes.division, identity, copier)
-            learned = learner.learn(slots, reference_is_policy=has_reference and version == 0)
-            slots.close()
+            learned = one.learn(learner, divided, version, reference_is_policy=has_reference and version == 0)
             counts.update({name: value for name, value in learned.measures.sums.items() if name.startswith("routing")})
-            assert take_counts(policy.chunks) == {}
+            assert take_counts(one.policy.chunks) == {}
     everyone: dict[int, dict[Key, frozenset[int]]] = {}
     totals: dict[str, float] = collections.Counter()
     for of_rank, of_routers in session.gather((experts, counts)):

@@ -7,48 +7,37 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import GroupAdvantages
-from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import IterationLost, RolloutError
 from megatron_rl.shared.protocol.slots import divide
 from megatron_rl.trainer.data.batch import Batch, Batcher
-from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots, SlotRefused
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.loop.measures import Measures
 from megatron_rl.trainer.loop.rollouts import Rollouts, SubmissionTerms, build_batcher, start_at_once, wait_for_all
 from megatron_rl.trainer.mcore import relay
 from megatron_rl.trainer.mcore.session import Session, start_session
-from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
-from megatron_rl.trainer.mcore.step.roles import build_roles
 from tests import hf_models
-from tests.distributed.grpo_trials import Source
-from tests.distributed.training import settings_of
+from tests.distributed.grpo_trials import Run, Source, build_run
+from tests.distributed.training import LAYOUTS, settings_of
 from tests.grpo_problem import Problem, Trial, draw_problem
 from tests.ranks import run_ranks
-from tests.unit.test_slots import OnDevice, slot
+from tests.unit.test_slots import IDENTITY, MEAN, OnDevice, slot
 
 NUM_SLOTS = 6
-IDENTITY = Identity("run", 3, "weights-3")
-LAYOUTS = {
-    "TP2": "--tensor-model-parallel-size 2",
-    "PP2": "--pipeline-model-parallel-size 2",
-    "CP2": "--context-parallel-size 2",
-    "DP2": "",
-}
+PROMPTS: Any = SimpleNamespace(peek=lambda count, num_carried: [], put_off=[])
+TWO_RANKS = {name: LAYOUTS[name] for name in ("TP2", "PP2", "CP2", "DP2")}
 # The last ones need four ranks, and eight layers.
 LARGE_LAYOUTS = {
-    "DP2xPP2": "--pipeline-model-parallel-size 2",
-    "TP2xPP2": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+    "DP2xPP2": LAYOUTS["DP2xPP2"],
+    "TP2xPP2": LAYOUTS["TP2xPP2"],
     "PP4xVPP2": "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
 }
 
@@ -82,12 +71,8 @@ def rollouts_of(session: Session, sidecar: Any, schedule: Any = start_at_once) -
         num_prompts=2 * NUM_SLOTS * session.num_replicas, group_size=2, num_replicas=session.num_replicas,
         micro_batch_size=4, num_updates=2,
     )  # fmt: skip
-    prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
-    terms, batcher = (
-        SubmissionTerms(divide(plan), wire.Sampling(max_tokens=8), 60.0),
-        Batcher(GroupAdvantages(AlgorithmConfig(advantage="mean"))),
-    )
-    return Rollouts(sidecar, session, terms, lambda baseline: batcher, schedule, prompts if session.rank == 0 else None)
+    terms = SubmissionTerms(divide(plan), wire.Sampling(max_tokens=8), 60.0)
+    return Rollouts(sidecar, session, terms, lambda baseline: Batcher(MEAN), schedule, PROMPTS)
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
@@ -190,12 +175,12 @@ def meet_faults(folder: Path) -> dict[str, str]:
 
 
 def take_slots_and_meet_faults(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    return take_slots(folder, LAYOUTS), meet_faults(folder)
+    return take_slots(folder, TWO_RANKS), meet_faults(folder)
 
 
 def test_a_slot_is_fetched_once_a_replica_and_it_or_its_refusal_reaches_all_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(take_slots_and_meet_faults, 2, hf_models.draw("qwen3", tmp_path / "model"))
-    assert_fetched_once([taken for taken, _ in ranks], LAYOUTS)
+    assert_fetched_once([taken for taken, _ in ranks], TWO_RANKS)
     first, second = (faults for _, faults in ranks)
     for seen in (first, second):
         assert seen["failed"] == "IterationLost: iteration 3 failed: an engine is lost"
@@ -243,43 +228,31 @@ def learn(problem: Problem, layouts: dict[str, str]) -> dict[tuple[str, str, boo
 
 
 def learn_once(session: Session, settings: Any, problem: Problem, is_relayed: bool) -> tuple[Measures, list[Any]]:
-    sizes = compute_sizes(settings, session.num_replicas)
-    policy = build_policy(settings, session, sizes.plan.num_updates)
-    roles = build_roles(
-        settings, session, policy, build_reference(settings, session, problem.reference), sizes.plan.num_updates
-    )
-    learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
-    identity = Identity("run", 3, policy.weights.fingerprint())
-    source = Source(problem.divided(2), sizes.division, session.replica, identity, False)
-    with opened(session, settings, source, sizes.division, identity, is_relayed) as slots:
+    one = build_run(session, settings, problem.reference)
+    learner = Learner(one.policy, one.roles, one.objective, session)
+    identity = Identity("run", 3, one.policy.weights.fingerprint())
+    with open_slots(one, problem.divided(2), identity, is_relayed) as slots:
         learned = learner.learn(slots, reference_is_policy=False)
     return learned.measures, learned.updates
 
 
 @contextlib.contextmanager
-def opened(
-    session: Session, settings: Any, source: Source, division: Any, identity: Identity, is_relayed: bool
-) -> Iterator[IterationSlots]:
-    batcher = build_batcher(settings, session.device)
-    if is_relayed:
-        sidecar: Any = type(
-            "OfSource",
-            (),
-            {
-                "submit": lambda self, submission: None,
-                "encoded_slot": lambda self, version, replica, index, seconds: wire.encode(source.slot(index)),
-            },
-        )()
-        prompts: Any = type("Prompts", (), {"peek": lambda self, count, num_carried: [], "put_off": []})()
-        terms = SubmissionTerms(division, wire.Sampling(max_tokens=8), 60.0)
-        with Rollouts(sidecar, session, terms, lambda baseline: batcher, start_at_once, prompts).iteration(
-            identity
-        ) as slots:
-            yield slots
-    else:
-        slots = IterationSlots(source.slot, batcher, division, identity, DeviceCopier(session.platform))
+def open_slots(one: Run, problem: Problem, identity: Identity, is_relayed: bool) -> Iterator[IterationSlots]:
+    if not is_relayed:
+        slots = one.open_slots(problem, identity)
         yield slots
         slots.finish()
+        return
+    source = Source(problem, one.sizes.division, one.session.replica, identity, False)
+    sidecar: Any = SimpleNamespace(
+        submit=lambda submission: None,
+        encoded_slot=lambda version, replica, index, seconds: wire.encode(source.slot(index)),
+    )
+    terms = SubmissionTerms(one.sizes.division, wire.Sampling(max_tokens=8), 60.0)
+    batcher = build_batcher(one.settings, one.session.device)
+    rollouts = Rollouts(sidecar, one.session, terms, lambda baseline: batcher, start_at_once, PROMPTS)
+    with rollouts.iteration(identity) as slots:
+        yield slots
 
 
 @pytest.mark.each_change

@@ -11,23 +11,15 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.trainer.data.demonstrations import Demonstration
 from tests import hf_models
 from tests.distributed.supervised_trials import DEMONSTRATIONS_PER_UPDATE, NUM_UPDATES, Seen, Trial, run_trials
+from tests.distributed.training import CP2, LAYOUTS, OVERLAPPED
 from tests.ranks import run_ranks
 from tests.supervised_twin import Row, Tensors, Twin
 from tests.truth import weighted_over_bound, worst_of
 
 pytestmark = pytest.mark.each_change
 
-OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
-LAYOUTS = {
-    "TP2": "--tensor-model-parallel-size 2",
-    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "PP2": "--pipeline-model-parallel-size 2",
-    "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-    "DP2": "",
-    "DP2, overlapped": OVERLAPPED,
-    "CP2": f"--context-parallel-size 2 {OVERLAPPED}",
-    "EP2": "--expert-model-parallel-size 2",
-}
+NAMES = ("TP2", "TP2+SP", "PP2", "PP2xVPP2", "DP2", "DP2+overlap", "EP2")
+FLAGS = {name: LAYOUTS[name] for name in NAMES} | {"CP2, overlapped": f"{CP2} {OVERLAPPED}"}
 
 
 def draw_rows(count: int, seed: int, other_context: bool = False) -> list[Demonstration]:
@@ -86,7 +78,7 @@ def computed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     """Run all trials with one start of the ranks."""
     trials = {
         name: Trial(folders["qwen3_moe" if name == "EP2" else "qwen3"], layout, ROWS, HELD_OUT)
-        for name, layout in LAYOUTS.items()
+        for name, layout in FLAGS.items()
     }
     blind = draw_blind(tmp_path_factory.mktemp("blind"))
     answers = [other_answers(row) for row in ROWS]
@@ -121,7 +113,7 @@ def check_update(name: str, seen: Seen, rows: Sequence[Demonstration], twins: li
     assert max(found.values()) <= 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FLAGS)
 def test_loss_and_gradients_equal_those_of_padded_sequences(layout, computed, folders) -> None:
     first, second = computed[layout]
     folder = folders["qwen3_moe" if layout == "EP2" else "qwen3"]

@@ -12,21 +12,15 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.command_line.run import compute_sizes
+from megatron_rl.algorithm.objective import RoleLogProbs
 from megatron_rl.config.settings import Settings
-from megatron_rl.trainer.data.device_copier import DeviceCopier
-from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
-from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import PolicyStep, RoleAssignment
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
-from megatron_rl.trainer.mcore.step.policy import build_policy, build_reference
-from megatron_rl.trainer.mcore.step.roles import TriModel, build_roles
-from tests.distributed.grpo_trials import Source, Witness
-from tests.distributed.layouts import Model
-from tests.distributed.training import settings_of
+from megatron_rl.trainer.mcore.step.roles import TriModel
+from tests.distributed.grpo_trials import Witness, build_run
+from tests.distributed.training import CP2, EP2, LAYOUTS, PP2, TP2, settings_of
 from tests.grpo_problem import OVERLAPPED, SGD, TRUNCATED, Problem, RoleTrial, Trial, draw_problem
 from tests.grpo_twin import Tensors
 from tests.ranks import run_ranks
@@ -35,18 +29,11 @@ pytestmark = pytest.mark.each_change
 
 LEAST_EFFECT = 1e-2
 MICRO_BATCHES = 6
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
-CP2 = "--context-parallel-size 2"
+VPP2 = LAYOUTS["PP2xVPP2"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-LAYOUTS = {
-    "TP2": TP2,
-    "TP2+SP": f"{TP2} --sequence-parallel",
-    "PP2": PP2,
+FLAGS = {name: LAYOUTS[name] for name in ("TP2", "TP2+SP", "PP2", "PP2xVPP2", "CP2")} | {
     "PP2, recomputed": f"{PP2} {RECOMPUTED}",
     "PP2, bf16": f"{PP2} --bf16",
-    "PP2xVPP2": VPP2,
-    "CP2": CP2,
     "PP2xVPP2, all messages overlapped": f"{VPP2} --overlap-p2p-communication-warmup-flush",
     "DP2, optimizer distributed and overlapped": OVERLAPPED,
 }
@@ -54,7 +41,7 @@ TIED = {"PP2, tied": PP2, "PP2xVPP2, tied": VPP2}
 OFFLOADED = ["TP2", "PP2, bf16"]
 MORE_OFFLOADED = ["PP2", "PP2xVPP2", "DP2, optimizer distributed and overlapped"]
 ALONE_AND_TIED = "DP2, optimizer distributed and overlapped, tied"
-OF_FOUR_RANKS = {"TP2xPP2": f"{TP2} {PP2}", "CP2xPP2": f"{CP2} {PP2}"}
+OF_FOUR_RANKS = {name: LAYOUTS[name] for name in ("TP2xPP2", "CP2xPP2")}
 MORE_OF_FOUR_RANKS = {
     "TP2+SPxPP2xVPP2, bf16": f"{TP2} --sequence-parallel {VPP2} --bf16",
     "PP4, recomputed": f"--pipeline-model-parallel-size 4 {RECOMPUTED}",
@@ -62,8 +49,8 @@ MORE_OF_FOUR_RANKS = {
     "DP2xPP2, optimizer distributed and overlapped": f"{PP2} {OVERLAPPED}",
 }
 EXPERTS = {
-    "EP2xPP2": f"{PP2} --expert-model-parallel-size 2",
-    "CP2xEP2xPP2": f"{CP2} {PP2} --expert-model-parallel-size 2",
+    "EP2xPP2": f"{PP2} {EP2}",
+    "CP2xEP2xPP2": f"{CP2} {PP2} {EP2}",
 }
 
 
@@ -119,30 +106,16 @@ def settings_for(case: RoleTrial) -> Settings:
 
 def run_roles(session: Session, case: RoleTrial) -> Ran:
     problem, settings = case.problem, settings_for(case)
-    sizes = compute_sizes(settings, session.num_replicas)
-    policy = build_policy(settings, session, 2 * sizes.plan.num_updates)
-    reference = build_reference(settings, session, problem.reference) if settings.algorithm.kl_beta else None
-    roles = build_roles(settings, session, policy, reference, sizes.plan.num_updates)
-    model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
-    witness = Witness(Objective(settings.algorithm, sizes.longest_response), policy, model)
-    learner = Learner(policy, roles, witness, session)
-    places = addresses(roles)
+    reference = problem.reference if settings.algorithm.kl_beta else None
+    one = build_run(session, settings, reference, num_iterations=2)
+    witness = Witness(one.objective, one.policy, one.model)
+    learner = Learner(one.policy, one.roles, witness, session)
+    places = addresses(one.roles)
     with counted_bytes(witness) as sent, counted_passes(witness) as passes:
         for version in range(2):
-            policy.synchronize()
-            identity = Identity("run", version, policy.weights.fingerprint())
-            source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
-            slots = IterationSlots(
-                source.slot,
-                build_batcher(settings, session.device),
-                sizes.division,
-                identity,
-                DeviceCopier(session.platform),
-            )
-            learner.learn(slots, reference_is_policy=case.is_reference and version == 0)
-            slots.close()
-    assert addresses(roles) == places, "frozen weights are copied into the memory that they have"
-    updates = range(2 * sizes.plan.num_updates)
+            one.learn(learner, problem, version, reference_is_policy=case.is_reference and version == 0)
+    assert addresses(one.roles) == places, "frozen weights are copied into the memory that they have"
+    updates = range(2 * one.sizes.plan.num_updates)
     log_probs = [session.gather(detached(witness.log_probs.get(update, []))) for update in updates]
     everyone = session.gather(sent)
     forward, backward = (
@@ -248,10 +221,10 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 @pytest.fixture(scope="module")
 def computed(problem: Problem, tied: Problem) -> dict[tuple[str, str], Ran]:
     start = dataclasses.replace(problem, reference=problem.policy)
-    in_host_memory = {name: LAYOUTS[name] for name in OFFLOADED}
+    in_host_memory = {name: FLAGS[name] for name in OFFLOADED}
     tied_layouts = TIED | {ALONE_AND_TIED: OVERLAPPED}
     cases = [
-        *both(LAYOUTS, problem),
+        *both(FLAGS, problem),
         *both(tied_layouts, tied),
         *(offloaded(case) for case in both(in_host_memory, problem)),
         *(offloaded(case) for case in both(tied_layouts, tied) if case.roles == "fused"),
@@ -300,7 +273,7 @@ def check(name: str, computed: dict[tuple[str, str], Ran]) -> None:
     assert fused.forward == [size * roles for size, roles in zip(fused.backward, (2, 3, 2, 3), strict=True)]
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *TIED, ALONE_AND_TIED])
+@pytest.mark.parametrize("name", [*FLAGS, *TIED, ALONE_AND_TIED])
 def test_fused_passes_give_the_log_probs_and_gradients_of_separate_ones(name, computed) -> None:
     check(name, computed)
 
@@ -312,7 +285,7 @@ def test_offloaded_frozen_models_compute_the_same(name, computed) -> None:
 
 @pytest.mark.slow
 def test_offloaded_frozen_models_compute_the_same_in_more_layouts(problem) -> None:
-    here = both({name: LAYOUTS[name] for name in MORE_OFFLOADED}, problem)
+    here = both({name: FLAGS[name] for name in MORE_OFFLOADED}, problem)
     computed = run_ranks(run, 2, sorted([*here, *map(offloaded, here)], key=lambda case: case.flags))[0]
     for name in MORE_OFFLOADED:
         check_offloaded(name, computed, ("fused", "separate"))

@@ -18,19 +18,31 @@ from tests.distributed.layouts import Model, divisor, forward_backward, gather_r
 from tests.distributed.parity import shared_loss, shared_packs
 from tests.nursery import platform_name
 
+TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
+EP2, DISTRIBUTED = "--expert-model-parallel-size 2", "--use-distributed-optimizer"
+OVERLAPPED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
 LAYOUTS = {
     "TP1": "",
-    "TP2": "--tensor-model-parallel-size 2",
-    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "PP2": "--pipeline-model-parallel-size 2",
-    "PP2xVPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "TP2": TP2,
+    "TP2+SP": f"{TP2} --sequence-parallel",
+    "TP2+distopt": f"{TP2} {DISTRIBUTED}",
+    "PP2": PP2,
+    "PP2xVPP2": f"{PP2} --num-virtual-stages-per-pipeline-rank 2",
     "DP2": "",
-    "DP2+distopt": "--use-distributed-optimizer",
-    "DP2+overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
-    "TP2+distopt": "--tensor-model-parallel-size 2 --use-distributed-optimizer",
-    "CP2+distopt": "--context-parallel-size 2 --use-distributed-optimizer",
-    "EP2": "--expert-model-parallel-size 2",
+    "DP2+distopt": DISTRIBUTED,
+    "DP2+overlap": OVERLAPPED,
+    "CP2": CP2,
+    "CP2+distopt": f"{CP2} {DISTRIBUTED}",
+    "EP2": EP2,
+    "EP2xCP2": f"{EP2} {CP2}",
+    "TP2+SP,EP2,ETP1": f"{TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1",
+    "TP2xPP2": f"{TP2} {PP2}",
+    "DP2xPP2": PP2,
+    "DP2xCP2": CP2,
+    "CP2xPP2": f"{CP2} {PP2}",
 }
+"""The flags of each layout."""
+WORLD_SIZES = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(("TP2xPP2", "DP2xPP2", "DP2xCP2", "CP2xPP2"), 4) | {"TP1": 1}
 
 
 @dataclasses.dataclass

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.grpo_trials import WORLD_SIZES
 from tests.distributed.test_grpo_step import Twins, check, remember_twins
+from tests.distributed.training import WORLD_SIZES
 from tests.grpo_problem import OVERLAPPED, Problem, Trial, draw_problem
 from tests.ranks import run_ranks
 from tests.rehearsal.syncs import Sync, describe
