@@ -174,15 +174,38 @@ def run(
     folder: Path,
     world_size: int,
     words: list[str],
+    faults: Mapping[int, str] | None = None,
+    code: int = 0,
     seconds: float = 600.0,
     is_forked: bool = True,
     **environment: str,
 ) -> Ranks:
-    """Run to the end, which must be a good one."""
-    ranks = start(folder, world_size, words, is_forked=is_forked, **environment)
+    """Run to the end, which all ranks must reach with this exit code."""
+    ranks = start(folder, world_size, words, faults, is_forked=is_forked, **environment)
     codes = ranks.wait(seconds)
-    assert codes == [0] * world_size, f"exit codes {codes}\n{ranks.text()}"
+    assert codes == [code] * world_size, f"exit codes {codes}\n{ranks.text()}"
     return ranks
+
+
+def call_cli(folder: Path, *words: object) -> None:
+    """Call megatron-rl in a process of its own."""
+    code = f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))"
+    run(folder, 1, [], {0: code})
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Read the audit log of a run."""
+    return [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+
+
+def to_words(flags: Mapping[str, Any]) -> list[str]:
+    """Write flags as words: None drops one, True makes a switch, and a list has several words."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +218,7 @@ class World:
     reward: str
 
     def words(self, run: str, **changes: Any) -> list[str]:
-        """Return the words of a small run over scripted engines.
-
-        A change replaces a flag, None drops it, True makes a switch, and a list has several words.
-        """
+        """Return the words of a small run over scripted engines; a change replaces a flag: see `to_words`."""
         flags: dict[str, Any] = {
             "hf_model": self.model,
             "prompts": self.prompts,
@@ -221,12 +241,7 @@ class World:
             "consume_order": "prompt",
             **changes,
         }
-        words: list[str] = []
-        for name, value in flags.items():
-            if value is not None and value is not False:
-                values = value if isinstance(value, list) else [] if value is True else [value]
-                words += [f"--{name.replace('_', '-')}", *map(str, values)]
-        return words
+        return to_words(flags)
 
 
 def make_world(folder: Path, num_prompts: int = 40, family: str = "qwen3", **changes: Any) -> World:

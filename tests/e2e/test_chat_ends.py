@@ -18,7 +18,7 @@ NOTE = "the chat template ends a turn with <|im_end|>"
 
 def read_sampling(run) -> list[list[int]]:
     """Return the stop tokens of each submission and evaluation."""
-    events = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+    events = loop.read_events(run)
     return [event["sampling"]["stop_token_ids"] for event in events if event["event"] in ("submit", "evaluation")]
 
 
@@ -47,8 +47,7 @@ def test_demonstrations_teach_the_end_of_a_turn_and_grpo_stops_there(tmp_path):
         "micro_batch_size": 4, "lr": 1e-2, "lr_decay_style": "constant", "save": tmp_path / "save",
         "save_hf": tmp_path / "hf", "rollout_folder": tmp_path / "sft",
     }  # fmt: skip
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    text = loop.run(tmp_path / "sft", 1, ["--stage", "sft", *words]).text()
+    text = loop.run(tmp_path / "sft", 1, ["--stage", "sft", *loop.to_words(flags)]).text()
     assert text.count(NOTE) == 1
     taught = tmp_path / "hf" / "iter_0000012"
     before, after = (compute_probability(folder, rows[0]) for folder in (model, taught))
@@ -59,10 +58,8 @@ def test_demonstrations_teach_the_end_of_a_turn_and_grpo_stops_there(tmp_path):
     assert read_end_tokens(model) == [TEXT]
     assert transformers.GenerationConfig.from_pretrained(taught).eos_token_id == [TEXT, TURN]
 
-    words = ["convert", "--load", tmp_path / "save", "--hf-model", model, "--save-hf", tmp_path / "converted"]
-    convert = f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))"
-    with loop.running(tmp_path / "convert", 1, [], {0: convert}) as ranks:
-        assert ranks.wait() == [0], ranks.text()
+    words = ["--load", tmp_path / "save", "--hf-model", model, "--save-hf", tmp_path / "converted"]
+    loop.call_cli(tmp_path / "convert", "convert", *words)
     assert read_end_tokens(tmp_path / "converted") == [TEXT, TURN]
 
     for name, start in (

@@ -1,4 +1,4 @@
-"""Whole runs of each family on two ranks: three iterations with scripted engines, and a resume bit for bit."""
+"""Whole runs of each family on two ranks with scripted engines, which resume, the linear ones in another layout."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.observe.metrics import read_metrics, without_times
+from megatron_rl.shared.records.audit_check import verify
 from tests import hf_models
 from tests.e2e import loop
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ITERATIONS = 3
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
@@ -29,8 +32,6 @@ def run(world: loop.World, folder: Path, **changes: Any) -> None:
     loop.run(folder, 2, world.words("run", **{**flags, **changes}))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", hf_models.CONFIGS)
 def test_a_run_of_a_family_resumes_as_if_it_had_not_ended(family: str, tmp_path: Path) -> None:
     world = loop.make_world(tmp_path, family=family, num_hidden_layers=4)
@@ -51,3 +52,15 @@ def test_a_run_of_a_family_resumes_as_if_it_had_not_ended(family: str, tmp_path:
         biases = [name for name in ours if name.endswith("e_score_correction_bias")]
         assert biases
         assert not any(torch.equal(ours[name], before[name]) for name in biases)
+
+
+def test_a_run_on_linear_layers_continues_on_other_ranks(tmp_path: Path) -> None:
+    types = ["linear_attention", "full_attention"]
+    world = loop.make_world(tmp_path, family="qwen3_5", layer_types=types)
+    folders = {"save": tmp_path / "save", "load": tmp_path / "save", "save_interval": 1, "save_hf": tmp_path / "hf"}
+    loop.run(tmp_path / "stages", 2, world.words("one", pipeline_model_parallel_size=2, exit_interval=2, **folders))
+    ranks = loop.run(tmp_path / "tensors", 2, world.words("one", **TENSOR, **folders))
+    assert "continues from" in ranks.text()
+    run = tmp_path / "runs" / "one"
+    assert [row["version"] for row in read_metrics(run) if "fingerprint" in row] == [0, 1, 2]
+    assert verify(run).breaches == []

@@ -363,8 +363,7 @@ def test_a_sidecar_that_ends_while_weights_are_loaded_ends_the_run_with_what_it_
     stay = textwrap.dedent(STAY.format(marker=str(tmp_path / "there")))
     fault = stay + textwrap.dedent(MOMENTS["while weights are loaded"])
     words = world.words("loading", reward=f"{reward}:f", rollout_folder=folder / "r")
-    with loop.running(folder, 2, words, {0: fault, 1: fault}) as ranks:
-        assert ranks.wait(60) == [2, 2], ranks.text()
+    ranks = loop.run(folder, 2, words, {0: fault, 1: fault}, code=2, seconds=60)
     assert len(set(reasons(ranks))) == 1
     assert re.search(r"the run ended: --reward: .*broken.py:1 does not import: ModuleNotFoundError", ranks.text())
     assert re.search(r"\(the sidecar ended with exit code 2; its log is .*sidecar.log\) \(rank 0\)", ranks.text())
@@ -377,8 +376,7 @@ def test_flags_that_the_sidecar_would_refuse_are_refused_together_before_a_proce
     folder = world.folder / "flags"
     words = world.words("flags", reward=f"{tmp_path}/none.py:f", rollout_folder=folder / "r")
     words += ["--rollout-num-threads", "0", "--reward-on-error", "perhaps", "--rollout-script", "none.json"]
-    with loop.running(folder, 2, words) as ranks:
-        assert ranks.wait() == [2, 2], ranks.text()
+    ranks = loop.run(folder, 2, words, code=2)
     said = ranks.outputs[0].read_text()
     for message in (
         f"--reward {tmp_path}/none.py cannot be read",
@@ -396,8 +394,7 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_and_nothing_i
     reward = tmp_path / "target.py"
     reward.write_text("def f(completions, target): return [0.0] * len(completions)\n")
     folder = world.folder / "column"
-    with loop.running(folder, 1, world.words("column", reward=f"{reward}:f", rollout_folder=folder / "r")) as ranks:
-        assert ranks.wait() == [2], ranks.text()
+    ranks = loop.run(folder, 1, world.words("column", reward=f"{reward}:f", rollout_folder=folder / "r"), code=2)
     said = "--reward f: prompts.jsonl:1: it asks for target, and the row has no such column (it has answer): add it"
     assert said in ranks.text()
     assert "--reward-on-error" not in ranks.text()
@@ -462,8 +459,7 @@ def test_under_torchrun_a_wrong_row_is_said_once_and_again_at_the_very_end_befor
 def test_weights_that_are_not_there_are_said_before_an_engine_is_started(world, tmp_path):
     folder = world.folder / "weights"
     words = world.words("weights", rollout_folder=folder / "r", grpo_kl_beta=0.1, grpo_ref_model=tmp_path)
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait() == [4]
+    ranks = loop.run(folder, 1, words, code=4)
     assert f"{tmp_path} must hold *.safetensors" in ranks.text()
     assert not (folder / "r").exists()
 

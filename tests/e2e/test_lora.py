@@ -54,11 +54,8 @@ def test_a_run_that_publishes_adapters_alone_resumes_and_waits_for_all_groups_al
 
 def assert_converts(world: loop.World, whole: Path) -> None:
     """Check that a checkpoint of adapters and its base become the merged weights that the run wrote."""
-    words = ["convert", "--platform", "cpu", "--hf-model", world.model, "--load", whole / "save"]
-    words += ["--lora-rank", "4", "--save-hf", whole / "converted"]
-    convert = f"from megatron_rl import cli\nraise SystemExit(cli.main({[str(word) for word in words]}))"
-    with loop.running(whole / "convert", 1, [], {0: convert}) as ranks:
-        assert ranks.wait() == [0], ranks.text()
+    words = ["--platform", "cpu", "--hf-model", world.model, "--load", whole / "save", "--lora-rank", "4"]
+    loop.call_cli(whole / "convert", "convert", *words, "--save-hf", whole / "converted")
     ours, theirs = (load_file(one / "model.safetensors") for one in (whole / "converted", whole / "hf/iter_0000004"))
     assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 

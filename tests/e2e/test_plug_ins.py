@@ -1,6 +1,5 @@
 """A whole run with a loss, an advantage and a metric of a user's file."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ EXAMPLE = ROOT / "examples" / "algorithms" / "ce_gppo.py"
 
 
 def find_events(run: Path, kind: str) -> Iterator[dict]:
-    events = (json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines())
+    events = loop.read_events(run)
     return (event for event in events if event["event"] == kind)
 
 
@@ -50,9 +49,8 @@ def test_a_run_trains_with_functions_of_its_own_and_does_not_resume_once_their_f
     resumed = {**words, "rollout_folder": part, "save": part.parent / "ckpt", "load": part.parent / "ckpt"}
     before = file.read_text()
     file.write_text(before.replace("KEEP_LOW, KEEP_HIGH = 0.75", "KEEP_LOW, KEEP_HIGH = 0.5"))
-    with loop.running(part.parent, 1, world.words("run", **resumed)) as ranks:
-        assert ranks.wait(300) == [ExitCode.INPUT]
-        assert f"--grpo-loss {file}:ce_gppo: the file has changed since" in ranks.text()
+    ranks = loop.run(part.parent, 1, world.words("run", **resumed), code=ExitCode.INPUT)
+    assert f"--grpo-loss {file}:ce_gppo: the file has changed since" in ranks.text()
     file.write_text(before)
     loop.run(part.parent, 1, world.words("run", **resumed))
     assert without_times(read_metrics(part)) == without_times(lines)

@@ -45,9 +45,8 @@ def fails(world: loop.World, name: str, plant: dict, expected: str, **changes) -
             **changes,
         },
     )
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait(300) == [5], ranks.text()
-        (reason,) = re.findall(r"the run ended: (.*)", ranks.text())
+    ranks = loop.run(folder, 1, words, code=5)
+    (reason,) = re.findall(r"the run ended: (.*)", ranks.text())
     assert re.search(expected, reason), reason
     return folder / "run"
 
@@ -219,8 +218,7 @@ def test_the_servers_own_proof_serves_where_vllm_does_not_record_what_sampled_a_
         rollout_folder=folder / "run",
         train_iters=3,
     )
-    with loop.running(folder, 1, words) as ranks:
-        assert ranks.wait(300) == [0], ranks.text()
+    loop.run(folder, 1, words)
     report = verify(folder / "run")
     assert not report.breaches
     assert [item.outcome for item in report.iterations] == ["complete"] * 3

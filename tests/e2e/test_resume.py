@@ -157,8 +157,7 @@ def test_resuming_with_more_iterations_is_refused_until_a_flag_chooses_the_sched
     folder = copy(finished, "longer")
     (folder / "run" / "sidecar.log").unlink()
     longer = {"train_iters": ITERATIONS + 1}
-    with loop.running(folder, 1, words(world, folder, **longer)) as ranks:
-        assert ranks.wait() == [4], ranks.text()
+    ranks = loop.run(folder, 1, words(world, folder, **longer), code=4)
     source = folder / "save" / f"iter_{ITERATIONS:07d}"
     assert (
         f"{source} was saved with another schedule than the flags give: --train-iters {ITERATIONS + 1} (the "
@@ -205,8 +204,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_no_sidecar_until_somet
         """Return the output of the ranks, and whether a sidecar was started."""
         for path in run.parent.glob("*/sidecar.log*"):
             path.unlink()
-        with loop.running(folder, 2, words(world, folder, **changes)) as ranks:
-            assert ranks.wait() == [code, code], ranks.text()
+        ranks = loop.run(folder, 2, words(world, folder, **changes), code=code)
         return ranks.text(), log.exists()
 
     source = folder / "save" / f"iter_{ITERATIONS:07d}"
@@ -243,15 +241,13 @@ def test_a_folder_of_another_run_is_refused_and_a_run_that_begins_again_keeps_th
     before = metrics.read_text()
     metrics.write_text("".join(before.splitlines(keepends=True)[:2]))
     more = {"train_iters": ITERATIONS + 1, "override_opt_param_scheduler": True}
-    with loop.running(folder, 1, words(world, folder, **more)) as ranks:
-        assert ranks.wait() == [4], ranks.text()
+    ranks = loop.run(folder, 1, words(world, folder, **more), code=4)
     source = folder / "save" / f"iter_{ITERATIONS:07d}"
     said = f"{folder / 'run'} holds a run up to version 1, and {source} continues from version {ITERATIONS}: name the"
     assert said in ranks.text()
     metrics.write_text(before)
     (folder / "run" / "drift.json").write_text("{}")
-    with loop.running(folder, 1, words(world, folder, load=None, save=None, save_interval=None, save_hf=None)) as ranks:
-        assert ranks.wait() == [0], ranks.text()
+    ranks = loop.run(folder, 1, words(world, folder, load=None, save=None, save_interval=None, save_hf=None))
     assert f"what an earlier run wrote into {metrics} is now metrics.jsonl.1" in ranks.text()
     assert (folder / "run" / "metrics.jsonl.1").read_text() == before
     assert not (folder / "run" / "drift.json").exists()

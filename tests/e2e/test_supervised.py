@@ -72,8 +72,7 @@ def words_of(world: loop.World, pairs: Path, folder: Path) -> list[str]:
         "clip_grad": RULES.clip_norm, "prompts_held_out": HELD_OUT, "eval_interval": 6, "save_interval": 5,
         "rollout_folder": folder / "run", "save": folder / "save", "load": folder / "save", "save_hf": folder / "hf",
     }  # fmt: skip
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return ["--stage", "sft", "--use-distributed-optimizer", *words]
+    return ["--stage", "sft", "--use-distributed-optimizer", *loop.to_words(flags)]
 
 
 @pytest.fixture(scope="module")

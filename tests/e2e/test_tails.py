@@ -36,15 +36,11 @@ def words(world: loop.World, folder: Path, tail: str) -> list[str]:
     )  # fmt: skip
 
 
-def read_events(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
-
-
 def list_trained(run: Path) -> tuple[list[list[str]], list[list[str]]]:
     """Return the hashes of the prompts submitted, and of those trained on, by version in its last attempt."""
     submitted: list[list[str]] = [[] for _ in range(ITERATIONS)]
     trained: list[list[str]] = [[] for _ in range(ITERATIONS)]
-    for event in read_events(run):
+    for event in loop.read_events(run):
         version = event.get("version", 0)
         if event["event"] == "submit":
             submitted[version], trained[version] = event["prompts"], []
@@ -90,7 +86,7 @@ def test_prompts_that_are_put_off_are_trained_on_next_also_by_a_run_that_was_kil
     more = [*words(world, folder, "stop"), "--train-iters", str(ITERATIONS + 1), "--override-opt-param-scheduler"]
     assert "put off were not trained on" not in loop.run(folder, 2, more).text()
     assert verify(folder / "run").put_off == []
-    last = next(event for event in reversed(read_events(folder / "run")) if event["event"] == "submit")
+    last = next(event for event in reversed(loop.read_events(folder / "run")) if event["event"] == "submit")
     assert last["num_carried"] == 4
     assert last["prompts"][:4] == [one.tokens for one in left]
 
@@ -102,7 +98,7 @@ def test_responses_that_are_cut_off_are_trained_on_and_counted_as_truncated(worl
     assert verify(folder / "run").breaches == []
     reasons = [
         {response["finish_reason"] for response in event["responses"]}
-        for event in read_events(folder / "run")
+        for event in loop.read_events(folder / "run")
         if event["event"] == "group"
     ]
     assert 0 < sum("cut" in of_group for of_group in reasons) <= 4 * ITERATIONS

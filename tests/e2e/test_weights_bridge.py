@@ -32,9 +32,8 @@ def test_a_wrong_family_ends_the_run_before_anything_is_trained(world: loop.Worl
     wrong = "WRONG = dataclasses.replace(MINISTRAL, constants={'norm_epsilon': 0.1})"
     file.write_text(f"import dataclasses\n{EXAMPLE.read_text()}\n{wrong}\n")
     places = {"weights_bridge": f"{file}:WRONG", "rollout_folder": run}
-    with loop.running(run.parent, 1, world.words("run", **places)) as ranks:
-        assert ranks.wait(300) == [ExitCode.INPUT]
-        assert "the model is not transformers' model" in ranks.text()
+    ranks = loop.run(run.parent, 1, world.words("run", **places), code=ExitCode.INPUT)
+    assert "the model is not transformers' model" in ranks.text()
     assert not (run / "metrics.jsonl").exists()
 
 
@@ -49,14 +48,13 @@ def test_a_right_family_trains_and_a_changed_file_is_not_resumed(world: loop.Wor
     assert f"--weights-bridge {guest}: log-probs of 64 tokens are" in ranks.text()
     recorded = run_folder.read_saved_config(run / run_folder.CONFIG_FILE).sections["plug-ins"]
     assert {name: value.text for name, value in recorded.items()} == describe_guest(guest)
-    events = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+    events = loop.read_events(run)
     assert [event["sha256"] for event in events if event["event"] == "plug_ins"] == [describe_guest(guest)]
     assert verify(run).breaches == []
 
     file.write_text(file.read_text() + "# changed\n")
-    with loop.running(run.parent, 1, world.words("run", **words)) as ranks:
-        assert ranks.wait(300) == [ExitCode.INPUT]
-        assert f"--weights-bridge {guest}: the file has changed since" in ranks.text()
+    ranks = loop.run(run.parent, 1, world.words("run", **words), code=ExitCode.INPUT)
+    assert f"--weights-bridge {guest}: the file has changed since" in ranks.text()
 
 
 @pytest.mark.slow

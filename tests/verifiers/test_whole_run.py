@@ -11,7 +11,7 @@ from examples.arithmetic import model as tiny
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
-from tests.e2e.test_environments import read_responses
+from tests.e2e.test_acting import read_responses
 from tests.verifiers.server import needs_verifiers, serve_guessing
 
 END, PAD = tiny.END, tiny.PAD
