@@ -1,9 +1,11 @@
-"""Tokenizers of bytes for tests, with the chat templates and special tokens of released models."""
+"""Tokenizers of bytes for tests, with the chat templates and special tokens of released models; and one of words."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -76,3 +78,35 @@ def save_tokenizer(folder: Path, template: str, eos: str) -> Path:
     fast.chat_template = template
     fast.save_pretrained(folder)
     return folder
+
+
+WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "#", "?")
+NUM_WORDS = len(WORDS) + 100
+BOS, USER, SYSTEM, ASSISTANT, END, BEHIND, UNKNOWN = range(len(WORDS))
+
+
+def n(*numbers: int) -> list[int]:
+    """Return the tokens of the words with these numbers."""
+    return [len(WORDS) + number for number in numbers]
+
+
+def save_words(folder: Path, template: str) -> Path:
+    """Save a tokenizer that knows the words n0 to n99; it puts <s> before text, and ends it with <|end|>."""
+    words = (*WORDS, *(f"n{number}" for number in range(100)))
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>", unk_token="?",
+        additional_special_tokens=list(WORDS[1:4]),
+    )  # fmt: skip
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    """Write JSONL; a row of bytes is written as it is."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_rl.command_line.file_checks import find_data_problems
 from megatron_rl.config.settings import DataConfig
@@ -18,10 +16,20 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource, load_demonstrations
 from megatron_rl.trainer.data.prompts import load_prompts
+from tests.chat_models import (
+    ASSISTANT,
+    BEHIND,
+    BOS,
+    END,
+    NUM_WORDS,
+    SYSTEM,
+    UNKNOWN,
+    USER,
+    n,
+    save_words,
+    write_rows,
+)  # fmt: skip
 
-WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "#", "?")
-VOCAB_SIZE = len(WORDS) + 100
-BOS, USER, SYSTEM, ASSISTANT, END, BEHIND, UNKNOWN = range(len(WORDS))
 # As in the templates of released models, text follows the end of a message.
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -33,41 +41,14 @@ FORGETFUL = TEMPLATE.replace("CONTENT", "m['content'] if loop.last else m['conte
 OPENED = WHOLE.replace("<|assistant|>{% endif %}", "<|assistant|> n99 {% endif %}")
 
 
-def save_tokenizer(folder: Path, template: str) -> Path:
-    """Save a tokenizer that knows the words n0 to n99, and puts <s> before text."""
-    words = (*WORDS, *(f"n{number}" for number in range(100)))
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>", unk_token="?",
-        additional_special_tokens=list(WORDS[1:4]),
-    )  # fmt: skip
-    fast.chat_template = template
-    fast.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("model"), WHOLE)
-
-
-def n(*numbers: int) -> list[int]:
-    """Return the tokens of the words with these numbers."""
-    return [len(WORDS) + number for number in numbers]
-
-
-def write(path: Path, *rows: Any) -> Path:
-    """Write JSONL; a row of bytes is written as it is."""
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
+    return save_words(tmp_path_factory.mktemp("model"), WHOLE)
 
 
 def load(model: Path, *paths: Path, longest: int = 90, seed: int = 3, **values: Any) -> DemonstrationSource:
     config = dataclasses.replace(DataConfig(prompts=list(paths), shuffle=False), **values)
-    return load_demonstrations(config, model, seed=seed, longest=longest, vocab_size=VOCAB_SIZE)
+    return load_demonstrations(config, model, seed=seed, longest=longest, vocab_size=NUM_WORDS)
 
 
 def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
@@ -78,7 +59,7 @@ def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
 
 def turns_of(model: Path, folder: Path, row: Any, **values: Any) -> list[list[list[int]]]:
     """Return the turns of a row's sequences."""
-    (one,) = load(model, write(folder / "a.jsonl", row), **values).take(1)
+    (one,) = load(model, write_rows(folder / "a.jsonl", row), **values).take(1)
     return [[turn.tolist() for turn in turns] for turns in one.sequences]
 
 
@@ -99,7 +80,7 @@ def test_every_answer_of_a_chat_is_trained_on_up_to_its_end_and_the_rest_is_give
 
 def test_an_answer_whose_beginning_the_template_writes_otherwise_has_a_sequence_of_its_own(tmp_path):
     """Use a template that leaves the thoughts out of all answers but the last."""
-    model = save_tokenizer(tmp_path, FORGETFUL)
+    model = save_words(tmp_path, FORGETFUL)
     row = {"messages": chat("n1", "n2 so n3", "n4", "n5 so n6", "n7", "n8")}
     first = [[BOS, USER, *n(1), END, BEHIND, ASSISTANT], [*n(2), UNKNOWN, *n(3), END]]
     short = [BOS, USER, *n(1), END, BEHIND, ASSISTANT, *n(3), END, BEHIND, USER, *n(4), END, BEHIND, ASSISTANT]
@@ -143,14 +124,14 @@ def test_the_flags_system_message_stands_before_a_chat(model, tmp_path):
 def test_every_answer_follows_the_tokens_of_the_prompt_that_it_would_be_sampled_to(tmp_path):
     talk = chat("n1", "n2 so n3", "n4", "n5 so n6", "n7", "n8")
     for name, template in (("whole", WHOLE), ("forgetful", FORGETFUL)):
-        model = save_tokenizer(tmp_path / name, template)
+        model = save_words(tmp_path / name, template)
         found = []
         for turns in turns_of(model, tmp_path, {"messages": talk}):
             for place in range(1, len(turns), 2):
                 found.append([token for turn in turns[:place] for token in turn])
-        prompts = write(tmp_path / "prompts.jsonl", *({"prompt": talk[:end]} for end in (1, 3, 5)))
+        prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": talk[:end]} for end in (1, 3, 5)))
         config = DataConfig(prompts=[prompts], shuffle=False)
-        sampled = load_prompts(config, model, seed=0, longest=100, vocab_size=VOCAB_SIZE).take(3)
+        sampled = load_prompts(config, model, seed=0, longest=100, vocab_size=NUM_WORDS).take(3)
         assert found == [wire.decode_tokens(prompt.tokens).tolist() for prompt in sampled], name
 
 
@@ -175,7 +156,7 @@ def test_every_answer_follows_the_tokens_of_the_prompt_that_it_would_be_sampled_
     (b"{", "is not JSON"),
 ])  # fmt: skip
 def test_a_row_that_is_not_a_demonstration_is_refused_by_file_and_line(model, tmp_path, row, said):
-    path = write(tmp_path / "bad.jsonl", {"messages": chat("n1", "n2")}, b"", row)
+    path = write_rows(tmp_path / "bad.jsonl", {"messages": chat("n1", "n2")}, b"", row)
     with pytest.raises(InputError) as raised:
         load(model, path)
     # The remedy for a missing column is a flag only in the first row.
@@ -184,14 +165,14 @@ def test_a_row_that_is_not_a_demonstration_is_refused_by_file_and_line(model, tm
 
 
 def test_a_missing_column_of_the_first_row_is_an_error_of_the_flag(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", {"text": "n1"})
+    path = write_rows(tmp_path / "a.jsonl", {"text": "n1"})
     with pytest.raises(InputError, match="name it with --completion-key, or a chat's with --messages-key"):
         load(model, path)
 
 
 def test_a_chat_that_does_not_begin_as_the_template_opens_it_is_refused(tmp_path):
-    model = save_tokenizer(tmp_path, OPENED)
-    path = write(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
+    model = save_words(tmp_path, OPENED)
+    path = write_rows(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
     with pytest.raises(
         InputError, match="a.jsonl:1 is a chat whose message 2 does not begin as the chat template opens"
     ):
@@ -200,7 +181,7 @@ def test_a_chat_that_does_not_begin_as_the_template_opens_it_is_refused(tmp_path
 
 
 def test_keys_that_name_one_column_are_refused(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
+    path = write_rows(tmp_path / "a.jsonl", {"messages": chat("n1", "n2")})
     (said,) = find_data_problems(DataConfig(prompts=[path], prompt_key="completion"), "sft")
     assert said == "--prompt-key and --completion-key are both completion: they must name two columns"
 
@@ -210,7 +191,7 @@ def test_keys_that_name_one_column_are_refused(tmp_path):
 
 def test_demonstrations_that_are_too_long_are_left_out_and_counted(model, tmp_path):
     rows = [{"prompt": "n1", "completion": " ".join(["n1"] * length)} for length in range(1, 9)]
-    loaded = load(model, write(tmp_path / "a.jsonl", *rows), longest=6)
+    loaded = load(model, write_rows(tmp_path / "a.jsonl", *rows), longest=6)
     assert [one.num_tokens for one in loaded.take(3)] == [4, 5, 6]
     assert loaded.num_rows == 3
     assert loaded.notes == ("5 of 8 demonstrations of --prompts are longer than --seq-length 6 and left out",)
@@ -219,7 +200,7 @@ def test_demonstrations_that_are_too_long_are_left_out_and_counted(model, tmp_pa
 
 
 def test_demonstrations_of_a_held_out_prompt_are_not_trained_on(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", *({"prompt": f"n{i // 2}", "completion": f"n{i}"} for i in range(20)))
+    path = write_rows(tmp_path / "a.jsonl", *({"prompt": f"n{i // 2}", "completion": f"n{i}"} for i in range(20)))
     loaded = load(model, path, held_out=3)
     held_out = {one.tokens for one in loaded.held_out()}
     assert loaded.num_held_out == 3

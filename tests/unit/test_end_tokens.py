@@ -15,7 +15,7 @@ from megatron_rl.trainer.data.demonstrations import DemonstrationSource, load_de
 from megatron_rl.trainer.data.prompts import load_prompts
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 from tests import chat_models
-from tests.chat_models import CHATML, LLAMA_3, PHI_3, PLAIN, find
+from tests.chat_models import CHATML, LLAMA_3, PHI_3, PLAIN, find, write_rows
 
 CHAT = [
     {"role": "user", "content": "2 + 2?"},
@@ -25,13 +25,8 @@ CHAT = [
 ]
 
 
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def demonstrate(model: Path, folder: Path, *rows: Any) -> DemonstrationSource:
-    config = DataConfig(prompts=[write(folder / "rows.jsonl", *rows)], shuffle=False)
+    config = DataConfig(prompts=[write_rows(folder / "rows.jsonl", *rows)], shuffle=False)
     return load_demonstrations(config, model, seed=0, longest=999, vocab_size=chat_models.VOCAB_SIZE)
 
 
@@ -69,7 +64,7 @@ def test_a_chat_whose_template_ends_no_turn_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"rows.jsonl:1 is a chat, and the chat template .* writes no special token"):
         demonstrate(model, tmp_path, {"messages": CHAT})
     # Responses to it are sampled until the end of the text.
-    rows = write(tmp_path / "prompts.jsonl", {"prompt": CHAT[:1]})
+    rows = write_rows(tmp_path / "prompts.jsonl", {"prompt": CHAT[:1]})
     source = load_prompts(DataConfig(prompts=[rows]), model, seed=0, longest=999, vocab_size=chat_models.VOCAB_SIZE)
     assert (source.stops, source.notes) == ((), ())
 
@@ -111,7 +106,7 @@ def test_an_end_of_a_turn_that_the_models_files_do_not_list_is_noted_once_and_as
     (model / "config.json").write_text(json.dumps({"model_type": "made_up", **config}))
     if generation is not None:
         (model / "generation_config.json").write_text(json.dumps(generation))
-    rows = write(tmp_path / "prompts.jsonl", {"prompt": CHAT[:1]}, {"prompt": CHAT[:3]})
+    rows = write_rows(tmp_path / "prompts.jsonl", {"prompt": CHAT[:1]}, {"prompt": CHAT[:3]})
     size = chat_models.VOCAB_SIZE
     prompts = load_prompts(DataConfig(prompts=[rows]), model, seed=0, longest=999, vocab_size=size)
     for source in (prompts, demonstrate(model, tmp_path, {"messages": CHAT})):
@@ -122,7 +117,7 @@ def test_an_end_of_a_turn_that_the_models_files_do_not_list_is_noted_once_and_as
             assert "(<|endoftext|> (256))" in note
         else:
             assert source.notes == ()
-    texts = write(tmp_path / "texts.jsonl", {"prompt": "3 + 4 ="})
+    texts = write_rows(tmp_path / "texts.jsonl", {"prompt": "3 + 4 ="})
     assert load_prompts(DataConfig(prompts=[texts]), model, seed=0, longest=999, vocab_size=size).stops == ()
 
 

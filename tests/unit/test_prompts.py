@@ -14,7 +14,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_rl.command_line.file_checks import find_data_problems
 from megatron_rl.config.settings import DataConfig
@@ -24,10 +24,8 @@ from megatron_rl.trainer.data.order import Curriculum, RowOrder
 from megatron_rl.trainer.data.prompts import PromptSource, load_prompts, read_prompts, tokenize_prompts
 from tests import chat_models, hf_models
 from tests import reward_pools as rewards
+from tests.chat_models import ASSISTANT, BOS, END, NUM_WORDS, SYSTEM, USER, n, save_words, write_rows
 
-WORDS = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>", "?")
-VOCAB_SIZE = len(WORDS) + 100
-BOS, USER, SYSTEM, ASSISTANT, END, UNKNOWN = range(len(WORDS))
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -37,34 +35,11 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tokenizer that knows the words n0 to n99; it puts <s> before text, and so does its chat template."""
-    words = (*WORDS, *(f"n{number}" for number in range(100)))
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", unk_token="?", additional_special_tokens=list(WORDS[1:5])
-    )
-    fast.chat_template = TEMPLATE
-    folder = tmp_path_factory.mktemp("model")
-    fast.save_pretrained(folder)
-    return folder
-
-
-def n(*numbers: int) -> list[int]:
-    """Return the tokens of the words with these numbers."""
-    return [len(WORDS) + number for number in numbers]
-
-
-def write(path: Path, *rows: Any) -> Path:
-    """Write JSONL; a row of bytes is written as it is."""
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
+    return save_words(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 def load(
-    model: Path, *paths: Path, longest: int = 50, seed: int = 3, vocab_size: int = VOCAB_SIZE, **values: Any
+    model: Path, *paths: Path, longest: int = 50, seed: int = 3, vocab_size: int = NUM_WORDS, **values: Any
 ) -> PromptSource:
     config = DataConfig(prompts=list(paths), **values)
     return load_prompts(config, model, seed=seed, longest=longest, vocab_size=vocab_size)
@@ -85,30 +60,45 @@ def source(num_rows: int, seed: int = 0, shuffle: bool = True, first_token: int 
 # The prompt that a row becomes.
 
 
-def test_text_gets_the_tokenizers_special_tokens_and_every_other_column_reaches_the_rewards(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", {"prompt": "n1 n2", "answer": 5, "deep": {"a": [None, 1.5]}}, {"prompt": "n3"})
-    prompts = load(model, path, shuffle=False).take(2)
-    assert prompts[0] == wire.Prompt(
-        index=0, row="a.jsonl:1", tokens=wire.encode_tokens([BOS, *n(1, 2)]), text="n1 n2",
-        columns={"answer": 5, "deep": {"a": [None, 1.5]}},
-    )  # fmt: skip
-    assert (prompts[1].index, prompts[1].row, prompts[1].columns) == (1, "a.jsonl:2", {})
-    assert wire.decode(wire.encode(prompts[0]), wire.Prompt) == prompts[0]
+CHAT = [{"role": "user", "content": " n1 "}]
+DEEP = {"a": [None, 1.5]}
 
 
-def test_a_chat_goes_through_the_template_and_gets_no_second_start_token(model, tmp_path):
-    messages = [{"role": "user", "content": " n1 "}]
-    prompt = load(model, write(tmp_path / "a.jsonl", {"prompt": messages})).take(1)[0]
-    tokens = wire.decode_tokens(prompt.tokens).tolist()
-    assert tokens == [BOS, USER, *n(1), END, ASSISTANT]
-    assert prompt.text == messages
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    assert tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+@pytest.mark.parametrize(
+    ("row", "flags", "text", "tokens", "columns"),
+    [
+        ({"prompt": "n1 n2", "answer": 5, "deep": DEEP}, {}, "n1 n2", [BOS, *n(1, 2)], {"answer": 5, "deep": DEEP}),
+        # The template has the start token, and the tokenizer adds no second one.
+        ({"prompt": CHAT}, {}, CHAT, [BOS, USER, *n(1), END, ASSISTANT], {}),
+        (
+            {"prompt": " n1 "},
+            {"chat": True, "system_message": " n9 "},
+            [{"role": "system", "content": " n9 "}, *CHAT],
+            [BOS, SYSTEM, *n(9), END, USER, *n(1), END, ASSISTANT],
+            {},
+        ),
+        (
+            {"question": "n1", "solution": "x", "prompt": "kept"},
+            {"prompt_key": "question", "answer_key": "solution"},
+            "n1",
+            [BOS, *n(1)],
+            {"answer": "x", "prompt": "kept"},
+        ),
+    ],
+    ids=["text", "chat", "flags of chats", "keys"],
+)
+def test_a_row_becomes_tokens_and_its_other_columns_reach_the_rewards(
+    model, tmp_path, row, flags, text, tokens, columns
+):
+    [prompt] = load(model, write_rows(tmp_path / "a.jsonl", row), **flags).take(1)
+    expected = wire.encode_tokens(tokens)
+    assert prompt == wire.Prompt(index=0, row="a.jsonl:1", tokens=expected, text=text, columns=columns)
+    assert wire.decode(wire.encode(prompt), wire.Prompt) == prompt
 
 
 def test_text_and_chats_may_be_mixed_and_keep_their_order(model, tmp_path):
     rows = [{"prompt": f" n{i} " if i % 3 else [{"role": "user", "content": f" n{i} "}]} for i in range(10)]
-    prompts = load(model, write(tmp_path / "a.jsonl", *rows), shuffle=False).take(10)
+    prompts = load(model, write_rows(tmp_path / "a.jsonl", *rows), shuffle=False).take(10)
     expected = [[BOS, *n(i)] if i % 3 else [BOS, USER, *n(i), END, ASSISTANT] for i in range(10)]
     assert [wire.decode_tokens(prompt.tokens).tolist() for prompt in prompts] == expected
 
@@ -118,14 +108,18 @@ def test_tools_of_a_row_are_in_its_prompt_as_the_template_writes_them(tmp_path, 
     folder = chat_models.save_tokenizer(tmp_path / "model", chat_models.HERMES, "<|im_end|>")
     messages = [{"role": "user", "content": "two?"}]
     rows = [{"prompt": messages, "tools": form(TOOLS)}, {"prompt": messages, "tools": None}]
-    prompts = load(folder, write(tmp_path / "a.jsonl", *rows), shuffle=False, longest=5000, vocab_size=5000).take(2)
+    prompts = load(folder, write_rows(tmp_path / "a.jsonl", *rows), shuffle=False, longest=5000, vocab_size=5000).take(
+        2
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for prompt, tools in zip(prompts, (TOOLS, None), strict=True):
         expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
         assert wire.decode_tokens(prompt.tokens).tolist() == expected
     assert prompts[0].columns["tools"] == form(TOOLS)
     # Text without a chat is the whole prompt.
-    plain = load(folder, write(tmp_path / "b.jsonl", {"prompt": "two?", "tools": TOOLS}), vocab_size=5000).take(1)[0]
+    plain = load(folder, write_rows(tmp_path / "b.jsonl", {"prompt": "two?", "tools": TOOLS}), vocab_size=5000).take(1)[
+        0
+    ]
     assert wire.decode_tokens(plain.tokens).tolist() == tokenizer("two?")["input_ids"]
 
 
@@ -140,27 +134,13 @@ def test_tools_of_a_row_are_in_its_prompt_as_the_template_writes_them(tmp_path, 
 )
 def test_tools_that_a_prompt_cannot_have_are_refused_with_their_row(tmp_path, template, tools, message) -> None:
     folder = chat_models.save_tokenizer(tmp_path / "model", getattr(chat_models, template), "<|im_end|>")
-    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "two?"}], "tools": tools})
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "two?"}], "tools": tools})
     with pytest.raises(InputError, match=re.escape(message)):
         load(folder, path, longest=5000, vocab_size=5000)
 
 
-def test_text_becomes_a_users_message_after_the_systems_if_the_flags_say_so(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", {"prompt": " n1 "})
-    prompt = load(model, path, chat=True, system_message=" n9 ").take(1)[0]
-    assert wire.decode_tokens(prompt.tokens).tolist() == [BOS, SYSTEM, *n(9), END, USER, *n(1), END, ASSISTANT]
-    assert prompt.text == [{"role": "system", "content": " n9 "}, {"role": "user", "content": " n1 "}]
-
-
-def test_columns_are_found_under_the_keys_that_the_flags_name(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", {"question": "n1", "solution": "x", "prompt": "kept"})
-    prompt = load(model, path, prompt_key="question", answer_key="solution").take(1)[0]
-    assert prompt.text == "n1"
-    assert prompt.columns == {"answer": "x", "prompt": "kept"}
-
-
 def test_the_most_deeply_nested_column_that_is_allowed_reaches_a_reward(model, tmp_path):
-    [prompt] = load(model, write(tmp_path / "a.jsonl", {"prompt": "n1", "answer": nested(100)})).take(1)
+    [prompt] = load(model, write_rows(tmp_path / "a.jsonl", {"prompt": "n1", "answer": nested(100)})).take(1)
     assert wire.decode(wire.encode(prompt), wire.Prompt).columns == {"answer": nested(100)}
     reward = rewards.write(tmp_path, "def fn(answer, **columns): return [float(str(answer).count('7'))] * 2")
     [result] = rewards.score([f"{reward}:fn"], rewards.request(**prompt.columns))
@@ -175,7 +155,7 @@ def test_parquet_rows_are_those_of_jsonl(model, tmp_path):
         {"prompt": [{"role": "user", "content": f" n{i} "}], "answer": i, "deep": {"a": [1, None]}, "flag": i % 2 == 0}
         for i in range(20)
     ]
-    written = write(tmp_path / "a.jsonl", *rows)
+    written = write_rows(tmp_path / "a.jsonl", *rows)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     ours = load(model, tmp_path / "a.parquet", shuffle=False).take(20)
     theirs = load(model, written, shuffle=False).take(20)
@@ -185,8 +165,8 @@ def test_parquet_rows_are_those_of_jsonl(model, tmp_path):
 
 
 def test_files_come_in_the_order_given_and_blank_lines_count_as_lines(model, tmp_path):
-    first = write(tmp_path / "b.jsonl", b"\xef\xbb\xbf" + b'{"prompt": "n1"}', b"", {"prompt": "n2"}, b"  ")
-    second = write(tmp_path / "a.jsonl", {"prompt": "n3 \u2028 n4"})
+    first = write_rows(tmp_path / "b.jsonl", b"\xef\xbb\xbf" + b'{"prompt": "n1"}', b"", {"prompt": "n2"}, b"  ")
+    second = write_rows(tmp_path / "a.jsonl", {"prompt": "n3 \u2028 n4"})
     prompts = load(model, first, second, shuffle=False).take(3)
     assert rows_of(prompts) == ["b.jsonl:1", "b.jsonl:3", "a.jsonl:1"]
 
@@ -195,15 +175,15 @@ def test_files_of_one_name_are_told_apart_by_their_folders(model, tmp_path):
     paths = []
     for name in ("easy", "hard"):
         (tmp_path / name).mkdir()
-        paths.append(write(tmp_path / name / "train.jsonl", {"prompt": f"n{len(paths)}"}))
+        paths.append(write_rows(tmp_path / name / "train.jsonl", {"prompt": f"n{len(paths)}"}))
     assert rows_of(load(model, *paths, shuffle=False).take(2)) == ["easy/train.jsonl:1", "hard/train.jsonl:1"]
 
 
 def test_a_file_whose_name_is_not_utf_8_is_used_like_any_other(model, tmp_path):
-    path = write(tmp_path / os.fsdecode(b"tr\xff.jsonl"), {"prompt": "n1"}, {"prompt": "n2"}, {"prompt": 5})
+    path = write_rows(tmp_path / os.fsdecode(b"tr\xff.jsonl"), {"prompt": "n1"}, {"prompt": "n2"}, {"prompt": 5})
     with pytest.raises(InputError, match=r"jsonl:3 has a number as its prompt"):
         load(model, path)
-    loaded = load(model, write(path, {"prompt": "n1"}, {"prompt": "n2"}), held_out=1)
+    loaded = load(model, write_rows(path, {"prompt": "n1"}, {"prompt": "n2"}), held_out=1)
     prompts = [*loaded.take(1), *loaded.held_out()]
     assert sorted(rows_of(prompts)) == [r"tr\xff.jsonl:1", r"tr\xff.jsonl:2"]
     assert [wire.decode(wire.encode(prompt), wire.Prompt) for prompt in prompts] == prompts
@@ -214,7 +194,7 @@ def test_a_file_whose_name_is_not_utf_8_is_used_like_any_other(model, tmp_path):
 
 def test_prompts_above_the_limit_are_left_out_and_counted(model, tmp_path):
     rows = [{"prompt": " ".join(["n1"] * length)} for length in range(1, 9)]
-    loaded = load(model, write(tmp_path / "a.jsonl", *rows), max_prompt_tokens=6, shuffle=False)
+    loaded = load(model, write_rows(tmp_path / "a.jsonl", *rows), max_prompt_tokens=6, shuffle=False)
     assert loaded.num_rows == 5
     assert loaded.longest_prompt == 6
     assert loaded.notes == ("3 of 8 prompts are longer than 6 tokens and left out",)
@@ -222,11 +202,11 @@ def test_prompts_above_the_limit_are_left_out_and_counted(model, tmp_path):
 
 
 def test_a_prompt_that_just_leaves_room_is_taken(model, tmp_path):
-    assert load(model, write(tmp_path / "a.jsonl", {"prompt": "n1 n2"}), longest=3).notes == ()
+    assert load(model, write_rows(tmp_path / "a.jsonl", {"prompt": "n1 n2"}), longest=3).notes == ()
 
 
 def test_held_out_prompts_are_never_taken_and_follow_from_the_seed_alone(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", *[{"prompt": f"n{i}"} for i in range(40)])
+    path = write_rows(tmp_path / "a.jsonl", *[{"prompt": f"n{i}"} for i in range(40)])
     loaded = load(model, path, held_out=10)
     held_out = loaded.held_out()
     assert [prompt.index for prompt in held_out] == list(range(10))
@@ -239,7 +219,7 @@ def test_held_out_prompts_are_never_taken_and_follow_from_the_seed_alone(model, 
 
 
 def test_a_prompt_that_is_the_same_as_a_held_out_one_is_not_trained_on(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", *[{"prompt": f"n{i % 10}"} for i in range(20)])
+    path = write_rows(tmp_path / "a.jsonl", *[{"prompt": f"n{i % 10}"} for i in range(20)])
     loaded = load(model, path, held_out=3)
     held_out = {prompt.tokens for prompt in loaded.held_out()}
     assert held_out.isdisjoint(prompt.tokens for prompt in loaded.take(loaded.num_rows))
@@ -251,8 +231,8 @@ def test_a_prompt_that_is_the_same_as_a_held_out_one_is_not_trained_on(model, tm
 
 
 def test_files_that_are_only_evaluated_keep_their_order_and_have_filters_of_their_own(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", *[{"prompt": f"n{i}"} for i in range(9)])
-    evaluated = write(tmp_path / "e.jsonl", {"prompt": "n50"}, {"prompt": "n1 n1 n1"}, {"prompt": "n4"})
+    path = write_rows(tmp_path / "a.jsonl", *[{"prompt": f"n{i}"} for i in range(9)])
+    evaluated = write_rows(tmp_path / "e.jsonl", {"prompt": "n50"}, {"prompt": "n1 n1 n1"}, {"prompt": "n4"})
     loaded = load(model, path, eval_prompts=[evaluated], max_prompt_tokens=2)
     assert rows_of(loaded.held_out()) == ["e.jsonl:1", "e.jsonl:3"]
     assert loaded.notes == (
@@ -390,34 +370,28 @@ def nested(depth: int) -> Any:
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_error_with_file_and_line(model, tmp_path, rows, values, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        load(model, write(tmp_path / "a.jsonl", *rows), **values)
+        load(model, write_rows(tmp_path / "a.jsonl", *rows), **values)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "make", "message"),
     [
         ("a.jsonl", None, "a.jsonl cannot be read: No such file or directory"),
         ("a.parquet", None, "a.parquet cannot be read: "),
-        ("a.parquet", b"PAR1 and nothing", "a.parquet cannot be read as Parquet"),
-        ("a.parquet", b"", "a.parquet cannot be read as Parquet"),
+        ("a.parquet", lambda path: path.write_bytes(b"PAR1 and nothing"), "a.parquet cannot be read as Parquet"),
+        ("a.parquet", Path.touch, "a.parquet cannot be read as Parquet"),
+        ("a.jsonl", lambda path: path.symlink_to(path), "a.jsonl cannot be read: Too many levels of symbolic links"),
     ],
 )
-def test_a_prompt_file_that_cannot_be_read_is_one_error(model, tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=re.escape(message)) as caught:
-        load(model, tmp_path / name)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_link_that_leads_to_itself_is_one_error_wherever_it_is_named(model, tmp_path):
-    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    message = r"loop.jsonl cannot be read: Too many levels of symbolic links"
-    with pytest.raises(InputError, match=message):
-        load(model, tmp_path / "loop.jsonl")
-    with pytest.raises(InputError, match=message):
-        load(model, write(tmp_path / "a.jsonl", GOOD), eval_prompts=[tmp_path / "loop.jsonl"])
+def test_a_prompt_file_that_cannot_be_read_is_one_error_wherever_it_is_named(model, tmp_path, name, make, message):
+    path, good = tmp_path / name, write_rows(tmp_path / "good.jsonl", GOOD)
+    if make is not None:
+        make(path)
+    for paths, others in (([path], {}), ([good], {"eval_prompts": [path]})):
+        with pytest.raises(InputError, match=re.escape(message)) as caught:
+            load(model, *paths, **others)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -441,8 +415,8 @@ def test_parquet_values_that_json_cannot_hold_are_refused(model, tmp_path, colum
 def test_parquet_without_pyarrow_names_the_package(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PlatformError, match="pip install pyarrow"):
-        load(model, write(tmp_path / "a.parquet"))
-    assert load(model, write(tmp_path / "a.jsonl", GOOD)).num_rows == 1
+        load(model, write_rows(tmp_path / "a.parquet"))
+    assert load(model, write_rows(tmp_path / "a.jsonl", GOOD)).num_rows == 1
 
 
 def test_a_model_folder_without_a_tokenizer_is_named_with_what_is_missing_and_no_prompt_is_blamed(tmp_path):
@@ -450,11 +424,11 @@ def test_a_model_folder_without_a_tokenizer_is_named_with_what_is_missing_and_no
     model = hf_models.draw("qwen3", tmp_path / "model")
     message = f"--hf-model {model} does not hold a tokenizer's vocabulary: .*tokenizer.json, or vocab.json with merges"
     with pytest.raises(InputError, match=message):
-        load(model, write(tmp_path / "a.jsonl", {"prompt": "n1"}))
+        load(model, write_rows(tmp_path / "a.jsonl", {"prompt": "n1"}))
 
 
 def test_a_missing_or_unsuitable_tokenizer_is_an_error_by_name(model, tmp_path):
-    path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": "n1 n99"})
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": "n1 n99"})
     with pytest.raises(InputError, match="must be a folder"):
         load(tmp_path / "nowhere", path)
     (tmp_path / "empty").mkdir()
@@ -462,9 +436,9 @@ def test_a_missing_or_unsuitable_tokenizer_is_an_error_by_name(model, tmp_path):
         load(tmp_path / "empty", path)
     config = DataConfig(prompts=[path])
     with pytest.raises(
-        InputError, match=f"a.jsonl:2 has token {VOCAB_SIZE - 1}, and the model's vocabulary ends at {VOCAB_SIZE - 2}"
+        InputError, match=f"a.jsonl:2 has token {NUM_WORDS - 1}, and the model's vocabulary ends at {NUM_WORDS - 2}"
     ):
-        load_prompts(config, model, seed=0, longest=50, vocab_size=VOCAB_SIZE - 1)
+        load_prompts(config, model, seed=0, longest=50, vocab_size=NUM_WORDS - 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
@@ -477,7 +451,7 @@ def test_a_prompt_without_a_token_is_said(tmp_path):
     bare = Tokenizer(models.WordLevel({"?": 0, "n1": 1}, unk_token="?"))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="?").save_pretrained(tmp_path)
-    path = write(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": " "})
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "n1"}, {"prompt": " "})
     with pytest.raises(InputError, match="a.jsonl:2 has a prompt without tokens"):
         load(tmp_path, path)
 
@@ -501,7 +475,7 @@ def test_flags_that_contradict_each_other_are_refused(values, message):
 def test_less_than_one_token_of_a_prompt_is_refused(model):
     config = DataConfig(prompts=[Path("a.jsonl")], max_prompt_tokens=0)
     with pytest.raises(UsageError, match="--max-prompt-tokens 0 leaves every prompt out"):
-        load_prompts(config, model, seed=0, longest=9, vocab_size=VOCAB_SIZE)
+        load_prompts(config, model, seed=0, longest=9, vocab_size=NUM_WORDS)
 
 
 @pytest.mark.parametrize(
@@ -513,7 +487,7 @@ def test_less_than_one_token_of_a_prompt_is_refused(model):
     ],
 )
 def test_each_path_that_no_rows_can_be_read_from_is_one_problem_with_its_flag(tmp_path, make, message):
-    other, good = tmp_path / "b.jsonl", write(tmp_path / "a.jsonl", GOOD)
+    other, good = tmp_path / "b.jsonl", write_rows(tmp_path / "a.jsonl", GOOD)
     make(other)
     named = f"{other} {message}"
     assert [*find_data_problems(DataConfig(prompts=[good, other]), "grpo")] == [f"--prompts {named}"]
@@ -627,7 +601,7 @@ def test_rows_of_one_prompt_are_different_tasks_of_environments(tmp_path: Path, 
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps({"prompt": "pay", "amount": 4}) + "\n")
     config = DataConfig(prompts=[rows], eval_prompts=[held_out])
-    sizes = {"seed": 0, "longest": 50, "vocab_size": VOCAB_SIZE}
+    sizes = {"seed": 0, "longest": 50, "vocab_size": NUM_WORDS}
     found = tokenize_prompts(read_prompts(config), config, model, **sizes, has_environments=True)
     assert sorted(prompt.columns["amount"] for prompt in found.take(10)) == [0, 0, 1, 1, 2, 2, 3, 3, 5, 5]
     assert "2 of 12 prompts are the same as held-out ones and left out" in found.notes

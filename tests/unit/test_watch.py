@@ -103,40 +103,43 @@ class Ranks:
         return [process.returncode for process in self.processes], errors
 
 
-def test_all_ranks_end_with_the_error_of_one_while_they_wait_for_it_and_it_tells_the_launcher(tmp_path):
-    path = tmp_path / "error.json"
-    with Ranks("error", 3, TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("error", 4, "the run ended: row 7 has no prompt (rank 1)"),
+        ("crash", 1, "the run ended: ZeroDivisionError: division by zero (rank 1)"),
+        ("nothing", 0, ""),
+    ],
+)
+def test_all_ranks_end_as_one_does_while_they_wait_for_it(what, code, said):
+    with Ranks(what, 3) as ranks:
         codes, errors = ranks.ends()
-    assert codes == [4, 4, 4]
-    for text in errors:
-        assert "megatron_rl: the run ended: row 7 has no prompt (rank 1)" in text
+    assert codes == [code] * 3
+    assert all(said in text for text in errors)
+    assert ["Traceback" in text for text in errors] == [False, what == "crash", False]
+
+
+def test_a_rank_tells_the_launcher_why_all_end(tmp_path):
+    path = tmp_path / "error.json"
+    with Ranks("error", TORCHELASTIC_ERROR_FILE=str(path)) as ranks:
+        ranks.ends()
     message = json.loads(path.read_text())["message"]
     assert message["message"] == message["extraInfo"]["py_callstack"] == "row 7 has no prompt (rank 1)"
     assert int(message["extraInfo"]["timestamp"]) <= time.time()
 
 
-@pytest.mark.parametrize("what", ["error", "crash"])
+@pytest.mark.parametrize("what", ["error", "crash", "wait"])
 def test_ranks_that_share_a_terminal_say_once_why_they_end(what, tmp_path):
-    with (tmp_path / "errors").open("w") as errors, Ranks(what, 3, errors) as ranks:
-        assert len(set(ranks.ends()[0])) == 1
-    assert (tmp_path / "errors").read_text().count("the run ended: ") == 1
-
-
-def test_a_rank_that_is_killed_is_named_once_where_the_others_share_a_terminal(tmp_path):
-    with (tmp_path / "errors").open("w") as errors, Ranks("wait", 4, errors) as ranks:
-        ranks.wait_until_there()
-        ranks.processes[2].kill()
-        assert ranks.ends()[0] == [5, 5, -signal.SIGKILL, 5]
-    assert (tmp_path / "errors").read_text().count("the run ended: its process ended without a message") == 1
-
-
-def test_a_crash_ends_all_ranks_and_only_its_own_shows_the_traceback():
-    with Ranks("crash") as ranks:
-        codes, errors = ranks.ends()
-    assert codes == [1, 1]
-    for text in errors:
-        assert "the run ended: ZeroDivisionError: division by zero (rank 1)" in text
-    assert "Traceback" in errors[1]
+    """Kill the third rank, if all wait."""
+    with (tmp_path / "errors").open("w") as errors, Ranks(what, 4, errors) as ranks:
+        if what == "wait":
+            ranks.wait_until_there()
+            ranks.processes[2].kill()
+        codes, _ = ranks.ends()
+    assert codes == {"error": [4] * 4, "crash": [1] * 4, "wait": [5, 5, -signal.SIGKILL, 5]}[what]
+    said = (tmp_path / "errors").read_text()
+    assert said.count("the run ended: ") == 1
+    assert (what == "wait") == ("the run ended: its process ended without a message" in said)
 
 
 def test_ranks_that_make_no_progress_end_by_name():
@@ -216,11 +219,6 @@ def test_rank_0_writes_what_every_rank_does_and_removes_it_at_the_end(tmp_path):
     parts = [(place.host, place.part) for place in found.ranks.values()]
     assert parts == [(socket.gethostname(), part) for part in ("update", "train", "train")]
     assert read_places(tmp_path) is None
-
-
-def test_a_run_without_a_failure_ends_as_it_would():
-    with Ranks("nothing", 3) as ranks:
-        assert ranks.ends()[0] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -405,11 +403,26 @@ def test_an_interrupt_ends_a_rank_by_name_and_without_a_traceback(monkeypatch, c
         one.follow(run, 600)
 
 
-def test_a_process_ends_after_tidying_once_its_grace_is_over(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("has_begun", "grace", "reason", "said"),
+    [
+        (True, 0.0, "it was asked to stop, and its grace is over", "the iteration is finished and saved within 0 s"),
+        # A grace longer than any test would wait.
+        (
+            False,
+            1e6,
+            "it was asked to stop before its first iteration",
+            "asked to stop before the first iteration began: it ends now, and there is nothing to save\n",
+        ),
+    ],
+)
+def test_a_process_that_is_asked_to_stop_tidies_and_ends_at_once_before_an_iteration_and_after_its_grace_in_one(
+    has_begun, grace, reason, said, monkeypatch, capsys
+):
     ended = []
 
-    def tidy(reason):
-        ended.append(str(reason))
+    def tidy(error):
+        ended.append(str(error))
         raise OSError("the terminal is gone")
 
     def leave(code):
@@ -417,34 +430,16 @@ def test_a_process_ends_after_tidying_once_its_grace_is_over(monkeypatch, capsys
         raise SystemExit
 
     monkeypatch.setattr(os, "_exit", leave)
-    request = StopRequest(0.0, tidy)
-    request.begin()
+    request = StopRequest(grace, tidy)
+    if has_begun:
+        request.begin()
     request._writer.send(bytes([signal.SIGTERM]))
     with pytest.raises(SystemExit):
         request._listen()
-    assert ended == ["it was asked to stop, and its grace is over", 143]
-    said = capsys.readouterr().err
-    assert "the iteration is finished and saved within 0 s" in said
-    assert "0 s of grace are over" in said
-
-
-def test_a_process_that_is_asked_to_stop_before_its_first_iteration_ends_at_once_and_says_so(monkeypatch, capsys):
-    ended = []
-
-    def leave(code):
-        ended.append(code)
-        raise SystemExit
-
-    monkeypatch.setattr(os, "_exit", leave)
-    # A grace longer than any test would wait.
-    request = StopRequest(1e6, lambda reason: ended.append(str(reason)))
-    request._writer.send(bytes([signal.SIGTERM]))
-    with pytest.raises(SystemExit):
-        request._listen()
-    assert ended == ["it was asked to stop before its first iteration", 143]
-    assert capsys.readouterr().err == (
-        "megatron_rl: asked to stop before the first iteration began: it ends now, and there is nothing to save\n"
-    )
+    assert ended == [reason, 143]
+    lines = capsys.readouterr().err
+    assert f"megatron_rl: asked to stop: {said}" in lines or lines == f"megatron_rl: {said}"
+    assert ("0 s of grace are over" in lines) == has_begun
 
 
 @pytest.mark.parametrize(
