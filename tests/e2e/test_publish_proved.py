@@ -86,7 +86,7 @@ def run_in_bf16(world: loop.World, name: str, **changes) -> Path:
     run = world.folder / name / "run"
     of_bf16 = {"bf16": True, "hf_model": world.folder / "wide", "rollout_engine": "vllm", "rollout_num_engines": 1}
     words = world.words(name, **of_bf16, rollout_folder=run, train_iters=2, lr=1e-4, **changes)
-    loop.run(run.parent, 1, words, 300)
+    loop.run(run.parent, 1, words)
     return run
 
 

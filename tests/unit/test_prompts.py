@@ -196,7 +196,6 @@ def test_prompts_above_the_limit_are_left_out_and_counted(model, tmp_path):
     rows = [{"prompt": " ".join(["n1"] * length)} for length in range(1, 9)]
     loaded = load(model, write_rows(tmp_path / "a.jsonl", *rows), max_prompt_tokens=6, shuffle=False)
     assert loaded.num_rows == 5
-    assert loaded.longest_prompt == 6
     assert loaded.notes == ("3 of 8 prompts are longer than 6 tokens and left out",)
     assert rows_of(loaded.take(5)) == [f"a.jsonl:{line}" for line in range(1, 6)]
 
@@ -308,7 +307,7 @@ def test_a_saved_place_in_other_prompts_is_refused_and_the_difference_named(othe
     ours = source(8)
     with pytest.raises(InputError, match=re.escape(message)):
         ours.restore(saved.state())
-    assert ours.num_taken == 0
+    assert ours.state()["num_taken"] == 0
 
 
 @pytest.mark.parametrize("change", [{"num_taken": "x"}, {"num_taken": -1}, {"more": 1}, None])
@@ -509,7 +508,7 @@ def test_prompts_that_are_put_off_are_kept_until_they_are_asked_for_also_once_re
         assert [prompt.row for prompt in taken[:2]] == [first[1].row, first[4].row]
         assert [prompt.index for prompt in taken] == list(range(5))
         one.advance(5, 2, [3])
-        assert (len(one.put_off), one.num_taken) == (1, 9)
+        assert (len(one.put_off), one.state()["num_taken"]) == (1, 9)
     rest = one.peek(2, 1)
     assert rest[0].row == taken[3].row
     # With the rows that follow, each row has come once.
