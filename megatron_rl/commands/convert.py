@@ -84,14 +84,14 @@ def _convert(settings: Settings) -> str:
 
 def _read_stops(load: Path, step: int | None) -> list[int]:
     """Return the tokens with which the checkpoint's run ended responses; none if no run of ours wrote it."""
-    from megatron_rl.trainer.loop.saver import read_kept
+    from megatron_rl.trainer.loop.saver import read_kept_state
     from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA
 
     common, source = _read_common(load, step)
     kept = common.get(EXTRA)
     if kept is None:
         return []
-    return list(read_kept(kept, source, "convert it with that version").stops)
+    return list(read_kept_state(kept, source, "convert it with that version").stops)
 
 
 def _read_common(load: Path, step: int | None) -> tuple[dict[str, Any], Path]:

@@ -22,7 +22,7 @@ from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import load_part
 from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.trainer.data.prompts import PromptRows, PromptSource, read_prompts, tokenize_prompts
-from megatron_rl.trainer.loop.saver import KeptState, find_missing_hf, read_kept
+from megatron_rl.trainer.loop.saver import KeptState, find_missing_hf, read_kept_state
 from megatron_rl.trainer.mcore.checkpoint import folders, serialization
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA, check_loaded_schedule
 
@@ -162,19 +162,19 @@ def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
     return None if settings.checkpoint.finetune else _find_source(settings)
 
 
-def _read_kept(settings: Settings) -> tuple[KeptState, Path] | None:
+def _read_loaded(settings: Settings) -> tuple[KeptState, Path] | None:
     """Return what the loaded checkpoint keeps of its run, and its folder.
 
     None if the run begins at version 0, or if loading will refuse the checkpoint as another program's.
     """
     loaded = _find_loaded(settings)
     extra = None if loaded is None else serialization.read_common(loaded[1]).get(EXTRA)
-    return None if loaded is None or extra is None else (read_kept(extra, loaded[1]), loaded[1])
+    return None if loaded is None or extra is None else (read_kept_state(extra, loaded[1]), loaded[1])
 
 
 def check_loaded_stage(settings: Settings) -> None:
     """Raise an InputError if another stage saved the checkpoint that --load names."""
-    if (loaded := _read_kept(settings)) is None:
+    if (loaded := _read_loaded(settings)) is None:
         return
     kept, source = loaded
     if kept.stage != settings.run.stage:
@@ -189,7 +189,7 @@ def _compare_loaded(settings: Settings) -> list[str]:
 
     Raise an InputError if the file of a plug-in has changed since.
     """
-    if (loaded := _read_kept(settings)) is None:
+    if (loaded := _read_loaded(settings)) is None:
         return []
     kept, source = loaded
     notes = compare_plug_ins(kept.plug_ins, describe_own_files(settings), source)
@@ -225,7 +225,7 @@ def describe_finished(settings: RunSettings) -> str | None:
     if loaded is None:
         return None
     version, source = loaded
-    kept = _read_kept(settings)
+    kept = _read_loaded(settings)
     # Loading refuses the checkpoint of another run, and says why.
     if version < num_iterations or kept is None or kept[0].run != settings.name:
         return None

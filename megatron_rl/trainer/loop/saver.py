@@ -184,7 +184,7 @@ class Saver:
         )
 
     def _take_over(self, extra: Mapping[str, Any], source: Path) -> KeptState:
-        kept = read_kept(extra, source)
+        kept = read_kept_state(extra, source)
         if kept.run != self._run:
             raise InputError(
                 f"{source} belongs to the run {kept.run!r}, and --rollout-folder names {self._run!r}: seeds of "
@@ -200,7 +200,7 @@ class Saver:
         return kept
 
 
-def read_kept(
+def read_kept_state(
     extra: Mapping[str, Any],
     source: Path,
     remedy: str = "resume with that version, or write --finetune to begin with its weights",
