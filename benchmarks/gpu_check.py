@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from benchmarks.kernels.registry import NAMES as KERNELS
 from megatron_rl.errors import ExitCode
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import Attention
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.shared_prompt_cases import BRANCHED, NAMES, RAGGED, Case, errors, mean_squares, token_errors
 
@@ -142,7 +141,7 @@ def check_rightness(name: str, device: str) -> Iterator[str]:
         yield from (f"{name}, {question}: {tensor} {ratio:.2f}" for tensor, ratio in ratios.items() if not ratio <= 1)
 
 
-def compare(question: Question, attention: Attention, device: str) -> dict[str, float]:
+def compare(question: Question, attention: Callable[..., torch.Tensor], device: str) -> dict[str, float]:
     """Return the error of each tensor, as a part of its bound."""
     if question.dtype_name == "fp32":
         return _compare_largest(question.case(device), attention)
@@ -242,14 +241,14 @@ def _finish(failures: list[str]) -> int:
     return ExitCode.CRASH if failures else ExitCode.OK
 
 
-def _compare_largest(case: Case, attention: Attention) -> dict[str, float]:
+def _compare_largest(case: Case, attention: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Compare the largest error of a tensor with a part of its largest number."""
     exact = case.exact()
     found = errors(case.run(attention), exact)
     return {name: _ratio(found[name], FP32_BOUND * _largest(tensor)) for name, tensor in zip(NAMES, exact, strict=True)}
 
 
-def _compare_tokens(cases: Iterable[Case], attention: Attention) -> dict[str, float]:
+def _compare_tokens(cases: Iterable[Case], attention: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Compare each token's error with twice that of the definition in the same precision.
 
     An error is the root mean square over all draws, heads and their numbers, so neither side has it by luck, and one

@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "megatron_rl"
+_NAMED = re.compile(rf"{PACKAGE}(\.[a-z_]+)+(:\w+)?")
 
 # The floors of the package, the lowest first: its folders, and the files next to them. A part imports lower floors and
 # itself, at any place in a file. A name with a dot is a part of a folder whose parts are on several floors.
@@ -80,8 +82,11 @@ def violations(root: Path) -> list[str]:
     return found + list(_circles(root))
 
 
-def imports(tree: ast.Module) -> Iterator[Import]:
-    """Yield the imports of a file, including those by a literal name through importlib."""
+def imports(tree: ast.Module, by_name: bool = False) -> Iterator[Import]:
+    """Yield the imports of a file, including those by a literal name through importlib.
+
+    With `by_name`, yield also the modules of the package that literals name, as tables of optional parts do.
+    """
     inner = {id(node) for function in _functions(tree) for node in ast.walk(function) if node is not function}
     typed = {id(node) for block in ast.walk(tree) if _is_for_types(block) for node in ast.walk(block)}
     for node in ast.walk(tree):
@@ -92,6 +97,8 @@ def imports(tree: ast.Module) -> Iterator[Import]:
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and _called(node) == "import_module" and isinstance(node.args[0], ast.Constant):
             modules = [str(node.args[0].value)]
+        elif by_name and isinstance(node, ast.Constant) and _NAMED.fullmatch(str(node.value)):
+            modules = [str(node.value).partition(":")[0]]
         else:
             continue
         for module in modules:
@@ -156,7 +163,7 @@ def _import_violations(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]
     if _layer(part) is None:
         yield 1, f"{part} is in no layer; put it into LAYERS of tests/layering.py"
         return
-    for imported in imports(tree):
+    for imported in imports(tree, by_name=True):
         target = part_of(imported.module)
         message = _between_parts(part, target) if target is not None else _from_outside(name, part, imported)
         if message:

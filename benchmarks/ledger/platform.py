@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FakeWork
 from benchmarks.ledger.counting import ATTENTION, Call, Entry, Kind, active, answer_read, count_bytes
 from benchmarks.ledger.regions import as_one_launch, as_part
 from megatron_rl import platforms
-from megatron_rl.ops import log_probs, shared_prompt
+from megatron_rl.ops import log_probs
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt.backends import gather
 from megatron_rl.ops.shared_prompt.layout import Layout, find_strands
@@ -155,10 +155,8 @@ def counted_device() -> Iterator[None]:
         enter(mock.patch.object(importlib.import_module("triton.runtime.jit").JITFunction, "run", count_kernel))
         for owner, name, replacement in _parts_of_a_step():
             enter(mock.patch.object(owner, name, replacement))
-        on_a_gpu = dataclasses.replace(shared_prompt.BACKENDS["gather"], attention=_gather_in_one_call)
-        enter(mock.patch.dict(shared_prompt.BACKENDS, gather=on_a_gpu))
-        fused = dataclasses.replace(log_probs.BACKENDS["triton"], refusal=_refuse_as_on_a_gpu)
-        enter(mock.patch.dict(log_probs.BACKENDS, triton=fused))
+        enter(mock.patch.object(gather, "attention", _gather_in_one_call))
+        enter(mock.patch.object(log_probs.BACKENDS["triton"], "refusal", _refuse_as_on_a_gpu))
         yield
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+import importlib
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -60,31 +62,18 @@ class Conditions:
         return self.value_dim is not None and self.value_dim != self.head_dim
 
 
-Refuse = Callable[[Conditions], str | None]
-"""Return why a backend cannot run under the conditions; None if it can."""
-
-
 def refuse_nothing(conditions: Conditions) -> None:
     """Refuse nothing."""
 
 
 class HasRefusal(Protocol):
-    """The part of a backend that all operations have; each adds the functions that it needs."""
+    """The function that the modules of all backends have; each operation adds those that it needs."""
 
-    @property
-    def refusal(self) -> Refuse: ...
+    def refusal(self, conditions: Conditions, /) -> str | None:
+        """Return why the backend cannot run under the conditions; None if it can."""
 
 
-F = TypeVar("F")
 B = TypeVar("B", bound=HasRefusal)
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionBackend(Generic[F]):
-    """A backend that needs one function, or the functions of one module."""
-
-    run: F
-    refusal: Refuse = refuse_nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +101,22 @@ class Example:
     """True: errors are parts of their row's largest number (`trials.compare`)."""
 
 
-class Backends(dict[str, B]):
-    """The backends of an operation, by the names that its flag has for them."""
+class Backends(UserDict[str, B]):
+    """The backends of an operation, by the names that its flag has for them.
+
+    A backend is a module. The table has a module that most runs choose, and the path of any other one, which is
+    imported when it is asked for.
+    """
 
     def __init__(
         self,
         flag: str,
-        backends: Mapping[str, B],
+        backends: Mapping[str, B | str],
         orders: Mapping[str, Sequence[str]],
         elsewhere: Sequence[str],
         definition: str,
         list_examples: Callable[[Conditions], Iterable[Example]],
-        others: Mapping[str, B] | None = None,
+        others: Mapping[str, B | str] | None = None,
         untried: Collection[str] = (),
         is_used: Callable[[Conditions], bool] = lambda conditions: True,
     ):
@@ -133,17 +126,28 @@ class Backends(dict[str, B]):
         which a model runs Megatron's own operations. `others` are not among the flag's names: another flag asks for
         them, or tests do. `is_used` says whether a model has the operation.
         """
-        super().__init__(backends)
-        self.flag, self._orders, self._elsewhere, self._others = flag, orders, elsewhere, others or {}
+        super().__init__(cast(Mapping[str, B], backends))
+        self.flag, self._orders, self._elsewhere, self._others = flag, orders, elsewhere, dict(others or {})
         self._definition, self._list_examples, self._untried = definition, list_examples, untried
         self.is_used = is_used
 
+    def __getitem__(self, name: str) -> B:
+        return self._load(self.data, name)
+
+    def _load(self, table: MutableMapping[str, Any], name: str) -> B:
+        """Return a backend of a table, which keeps a module once it is imported."""
+        if isinstance(table[name], str):
+            table[name] = importlib.import_module(table[name])
+        backend: B = table[name]
+        return backend
+
     def find(self, name: str) -> B:
         """Return the backend with this name."""
-        backend = self.get(name) or self._others.get(name)
-        if backend is None:
+        if name in self._others:
+            return self._load(self._others, name)
+        if name not in self:
             raise UsageError(f"{self.flag} {name} does not exist: write one of auto, {', '.join(self)}")
-        return backend
+        return self[name]
 
     def list_order(self, device: str) -> Sequence[str]:
         """Return the backends that `auto` tries on this type of device, the fastest first."""
@@ -180,8 +184,11 @@ class Backends(dict[str, B]):
         refused = self.find(name).refusal(conditions)
         if refused is not None:
             raise PlatformError(f"{name} cannot run here: {refused}")
-        others = [other for other in self if other != name and self[other].refusal(conditions) is None]
-        instead = f"{'one of ' if len(others) > 1 else ''}{', '.join(others)} instead" if others else ""
+
+        def advise() -> str:
+            others = [other for other in self if other != name and self[other].refusal(conditions) is None]
+            return f"{'one of ' if len(others) > 1 else ''}{', '.join(others)} instead" if others else ""
+
         for example in self._list_examples(conditions):
             trials.check(
                 f"{self.flag} {name} does not compute {example.work}",
@@ -190,7 +197,7 @@ class Backends(dict[str, B]):
                 functools.partial(example.compute, self._definition),
                 device or torch.device(conditions.device),
                 example.dtype or conditions.dtype,
-                instead,
+                advise,
                 example.sizes,
                 example.by_row,
             )

@@ -60,7 +60,7 @@ def check_device(device: torch.device, dtype: torch.dtype, main_dtype: torch.dty
 
     trials.check(
         "torch does not add products to main gradients", ("a weight's gradient",), compute, define, device, main_dtype,
-        "--no-gradient-accumulation-fusion", f"{dtype} into ",
+        lambda: "--no-gradient-accumulation-fusion", f"{dtype} into ",
     )  # fmt: skip
 
 

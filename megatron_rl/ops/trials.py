@@ -22,12 +22,13 @@ class TrialError(Exception):
 
 def check(
     claim: str, names: Sequence[str], compute: Compute, define: Compute, device: torch.device, dtype: torch.dtype,
-    instead: str, sizes: str = "", by_row: bool = False,
+    advise: Callable[[], str], sizes: str = "", by_row: bool = False,
 ) -> None:  # fmt: skip
-    """Compare as `compare` does; raise a PlatformError that denies the claim and says what to write instead."""
+    """Compare as `compare` does; raise a PlatformError that denies the claim and advises what to write instead."""
     try:
         compare(names, compute, define, device, dtype, by_row)
     except TrialError as fault:
+        instead = advise()
         advice = f"Write {instead}, and please" if instead else "Please"
         raise PlatformError(
             f"{claim} on {device.type}: {fault} ({sizes}{dtype}). {advice} report this with the output of "

@@ -5,10 +5,13 @@ This is the one place that changes torch or megatron. Only here and in ops/ are 
 
 import functools
 import importlib.util
+from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 
 from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.platform import (
     KNOWN_WARNINGS,
     MemoryFigures,
@@ -28,7 +31,12 @@ __all__ = [
     "sum_in_fixed_order",
 ]
 
-NAMES = ("cpu", "cuda", "npu")
+_ACCELERATORS: Mapping[str, str] = {
+    "cuda": "megatron_rl.platforms.cuda",
+    "npu": "megatron_rl.platforms.npu",
+}
+"""The module of each platform but the CPU's: a run imports its own, which may need other packages."""
+NAMES = ("cpu", *_ACCELERATORS)
 
 
 def install_for_reading(platform: Platform) -> str | None:
@@ -54,24 +62,17 @@ def select(name: str | None = None) -> Platform:
 
 @functools.cache
 def _platform(name: str) -> Platform:
-    # Imported only when selected: each platform needs packages of its own.
-    if name == "npu":
-        from megatron_rl.platforms.npu import NpuPlatform
+    if name == "cpu":
+        return CpuPlatform()
+    platform: Platform = getattr(_load(name), f"{name.capitalize()}Platform")()
+    return platform
 
-        return NpuPlatform()
-    if name == "cuda":
-        from megatron_rl.platforms.cuda import CudaPlatform
 
-        return CudaPlatform()
-    from megatron_rl.platforms.cpu import CpuPlatform
-
-    return CpuPlatform()
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(_ACCELERATORS[name])
 
 
 def _detect() -> str:
-    if importlib.util.find_spec("torch_npu") is not None:
-        from megatron_rl.platforms.npu import has_device
-
-        if has_device():
-            return "npu"
+    if importlib.util.find_spec("torch_npu") is not None and _load("npu").has_device():
+        return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"

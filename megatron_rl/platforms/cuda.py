@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing, MemoryHandle
 from megatron_rl.platforms.host import bind_to_cores, read_core_list
-from megatron_rl.platforms.platform import MemoryFigures, Platform, sum_in_fixed_order
+from megatron_rl.platforms.platform import Accelerator, sum_in_fixed_order
 from megatron_rl.versions import find_engine_refusal
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -31,13 +30,18 @@ _FIXED_ORDER = {
 }  # fmt: skip
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(Accelerator):
     """One rank a GPU."""
 
+    noun = "GPU"
     name = "cuda"
     device_type = "cuda"
     collective_backend = "nccl"
     weight_transports = ("shm", "nccl")
+
+    @property
+    def namespace(self) -> Any:
+        return torch.cuda
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:
@@ -53,14 +57,6 @@ class CudaPlatform(Platform):
         # needs a single hardware queue. The variable is read when the context is made; a user's value is kept.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    def set_device(self, local_rank: int) -> None:
-        count = torch.cuda.device_count()
-        if local_rank >= count:
-            raise PlatformError(
-                f"local rank {local_rank} has no GPU, {count} are visible: start at most {count} ranks on this host"
-            )
-        torch.cuda.set_device(local_rank)
-
     def place(self, num_threads: int) -> None:
         """Bind to the cores of the GPU's own NUMA node, unless this process is already bound."""
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -69,24 +65,6 @@ class CudaPlatform(Platform):
             return
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         bind_to_cores(read_core_list(_PCI_DEVICES / address / "local_cpulist"))
-
-    def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def stream(self) -> Any:
-        return torch.cuda.Stream()
-
-    def current_stream(self) -> Any:
-        return torch.cuda.current_stream()
-
-    def on(self, stream: Any) -> AbstractContextManager:
-        return torch.cuda.stream(stream)
-
-    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
     def page_lock(self, mapped: torch.Tensor) -> str | None:
         runtime: Any = torch.cuda.cudart()
@@ -101,52 +79,14 @@ class CudaPlatform(Platform):
     def page_unlock(self, mapped: torch.Tensor) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr()))
 
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
     def device_sharing(self) -> DeviceSharing | None:
         return CudaSharing()
-
-    def event(self) -> Any:
-        return torch.cuda.Event()
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_between(self, first: Any, last: Any) -> float:
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3
-
-    def rng_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state)
-
-    def seed(self, seed: int) -> None:
-        torch.cuda.manual_seed(seed)
 
     def choose_fixed_order(self) -> None:
         sum_in_fixed_order(_FIXED_ORDER)
 
-    def memory(self) -> MemoryFigures:
-        return MemoryFigures(
-            allocated=torch.cuda.memory_allocated(),
-            peak=torch.cuda.max_memory_allocated(),
-            total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-        )
-
-    def smallest_device(self, num_devices: int) -> int | None:
-        numbers = range(min(num_devices, torch.cuda.device_count()))
-        return min(torch.cuda.get_device_properties(number).total_memory for number in numbers)
-
     def device_name(self) -> str | None:
         return torch.cuda.get_device_name(0) if torch.cuda.device_count() else None
-
-    def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _importable(name: str) -> bool:

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -19,21 +18,26 @@ import torch
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms.host import is_bound_to_cores
-from megatron_rl.platforms.platform import MemoryFigures, Platform, sum_in_fixed_order
+from megatron_rl.platforms.platform import Accelerator, sum_in_fixed_order
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py.
 _MINDSPEED = {"0.16": ("core_r0.16.0", "0.16")}
 
 
-class NpuPlatform(Platform):
+class NpuPlatform(Accelerator):
     """One rank an NPU."""
 
+    noun = "NPU"
     name = "npu"
     device_type = "npu"
     collective_backend = "hccl"
     weight_transports = ("shm", "hccl")
     # MindSpeed replaces the class with which Megatron computes norms again.
     cheap_modules = ()
+
+    @property
+    def namespace(self) -> Any:
+        return _npu()
 
     @property
     def unsupported_fusions(self) -> Mapping[str, bool]:
@@ -61,34 +65,8 @@ class NpuPlatform(Platform):
         if not _npu().is_available():
             raise PlatformError("torch_npu finds no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
 
-    def set_device(self, local_rank: int) -> None:
-        count = _npu().device_count()
-        if local_rank >= count:
-            raise PlatformError(
-                f"local rank {local_rank} has no NPU, {count} are visible: start at most {count} ranks on this host"
-            )
-        _npu().set_device(local_rank)
-
     def place(self, num_threads: int) -> None:
         """Do nothing: torch_npu binds threads itself, by CPU_AFFINITY_CONF."""
-
-    def device(self) -> torch.device:
-        return torch.device("npu", _npu().current_device())
-
-    def synchronize(self) -> None:
-        _npu().synchronize()
-
-    def stream(self) -> Any:
-        return _npu().Stream()
-
-    def current_stream(self) -> Any:
-        return _npu().current_stream()
-
-    def on(self, stream: Any) -> AbstractContextManager:
-        return _npu().stream(stream)
-
-    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
     def page_lock(self, mapped: torch.Tensor) -> str | None:
         return "torch_npu has no function for it"
@@ -96,46 +74,8 @@ class NpuPlatform(Platform):
     def page_unlock(self, mapped: torch.Tensor) -> None:
         """Do nothing, since nothing was locked."""
 
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def event(self) -> Any:
-        return _npu().Event()
-
-    def mark(self) -> Any:
-        event = _npu().Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_between(self, first: Any, last: Any) -> float:
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3
-
-    def rng_state(self) -> torch.Tensor:
-        return _npu().get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        _npu().set_rng_state(state)
-
-    def seed(self, seed: int) -> None:
-        _npu().manual_seed(seed)
-
     def choose_fixed_order(self) -> None:
         sum_in_fixed_order({"HCCL_DETERMINISTIC": "true"})
-
-    def memory(self) -> MemoryFigures:
-        return MemoryFigures(
-            allocated=_npu().memory_allocated(),
-            peak=_npu().max_memory_allocated(),
-            total=_npu().get_device_properties(_npu().current_device()).total_memory,
-        )
-
-    def smallest_device(self, num_devices: int) -> int | None:
-        numbers = range(min(num_devices, _npu().device_count()))
-        return min(_npu().get_device_properties(number).total_memory for number in numbers)
-
-    def reset_peak_memory(self) -> None:
-        _npu().reset_peak_memory_stats()
 
 
 def has_device() -> bool:

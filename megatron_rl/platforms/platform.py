@@ -198,6 +198,85 @@ class Platform(abc.ABC):
         """Reset `MemoryFigures.peak`."""
 
 
+class Accelerator(Platform):
+    """A kind of device whose operations torch has in a namespace, such as `torch.cuda`."""
+
+    noun: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def namespace(self) -> Any:
+        """The namespace; torch_npu adds one like CUDA's."""
+
+    def set_device(self, local_rank: int) -> None:
+        count = self.namespace.device_count()
+        if local_rank >= count:
+            raise PlatformError(
+                f"local rank {local_rank} has no {self.noun}, {count} are visible: start at most {count} ranks on this "
+                "host"
+            )
+        self.namespace.set_device(local_rank)
+
+    def device(self) -> torch.device:
+        return torch.device(self.device_type, self.namespace.current_device())
+
+    def synchronize(self) -> None:
+        self.namespace.synchronize()
+
+    def stream(self) -> Any:
+        return self.namespace.Stream()
+
+    def current_stream(self) -> Any:
+        return self.namespace.current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        context: AbstractContextManager = self.namespace.stream(stream)
+        return context
+
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(self) -> Any:
+        return self.namespace.Event()
+
+    def mark(self) -> Any:
+        event = self.namespace.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        last.synchronize()
+        seconds: float = first.elapsed_time(last) / 1e3
+        return seconds
+
+    def rng_state(self) -> torch.Tensor:
+        state: torch.Tensor = self.namespace.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.namespace.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        self.namespace.manual_seed(seed)
+
+    def memory(self) -> MemoryFigures:
+        return MemoryFigures(
+            allocated=self.namespace.memory_allocated(),
+            peak=self.namespace.max_memory_allocated(),
+            total=self.namespace.get_device_properties(self.namespace.current_device()).total_memory,
+        )
+
+    def smallest_device(self, num_devices: int) -> int | None:
+        numbers = range(min(num_devices, self.namespace.device_count()))
+        return min(self.namespace.get_device_properties(number).total_memory for number in numbers)
+
+    def reset_peak_memory(self) -> None:
+        self.namespace.reset_peak_memory_stats()
+
+
 def sum_in_fixed_order(variables: Mapping[str, str]) -> None:
     """Make torch choose kernels that sum in a fixed order, or raise; set variables that the user has not set."""
     for name, value in variables.items():

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
 from megatron_rl.ops import qkv
-from megatron_rl.ops.backends import FunctionBackend
 from megatron_rl.trainer.mcore.model.adopt import adopt
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, padded_vocab_size
 from megatron_rl.trainer.mcore.session import Session, start_session
@@ -151,7 +150,7 @@ def fuse_heads(session: Session, settings: Settings) -> tuple[list[str], list[to
     fused = adopt(chunk, settings.architecture, "naive", "torch", qkv_backend="triton")
     trained = training_in(session, settings, build_model=lambda _: [fused])
     # The kernel runs on GPUs; its definition takes its place.
-    with mock.patch.dict(qkv.BACKENDS, triton=FunctionBackend(qkv.naive.split_heads)):
+    with mock.patch.dict(qkv.BACKENDS, triton=qkv.naive):
         log_probs = trained.forward(shared_packs(1))
     return [type(layer.self_attention).__name__ for layer in fused.decoder.layers], log_probs
 

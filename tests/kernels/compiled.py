@@ -126,7 +126,7 @@ def list_attention(target: str, is_all: bool, head_dims: list[str]) -> Iterator[
 
 def list_join(target: str, is_all: bool) -> Iterator[Kernel]:
     for dtype, head_dim in (("bf16", 128), ("fp16", 256)):
-        sizes = {"HEAD_DIM": head_dim, "WIDTH": cudnn.compute_columns(head_dim), "ROWS": cudnn.ROWS}
+        sizes = {"HEAD_DIM": head_dim, "WIDTH": triton_fused.compute_width(head_dim), "ROWS": cudnn.ROWS}
         types = {".*_NHD": f"*{dtype}", "num_rows|length": "i32", ".*": "*fp32"}
         properties = {"dtype": dtype, "head_dim": head_dim}
         yield Kernel(join_kernels.join_results_kernel, types, sizes, properties, cudnn.NUM_WARPS)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron_rl.ops import qkv
-from megatron_rl.ops.backends import FunctionBackend
 from megatron_rl.ops.elementwise import triton_fused
 from megatron_rl.trainer.data.packing import pack_groups
 from tests import hf_models
@@ -66,8 +65,7 @@ def count_calls(which: str, hidden_size: int) -> Iterator[Callable[[], Counts]]:
             return stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
 
         if which == "heads":
-            split = mock.Mock(wraps=qkv.triton_fused.split_heads)
-            stack.enter_context(mock.patch.dict(qkv.BACKENDS, triton=FunctionBackend(split)))
+            split = watch(qkv.triton_fused, "split_heads")
             yield lambda: (split.call_count,)
             return
         kernels = [watch(triton_fused, name) for name in ("swiglu", "weighted_swiglu", "add_and_normalize")]

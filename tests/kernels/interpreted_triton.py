@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import Attention, triton_fused
+from megatron_rl.ops.shared_prompt.backends import triton_fused
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
@@ -139,7 +139,7 @@ def test_inputs_and_gradients_may_be_views() -> None:
     case = Case.draw(Layout.of_groups([(20, [9, 0])]), (2, 2), 16, torch.float32)
     qkv = torch.stack([case.q_THD, case.k_TGD, case.v_TGD])
 
-    def gradients(one: Attention, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def gradients(one: Callable[..., torch.Tensor], dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         # One product gives all three, and the gradient of a sum is one number.
         mixed = qkv.to(dtype).movedim(0, dim).contiguous().requires_grad_()
         one(*mixed.unbind(dim), case.layout, case.scale, None).sum().backward()

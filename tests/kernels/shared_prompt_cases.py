@@ -4,11 +4,11 @@ Letters: T tokens, H query heads, G key-value heads, D head dimension.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import Attention
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 
 NAMES = ("out", "queries", "keys", "values")
@@ -70,7 +70,7 @@ class Case:
         }
         return dataclasses.replace(self, **tensors)
 
-    def run(self, attention: Attention, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    def run(self, attention: Callable[..., torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """Compute the output and all gradients in a precision."""
         dtype = dtype or self.q_THD.dtype
         given = (self.q_THD, self.k_TGD, self.v_TGD, *([] if self.sinks_H is None else [self.sinks_H]))
@@ -86,7 +86,7 @@ class Case:
         """Compute the same by the definition, in float64."""
         return self.run(BACKENDS["naive"].attention, torch.float64)
 
-    def assert_near(self, attention: Attention) -> None:
+    def assert_near(self, attention: Callable[..., torch.Tensor]) -> None:
         """Check that each error is at most twice the definition's in the same precision."""
         exact = self.exact()
         naive = errors(self.run(BACKENDS["naive"].attention), exact)

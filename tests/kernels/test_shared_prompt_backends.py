@@ -178,7 +178,8 @@ def test_tables_of_a_layout_are_built_once() -> None:
 def test_tables_of_all_windows_of_a_model_are_made_ahead() -> None:
     layout = Layout.of_groups([(5, [3, 2])])
     triton = BACKENDS.find("triton")
-    triton.prepare_all(layout, torch.device("cpu"), [4, None])
+    for window in (4, None):
+        triton.prepare(layout, torch.device("cpu"), window)
     kept = dict(layout.kept)
     assert len(kept) == 2
     for window in (4, None):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import cudnn, cudnn_calls, triton_fused
-from megatron_rl.ops.shared_prompt.backends.cudnn_calls import CudnnCalls
+from megatron_rl.ops.shared_prompt.backends import cudnn, triton_fused
+from megatron_rl.ops.shared_prompt.backends.cudnn import CudnnCalls
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from tests.kernels.cuda_operators import CudnnOperators
 from tests.kernels.drawn_layouts import layouts
@@ -26,7 +26,7 @@ EQUAL = Layout.of_groups([(70, [66, 66, 66]), (70, [66, 66, 66]), (65, [3, 81]),
 
 @pytest.fixture(autouse=True)
 def _no_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_calls, "_KINDS", set())
+    monkeypatch.setattr(cudnn, "_KINDS", set())
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_groups_of_any_size_are_attended_to_as_defined(
 ) -> None:
     layout = Layout.of_groups([(prompt, [*first, *[length] * count]) for prompt, first, length, count in groups])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cudnn_calls, "SHORTEST", 2)
-        patch.setattr(cudnn_calls, "_KINDS", set())
+        patch.setattr(cudnn, "SHORTEST", 2)
+        patch.setattr(cudnn, "_KINDS", set())
         # Logarithms have a last dimension in some versions of torch.
         patch.setattr(cudnn, "OPERATORS", CudnnOperators(has_last_dimension=heads != (3, 1)))
         assert cudnn.prepare(layout, torch.device("cuda")) is layout.once(CudnnCalls.of) is not None
@@ -90,8 +90,8 @@ def test_groups_of_any_size_are_attended_to_as_defined(
 @example(Layout((4, 4, 2, 3, 3), (ROOT, ROOT, 1, 1, 0)))
 def test_calls_have_each_pair_of_tokens_that_see_each_other_once(layout: Layout) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cudnn_calls, "SHORTEST", 1)
-        patch.setattr(cudnn_calls, "_KINDS", set())
+        patch.setattr(cudnn, "SHORTEST", 1)
+        patch.setattr(cudnn, "_KINDS", set())
         calls = CudnnCalls.of(layout)
     if calls is None:
         return
@@ -141,14 +141,14 @@ def test_other_packs_go_through_triton(
 def test_only_so_many_kinds_of_calls_are_planned_and_known_ones_are_taken_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cudnn_calls, "MOST_KINDS", 6)
+    monkeypatch.setattr(cudnn, "MOST_KINDS", 6)
     groups = [(90, [70] * 5), (91, [70] * 5), (92, [70] * 5), (93, [71] * 4)]
     # A group takes three kinds: of the first strand, the other responses, and all of these with their prompt.
     taken = [CudnnCalls.of(Layout.of_groups([group])) is not None for group in groups]
     assert taken == [True, True, False, False]
     assert CudnnCalls.of(Layout.of_groups([(300, []), groups[0]])) is not None
     assert CudnnCalls.of(Layout.of_groups([groups[0]])) is not None
-    assert len(cudnn_calls._KINDS) == 6
+    assert len(cudnn._KINDS) == 6
 
 
 def test_a_backward_with_results_that_are_not_joined_would_be_found(
@@ -187,7 +187,7 @@ def test_the_trial_before_training_reaches_the_calls_and_says_how_they_fail(
     operators: CudnnOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_fused, "attention", BACKENDS["naive"].attention)
-    monkeypatch.setitem(BACKENDS, "cudnn", dataclasses.replace(BACKENDS["cudnn"], refusal=lambda conditions: None))
+    monkeypatch.setattr(cudnn, "refusal", lambda conditions: None)
     conditions = Conditions("cpu", torch.bfloat16, head_dim=64, queries=2)
     BACKENDS.check("cudnn", conditions)
     assert operators.calls

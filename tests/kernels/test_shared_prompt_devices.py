@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.ops.shared_prompt.backends import Attention, flash_attention, flash_npu, flash_varlen, gather, merge
+from megatron_rl.ops.shared_prompt.backends import flash_attention, flash_npu, flash_varlen, gather, merge
 from megatron_rl.ops.shared_prompt.backends.flash_varlen import SequenceOffsets, VarlenFlash
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.cuda_operators import FlashAttentionInterface, VarlenFlashOperators
@@ -19,7 +19,7 @@ from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, Case, errors
 def of_torch(monkeypatch: pytest.MonkeyPatch) -> VarlenFlashOperators:
     stand_in = VarlenFlashOperators()
     monkeypatch.setattr(flash_varlen, "OPERATORS", stand_in)
-    monkeypatch.setattr(merge, "choose_calls", lambda device: (VarlenFlash.of,))
+    monkeypatch.setattr(merge, "choose_calls", lambda device: (VarlenFlash.of, flash_varlen.TORCH))
     return stand_in
 
 
@@ -32,7 +32,7 @@ def of_npu(monkeypatch: pytest.MonkeyPatch) -> NpuOperators:
 
 
 @pytest.fixture(params=["of_torch", "of_npu", "of_flash_attention"])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attention:
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """Return what merges calls of some operators."""
     if request.param == "of_flash_attention":
         monkeypatch.setattr(flash_attention, "_import_interface", FlashAttentionInterface)
@@ -44,7 +44,7 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", [RAGGED, BRANCHED, Layout((0,), (-1,))], ids=["ragged", "branched", "empty"])
 def test_merged_calls_are_as_near_to_the_truth_as_the_definition(
-    attention: Attention, layout: Layout, dtype: torch.dtype
+    attention: Callable[..., torch.Tensor], layout: Layout, dtype: torch.dtype
 ) -> None:
     for heads in ((4, 2), (4, 4), (4, 1)):
         Case.draw(layout, heads, 64, dtype).assert_near(attention)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops import adam, elementwise
-from megatron_rl.ops.backends import Conditions, FunctionBackend
+from megatron_rl.ops.backends import Conditions
 from tests.truth import error_over_bound
 
 FP64, FP32 = torch.float64, torch.float32
@@ -115,7 +115,7 @@ def test_optimizers_that_one_pass_does_not_cover_keep_torchs_step() -> None:
 def test_an_operation_that_computes_something_else_is_refused_with_what_to_write(
     spoil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(elementwise.BACKENDS, "triton", FunctionBackend(elementwise.plain))
+    monkeypatch.setitem(elementwise.BACKENDS, "triton", elementwise.plain)
     conditions = Conditions("cpu", torch.bfloat16)
     elementwise.BACKENDS.check("triton", conditions)
     for name in ("_fused_adam_", "_fused_adamw_"):

@@ -1,4 +1,4 @@
-"""Advantages, losses and denominators, as a reader of the GRPO papers expects them."""
+"""The advantages of a group, and the maxima of an update."""
 
 import math
 from types import SimpleNamespace
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.library import ADVANTAGES
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
+from megatron_rl.algorithm.objective import Statistics, combine_statistics
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from tests.truth import error_over_bound
+from megatron_rl.errors import InputError
 
 SUMMED = sorted(name for name, advantage in ADVANTAGES.items() if not advantage.takes_components)
+NEAR = {"rtol": 1e-9, "atol": 1e-12}
 rewards = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=12).map(np.array)
 
 
@@ -50,111 +51,45 @@ def test_leave_one_out_subtracts_the_mean_of_the_other_rewards():
     assert np.allclose(compute_advantages("rloo", values), values - np.array([3.0, 2.5, 0.5]))
 
 
-def micro_batch(lengths: list[int], seed: int = 0, spread: float = 0.5) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    count = sum(lengths)
-    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    old = -3 * torch.rand(count, generator=draw)
-    return {
-        "policy": (old + spread * torch.randn(count, generator=draw)).requires_grad_(),
-        "old": old,
-        "reference": old + spread * torch.randn(count, generator=draw),
-        "engine": old + 0.01 * torch.randn(count, generator=draw),
-        "advantages": torch.randn(len(lengths), generator=draw)[sequences],
-        "sequences": sequences,
-        "lengths": torch.tensor(lengths),
-    }
+def test_rewards_count_within_their_bounds() -> None:
+    config = AlgorithmConfig(advantage="mean", reward_min=-1.0, reward_max=2.0)
+    group = SimpleNamespace(rewards=[-5.0, 0.0, 1.0, 9.0], components={})
+    assert np.allclose(GroupAdvantages(config)(group), [-1.5, -0.5, 0.5, 1.5], **NEAR)
 
 
-def loss_of(config: AlgorithmConfig, batch: dict[str, torch.Tensor], with_reference: bool = True):
-    objective = Objective(config, max_tokens=20)
-    roles = RoleLogProbs(batch["policy"], batch["old"], batch["reference"] if with_reference else None)
-    total, statistics = objective.loss(
-        roles, batch["engine"], batch["advantages"], batch["sequences"], batch["lengths"]
-    )
-    return total, statistics, objective.share(len(batch["old"]), len(batch["lengths"]))
+def test_global_takes_off_the_mean_of_the_iteration_before_and_in_the_first_one_the_groups() -> None:
+    of_global = GroupAdvantages(AlgorithmConfig(advantage="global", reward_max=4.0))
+    groups = [SimpleNamespace(rewards=rewards, components={}) for rewards in ([0.0, 1.0, 9.0], [2.0, 2.0, 2.0])]
+    assert np.allclose(of_global(groups[0]), np.array([0.0, 1.0, 4.0]) - 5 / 3, **NEAR)
+    found = [of_global(group, 0.75) for group in groups]
+    assert np.allclose(np.concatenate(found), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75, **NEAR)
 
 
-def by_the_formula(config: AlgorithmConfig, batch: dict[str, torch.Tensor], number: type) -> float:
-    """Compute token by token, in numpy's numbers of that precision."""
-    totals = [number(0.0)] * len(batch["lengths"])
-    names = ("policy", "old", "reference", "engine", "advantages")
-    values = zip(*(map(number, batch[name].tolist()) for name in names), batch["sequences"].tolist(), strict=True)
-    for policy, old, reference, engine, advantage, sequence in values:
-        ratio = np.exp(policy - old)
-        clipped = min(max(ratio, 1 - config.clamp_eps_lower), 1 + config.clamp_eps_upper)
-        loss = -min(ratio * advantage, clipped * advantage)
-        if config.importance_correction:
-            loss *= min(np.exp(old - engine), config.importance_truncation or math.inf)
-        loss += config.kl_beta * (np.exp(reference - policy) - (reference - policy) - 1)
-        totals[sequence] += loss
-    lengths = batch["lengths"].tolist()
-    return {
-        "token": sum(totals) / sum(lengths),
-        "sequence": sum(t / n for t, n in zip(totals, lengths, strict=True)) / len(lengths),
-        "constant": sum(totals) / (len(lengths) * 20),
-    }[config.aggregation]
+@given(
+    st.lists(st.lists(st.none() | st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.lists(st.floats(-2, 2), min_size=3, max_size=3),
+)
+def test_each_reward_of_gdpo_counts_by_its_own_deviation(columns, weights) -> None:
+    names = ["a", "b", "c"][: len(columns)]
+    group = SimpleNamespace(rewards=[0.0] * 4, components=dict(zip(names, columns, strict=True)))
+    by_name = dict(zip(names, weights, strict=False))
+    expected = [0.0] * 4
+    for name, column in group.components.items():
+        given = [value for value in column if value is not None]
+        for number, value in enumerate(column):
+            # Of equal values none is better than another, whatever rounding makes of their mean.
+            if value is not None and len(set(given)) > 1:
+                mean = sum(given) / len(given)
+                deviation = (sum((one - mean) ** 2 for one in given) / len(given)) ** 0.5
+                expected[number] += by_name[name] * (value - mean) / (deviation + 1e-6)
+    found = GroupAdvantages(AlgorithmConfig(advantage="gdpo"), by_name)(group)
+    assert np.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("importance_correction", [False, True])
-def test_the_loss_equals_its_formula(aggregation, importance_correction):
-    config = AlgorithmConfig(
-        kl_beta=0.05, clamp_eps_lower=0.1, clamp_eps_upper=0.3, aggregation=aggregation,
-        importance_correction=importance_correction, importance_truncation=1.005 if importance_correction else None,
-    )  # fmt: skip
-    batch = micro_batch([3, 1, 20, 7])
-    total, _, share = loss_of(config, batch)
-    theirs, truth = (by_the_formula(config, batch, number) for number in (np.float32, np.float64))
-    assert error_over_bound(total.detach() / share, torch.tensor(theirs), torch.tensor(truth)) <= 1
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_loss_of_an_update_does_not_depend_on_how_responses_are_packed(aggregation):
-    config = AlgorithmConfig(kl_beta=0.05, aggregation=aggregation)
-    lengths = [3, 1, 20, 7, 4]
-    batch = micro_batch(lengths)
-    whole, _, share = loss_of(config, batch)
-    exact = {name: value.detach().double() if value.is_floating_point() else value for name, value in batch.items()}
-    exact["policy"].requires_grad_()
-    truth, _, _ = loss_of(config, exact)
-    (theirs,), (gradient,) = (
-        torch.autograd.grad(*pair) for pair in ((whole, batch["policy"]), (truth, exact["policy"]))
-    )
-    totals, ours, shares, first = [], [], 0, 0
-    for response, length in enumerate(lengths):
-        rows = slice(first, first + length)
-        part = {name: value[rows] for name, value in batch.items() if name not in ("lengths", "sequences")}
-        part |= {
-            "sequences": torch.zeros(length, dtype=torch.int64),
-            "lengths": batch["lengths"][response : response + 1],
-        }
-        loss, _, own_share = loss_of(config, part)
-        (own,) = torch.autograd.grad(loss, batch["policy"])
-        ours.append(own[rows])
-        totals.append(loss.detach())
-        shares, first = shares + own_share, first + length
-    assert shares == share
-    assert error_over_bound(torch.cat(ours), theirs, gradient) <= 1
-    assert error_over_bound(sum(totals), whole.detach(), truth.detach()) <= 1
-
-
-def test_a_token_whose_ratio_is_clipped_has_no_gradient_and_is_counted():
-    batch = micro_batch([40, 40], spread=1.0)
-    config = AlgorithmConfig(clamp_eps_lower=0.2, clamp_eps_upper=0.2)
-    total, statistics, _ = loss_of(config, batch, with_reference=False)
-    (gradient,) = torch.autograd.grad(total, batch["policy"])
-    num_clipped = statistics.sums["clipped_low"].item() + statistics.sums["clipped_high"].item()
-    assert num_clipped == (gradient == 0).sum().item() > 10
-
-
-def test_at_the_first_update_the_gradient_is_that_of_the_log_probs_times_the_advantages():
-    batch = micro_batch([5, 9])
-    batch["policy"] = batch["old"].clone().requires_grad_()
-    total, statistics, _ = loss_of(AlgorithmConfig(), batch, with_reference=False)
-    (gradient,) = torch.autograd.grad(total, batch["policy"])
-    assert torch.equal(gradient, -batch["advantages"])
-    assert statistics.sums["ratio"].item() == 14
+def test_gdpo_with_other_functions_than_the_sidecars_is_an_error() -> None:
+    group = SimpleNamespace(rewards=[0.0, 1.0], components={"a": [0.0, 1.0]})
+    with pytest.raises(InputError, match="the sidecar's rewards are a, and --reward names b: give both the same"):
+        GroupAdvantages(AlgorithmConfig(advantage="gdpo"), {"b": 1.0})(group)
 
 
 def test_a_maximum_over_values_with_nan_is_nan():

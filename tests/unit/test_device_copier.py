@@ -11,8 +11,7 @@ import torch
 
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.ops.shared_prompt.tables import find_tables, list_tables
-from megatron_rl.ops.tensor_tree import list_tensors
+from megatron_rl.ops.shared_prompt.tables import find_tables, list_tables, list_tensors
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.trainer.data.device_copier import ALIGNMENT, DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_groups

@@ -16,7 +16,7 @@ from benchmarks.kernels import checks, layers, others, registry
 from benchmarks.kernels.computation import Computation
 from benchmarks.kernels.registry import NAMES as KERNELS
 from megatron_rl.ops.shared_prompt import BACKENDS
-from megatron_rl.ops.shared_prompt.backends import Backend, gather
+from megatron_rl.ops.shared_prompt.backends import gather
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, KernelBlocks
 from megatron_rl.ops.shared_prompt.layout import Layout
 from tests.kernels.shared_prompt_cases import BRANCHED, RAGGED, errors
@@ -58,12 +58,7 @@ def test_the_check_needs_torch_and_numpy_only() -> None:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], None]:
     """Return a function that replaces what merge computes."""
-    merge = BACKENDS["merge"]
-
-    def put(attention: Callable[..., torch.Tensor]) -> None:
-        monkeypatch.setitem(BACKENDS, "merge", Backend(attention, merge.prepare, merge.refusal))
-
-    return put
+    return lambda attention: monkeypatch.setattr(BACKENDS["merge"], "attention", attention)
 
 
 def test_a_wrong_backend_fails(broken: Callable) -> None:

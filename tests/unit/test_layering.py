@@ -85,6 +85,11 @@ def test_the_package_keeps_to_its_layers():
             "config imports command_line, which is not below",
         ),
         ("ops/x.py", "def f():\n    from megatron_rl import platforms", "ops imports platforms, which is not below it"),
+        (
+            "ops/x.py",
+            'BACKENDS = {"a": "megatron_rl.trainer.data.packing"}',
+            "ops imports trainer.data, which is not below it",
+        ),
         ("newpart/x.py", "X = 1", "newpart is in no layer"),
         ("trainer/newpart/x.py", "X = 1", "trainer is in no layer"),
     ],

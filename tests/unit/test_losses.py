@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,6 @@ from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
-from megatron_rl.errors import InputError
 from tests.truth import error_over_bound
 
 MAX_TOKENS = 300
@@ -215,7 +213,7 @@ def test_no_loss_depends_on_how_responses_are_packed(config) -> None:
     lengths = [3, 1, 20, 7, 150]
     batch = draw_batch(lengths, seed=2)
     total, gradient, _ = compute(config, batch)
-    objective, weighed, parts, first = Objective(config, MAX_TOKENS), 0.0, [], 0
+    objective, weighed, parts, shares, first = Objective(config, MAX_TOKENS), 0.0, [], [], 0
     whole = objective.share(sum(lengths), len(lengths))
     for number, length in enumerate(lengths):
         part = {name: batch[name][first : first + length] for name in NAMES}
@@ -224,7 +222,9 @@ def test_no_loss_depends_on_how_responses_are_packed(config) -> None:
         share = objective.share(length, 1) / whole
         weighed += float(own) * share
         parts.append(slope * share)
+        shares.append(objective.share(length, 1))
         first += length
+    assert sum(shares) == whole
     assert near(weighed, total)
     assert near(torch.cat(parts), gradient)
 
@@ -347,6 +347,14 @@ def test_bounds_keep_infinite_ratios_and_weights_out_where_there_are_bounds(conf
         assert total.isfinite()
 
 
+def test_at_the_first_update_the_gradient_is_that_of_the_log_probs_times_the_advantages() -> None:
+    batch = draw_batch([5, 9])
+    batch["policy"] = batch["old"]
+    _, gradient, statistics = compute(AlgorithmConfig(), batch)
+    assert torch.equal(gradient, batch["advantages"] * (-1 / 14))
+    assert statistics.sums["ratio"].item() == 14
+
+
 def test_equal_advantages_of_zero_leave_only_divergence_and_entropy() -> None:
     for config in CONFIGS.values():
         batch = draw_batch([5, 9], seed=6)
@@ -416,52 +424,11 @@ def test_advantages_stay_small_where_all_rewards_of_an_update_are_equal(name) ->
     assert not (without[1] / advantages.compute_deviation([without[2].sums])).any()
 
 
-def test_rewards_count_within_their_bounds() -> None:
-    config = AlgorithmConfig(advantage="mean", reward_min=-1.0, reward_max=2.0)
-    group = SimpleNamespace(rewards=[-5.0, 0.0, 1.0, 9.0], components={})
-    assert near(advantages.GroupAdvantages(config)(group), np.array([-1.5, -0.5, 0.5, 1.5]))
-
-
-def test_global_takes_off_the_mean_of_the_iteration_before_and_in_the_first_one_the_groups() -> None:
-    of_global = advantages.GroupAdvantages(AlgorithmConfig(advantage="global", reward_max=4.0))
-    groups = [SimpleNamespace(rewards=rewards, components={}) for rewards in ([0.0, 1.0, 9.0], [2.0, 2.0, 2.0])]
-    assert near(of_global(groups[0]), np.array([0.0, 1.0, 4.0]) - 5 / 3)
-    found = [of_global(group, 0.75) for group in groups]
-    assert near(np.concatenate(found), np.array([0.0, 1.0, 4.0, 2.0, 2.0, 2.0]) - 0.75)
-
-
 def test_global_divides_by_the_deviation_from_the_baseline_so_that_equal_rewards_stay_small() -> None:
     batch = draw_batch([2, 3])
     batch["advantages"] = torch.full_like(batch["old"], 0.5)
     statistics = compute(AlgorithmConfig(advantage="global"), batch)[2]
     assert 0.5 / advantages.compute_deviation([statistics.sums]) == pytest.approx(1, rel=1e-5)
-
-
-@given(
-    st.lists(st.lists(st.none() | st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=3),
-    st.lists(st.floats(-2, 2), min_size=3, max_size=3),
-)
-def test_each_reward_of_gdpo_counts_by_its_own_deviation(columns, weights) -> None:
-    names = ["a", "b", "c"][: len(columns)]
-    group = SimpleNamespace(rewards=[0.0] * 4, components=dict(zip(names, columns, strict=True)))
-    by_name = dict(zip(names, weights, strict=False))
-    expected = [0.0] * 4
-    for name, column in group.components.items():
-        given = [value for value in column if value is not None]
-        for number, value in enumerate(column):
-            # Of equal values none is better than another, whatever rounding makes of their mean.
-            if value is not None and len(set(given)) > 1:
-                mean = sum(given) / len(given)
-                deviation = (sum((one - mean) ** 2 for one in given) / len(given)) ** 0.5
-                expected[number] += by_name[name] * (value - mean) / (deviation + 1e-6)
-    found = advantages.GroupAdvantages(AlgorithmConfig(advantage="gdpo"), by_name)(group)
-    assert np.allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_gdpo_with_other_functions_than_the_sidecars_is_an_error() -> None:
-    group = SimpleNamespace(rewards=[0.0, 1.0], components={"a": [0.0, 1.0]})
-    with pytest.raises(InputError, match="the sidecar's rewards are a, and --reward names b: give both the same"):
-        advantages.GroupAdvantages(AlgorithmConfig(advantage="gdpo"), {"b": 1.0})(group)
 
 
 def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:

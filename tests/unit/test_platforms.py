@@ -40,7 +40,7 @@ def test_detection_prefers_an_npu_to_cuda_to_the_cpu(monkeypatch):
 def test_a_torch_npu_that_does_not_load_is_said_and_passed_over(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _fake_torch_npu(monkeypatch, available=True)
-    monkeypatch.setattr(npu.importlib, "import_module", _raise_import_error)
+    monkeypatch.setattr(npu, "importlib", SimpleNamespace(import_module=_raise_import_error))
     assert select().name == "cpu"
     assert "does not load" in caplog.text
 

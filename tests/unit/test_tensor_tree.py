@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.ops.tensor_tree import list_tensors, map_tensors
+from megatron_rl.ops.shared_prompt.tables import list_tensors, map_tensors
 
 
 class Functions(NamedTuple):

@@ -6,17 +6,29 @@ reads and writes each tensor once.
 
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.ops import adam
-from megatron_rl.ops.backends import Backends, Conditions, Example, FunctionBackend
+from megatron_rl.ops.backends import Backends, Conditions, Example, HasRefusal
 from megatron_rl.ops.elementwise import plain, triton_fused
 from megatron_rl.ops.linear import linear
 
 __all__ = ["BACKENDS"]
+
+
+class ElementwiseBackend(HasRefusal, Protocol):
+    """The functions of a backend, which `plain` defines."""
+
+    def swiglu(self, gate_up_N2F: torch.Tensor) -> torch.Tensor: ...
+
+    def weighted_swiglu(self, gate_up_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor: ...
+
+    def add_and_normalize(
+        self, one_NE: torch.Tensor, other_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
 
 # The trial's columns end within a program, and several programs of a gradient divide its rows.
 _NUM_ROWS, _WIDTH = 37, 1_160
@@ -61,7 +73,7 @@ def _make_example(
 
     def compute(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
-        found = find_operation(BACKENDS.find(name).run)(*leaves)
+        found = find_operation(BACKENDS.find(name))(*leaves)
         found = found if isinstance(found, tuple) else (found,)
         weights = [torch.sin(torch.arange(one.numel(), dtype=torch.float64) + 1).reshape(one.shape) for one in found]
         return [*found, *torch.autograd.grad(found, leaves, [weight.to(device, dtype) for weight in weights])]
@@ -69,9 +81,9 @@ def _make_example(
     return Example(work, (*results, *(f"the gradient of {operand}" for operand in operands)), compute)
 
 
-BACKENDS: Backends[FunctionBackend[ModuleType]] = Backends(
+BACKENDS: Backends[ElementwiseBackend] = Backends(
     "--elementwise-backend",
-    {"triton": FunctionBackend(triton_fused, triton_fused.refusal), "torch": FunctionBackend(plain)},
+    {"triton": triton_fused, "torch": plain},
     orders={"cuda": ("triton", "torch")},
     # On a CPU the kernels only run in Triton's interpreter, as a test.
     elsewhere=("torch",),

@@ -7,27 +7,34 @@ state begins each of its responses, and the gradients of the responses come back
 Letters: T tokens, G key heads, H value heads, D dimensions of a query and a key, V of a value.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.backends import Backends, Conditions, Example, Refuse, refuse_nothing
-from megatron_rl.ops.gated_delta import chunks, flash_linear, naive
+from megatron_rl.ops.backends import Backends, Conditions, Example, HasRefusal
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 __all__ = ["BACKENDS", "gated_delta_rule"]
 
 
-@dataclasses.dataclass(frozen=True)
-class RuleBackend:
-    """One implementation of the rule."""
+class RuleBackend(HasRefusal, Protocol):
+    """The functions of a backend."""
 
-    rule: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
-    prepare: Callable[[Layout], object]
-    """The function that makes the tables of `rule` on the host; the layout keeps them."""
-    refusal: Refuse = refuse_nothing
+    def rule(
+        self,
+        q_TGD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_THV: torch.Tensor,
+        log_decay_TH: torch.Tensor,
+        beta_TH: torch.Tensor,
+        layout: Layout,
+    ) -> torch.Tensor:
+        """Compute what each token reads, [T, H, V], from queries and keys of length 1."""
+
+    def prepare(self, layout: Layout) -> object:
+        """Make the tables of `rule` on the host; the layout keeps them."""
 
 
 # Added to the square of a vector's length, as models of this kind are trained.
@@ -100,14 +107,11 @@ def _list_examples(conditions: Conditions) -> Iterator[Example]:
 
 BACKENDS: Backends[RuleBackend] = Backends(
     "--linear-attention-backend",
-    {
-        "flash-linear": RuleBackend(flash_linear.rule, flash_linear.prepare, flash_linear.refusal),
-        "torch": RuleBackend(chunks.rule, chunks.prepare),
-    },
+    {"flash-linear": "megatron_rl.ops.gated_delta.flash_linear", "torch": "megatron_rl.ops.gated_delta.chunks"},
     orders={"cuda": ("flash-linear", "torch")},
     elsewhere=("torch",),
     definition="naive",
     list_examples=_list_examples,
     is_used=lambda conditions: conditions.linear is not None,
-    others={"naive": RuleBackend(naive.rule, lambda layout: None)},
+    others={"naive": "megatron_rl.ops.gated_delta.naive"},
 )

@@ -8,21 +8,66 @@ Write g for the log-decays, b for beta, and d_ij for the decay from token j to a
 writes n_i = b_i (v_i - d_i0 S k_i - sum over j < i of d_ij (k_j k_i) n_j), with S the state before the chunk, and d_i0
 the decay from there. Hence n = u - w S, where (1 + A) u = b v, (1 + A) w = b d_0 k, and A_ij = b_i d_ij (k_i k_j).
 
+Parts of a forest, as chunks are, have at most one predecessor. A part's level is the number of parts before it in its
+sequence. All parts of a level are computed at once, from the states after parts of the level before.
+
 Letters: T tokens, N chunks, M chunks of a level, C rows of a chunk. G key heads, I value heads of a key head, D
 dimensions of a query and a key, V of a value.
 """
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from megatron_rl.ops.gated_delta.levels import StateLevel, find_filled_parent, find_levels
+from megatron_rl.ops.backends import refuse_nothing
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
 
 _CHUNK = 64
+refusal = refuse_nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLevel:
+    """The parts of one level."""
+
+    num_parts: int
+    above: torch.Tensor
+    """For each part, the place of its predecessor's state among the `continued` of the level before."""
+    continued: torch.Tensor
+    """The places of the parts that have successors."""
+
+
+def find_levels(predecessors: Sequence[int | None]) -> tuple[list[int], list[StateLevel]]:
+    """Sort parts by level; return them, and the levels. A predecessor stands before its successors."""
+    depths: list[int] = []
+    for before in predecessors:
+        depths.append(0 if before is None else depths[before] + 1)
+    by_level: list[list[int]] = [[] for _ in range(max(depths, default=-1) + 1)]
+    for part, depth in enumerate(depths):
+        by_level[depth].append(part)
+    has_successor = {before for before in predecessors if before is not None}
+    levels: list[StateLevel] = []
+    places: dict[int | None, int] = {}
+    for parts in by_level:
+        above = [places[predecessors[part]] for part in parts] if levels else []
+        continued = [place for place, part in enumerate(parts) if part in has_successor]
+        places = {parts[place]: number for number, place in enumerate(continued)}
+        levels.append(
+            StateLevel(len(parts), torch.tensor(above, dtype=torch.long), torch.tensor(continued, dtype=torch.long))
+        )
+    return [part for parts in by_level for part in parts], levels
+
+
+def find_filled_parent(layout: Layout, segment: int) -> int:
+    """Return the nearest ancestor that has tokens; ROOT if there is none."""
+    parent = layout.parents[segment]
+    while parent != ROOT and not layout.lengths[parent]:
+        parent = layout.parents[parent]
+    return parent
 
 
 @dataclasses.dataclass(frozen=True)

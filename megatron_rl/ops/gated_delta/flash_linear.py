@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.gated_delta.levels import StateLevel, find_filled_parent, find_levels
+from megatron_rl.ops.gated_delta.chunks import StateLevel, find_filled_parent, find_levels
 from megatron_rl.ops.shared_prompt.layout import ROOT, Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
 

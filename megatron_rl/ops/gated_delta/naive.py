@@ -5,7 +5,14 @@ Letters: T tokens, G key heads, H value heads, D dimensions of a query and a key
 
 import torch
 
+from megatron_rl.ops.backends import refuse_nothing
 from megatron_rl.ops.shared_prompt.layout import Layout
+
+refusal = refuse_nothing
+
+
+def prepare(layout: Layout) -> None:
+    """Make no tables."""
 
 
 def rule(

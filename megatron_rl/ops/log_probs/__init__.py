@@ -1,7 +1,7 @@
 """Log-probs of given tokens from hidden states: the output layer and its softmax, fused.
 
 The vocabulary may be divided over ranks. A rank processes its part in blocks of columns, and keeps a few numbers for
-each row (`statistics`). The backward pass computes each block's logits again (`function`). Neither pass ever holds an
+each row. The backward pass computes each block's logits again (`function`). Neither pass ever holds an
 array of all logits. A backend says what is computed of a block: `torch` in torch's operations, `triton` in kernels that
 read each block once, `invariant` in operations that engines have too (`--batch-invariant`).
 
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron_rl.ops.backends import Backends, Conditions, Example
-from megatron_rl.ops.log_probs import invariant, plain, triton_fused
-from megatron_rl.ops.log_probs.function import BlockBackend, LogProbs
-from megatron_rl.ops.log_probs.statistics import Columns, VocabularyShard
+from megatron_rl.ops.log_probs import plain, triton_fused
+from megatron_rl.ops.log_probs.function import BlockBackend, Columns, LogProbs, VocabularyShard
 
 __all__ = ["BACKENDS", "VocabularyShard", "output_log_probs"]
 
@@ -83,11 +82,11 @@ def _list_examples(conditions: Conditions) -> Iterator[Example]:
 
 BACKENDS: Backends[BlockBackend] = Backends(
     "--output-layer-backend",
-    {"triton": triton_fused.BACKEND, "torch": plain.BACKEND},
+    {"triton": triton_fused, "torch": plain},
     orders={"cuda": ("triton", "torch")},
     # On a CPU the kernels only run in Triton's interpreter, as a test.
     elsewhere=("torch",),
     definition="torch",
     list_examples=_list_examples,
-    others={"invariant": invariant.BACKEND},
+    others={"invariant": "megatron_rl.ops.log_probs.invariant"},
 )

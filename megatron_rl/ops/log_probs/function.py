@@ -1,17 +1,141 @@
-"""The output layer and its softmax as one operation of autograd, in blocks of columns of the vocabulary."""
+"""The output layer and its softmax as one operation of autograd, in blocks of columns of the vocabulary.
+
+Each row has a few numbers, `RowStatistics`, of which its softmax and its gradient are made.
+"""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from megatron_rl.ops.backends import Refuse, refuse_nothing
-from megatron_rl.ops.log_probs.statistics import Columns, GradientFactors, RowStatistics, find_statistics_dtype
+from megatron_rl.ops.backends import HasRefusal
 from megatron_rl.ops.main_gradients import add_product, find_main_grad, mark_as_added
 
 
-class AddBlock(Protocol):
-    def __call__(
+@dataclasses.dataclass(frozen=True)
+class VocabularyShard:
+    """The columns of the vocabulary that this rank holds."""
+
+    first: int
+    vocab_size: int
+    """The number of tokens. Columns from here on are padding."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the vocabulary; None if this rank holds all of it."""
+
+    def num_real(self, num_columns: int) -> int:
+        """Return the number of this rank's columns that belong to tokens; they come first."""
+        return max(0, min(num_columns, self.vocab_size - self.first))
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce in place over the ranks that share the vocabulary."""
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """This rank's columns of tokens, block by block. Columns of padding are never computed."""
+
+    shard: VocabularyShard
+    local_targets_N: torch.Tensor
+    """Targets, counted from this rank's first column. Targets that other ranks hold lie outside its columns."""
+    num_real: int
+    block_columns: int
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield each block with the targets, counted from the block's first column."""
+        for first in range(0, self.num_real, self.block_columns):
+            yield slice(first, min(first + self.block_columns, self.num_real)), self.local_targets_N - first
+
+
+class RowStatistics:
+    """RowStatistics of the columns that were added so far, each with one number for each row."""
+
+    def __init__(self, like_NE: torch.Tensor, with_entropies: bool) -> None:
+        dtype = find_statistics_dtype(like_NE)
+        # Finite, so that a rank without columns of tokens contributes zeros and not NaN.
+        self.max_N = like_NE.new_full((len(like_NE),), torch.finfo(dtype).min, dtype=dtype)
+        # The sum over columns of exp(logit - max).
+        self.sum_N = torch.zeros_like(self.max_N)
+        self.chosen_N = torch.zeros_like(self.max_N)
+        self.num_holders_N = torch.zeros_like(self.max_N)
+        # The sum over columns of (logit - max) exp(logit - max); None without entropies.
+        self.moment_N = torch.zeros_like(self.max_N) if with_entropies else None
+
+    def raise_max(self, max_N: torch.Tensor) -> None:
+        """Count the sums from another maximum, which must be at least the present one."""
+        change_N = self.max_N - max_N
+        factor_N = change_N.exp()
+        if self.moment_N is not None:
+            self.moment_N = (self.moment_N + change_N * self.sum_N) * factor_N
+        self.sum_N = self.sum_N * factor_N
+        self.max_N = max_N
+
+    def reduce(self, shard: VocabularyShard) -> None:
+        """Add the columns of all ranks, with two reductions for any number of blocks."""
+        self.raise_max(shard.all_reduce(self.max_N.clone(), dist.ReduceOp.MAX))
+        # A target that no rank holds would look like the most likely token. So the ranks that hold it are counted.
+        moments = [] if self.moment_N is None else [self.moment_N]
+        sums = torch.stack((self.sum_N, self.chosen_N, self.num_holders_N, *moments))
+        self.sum_N, self.chosen_N, self.num_holders_N, *moments = shard.all_reduce(sums).unbind()
+        self.moment_N = moments[0] if moments else None
+
+    def compute_log_probs(self) -> torch.Tensor:
+        log_probs_N = (self.chosen_N - self.max_N) - self.sum_N.log()
+        return log_probs_N.masked_fill(self.num_holders_N == 0, float("nan"))
+
+    def compute_entropies(self) -> torch.Tensor | None:
+        return None if self.moment_N is None else self.sum_N.log() - self.moment_N / self.sum_N
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientFactors:
+    """The numbers of each row that give the gradient of its logits, before their division by the temperature:
+
+    exp(logit - max) (miss + slope (logit - max)), and at the target that plus hit.
+    """
+
+    max_N: torch.Tensor
+    hit_N: torch.Tensor
+    miss_N: torch.Tensor
+    slope_N: torch.Tensor | None
+    """None without entropies."""
+
+    @classmethod
+    def of(
+        cls,
+        grad: torch.Tensor,
+        temperature: float,
+        max_N: torch.Tensor,
+        sum_N: torch.Tensor,
+        entropies_N: torch.Tensor | None,
+    ) -> "GradientFactors":
+        """Compute the factors from the gradient of log-probs [N], or of log-probs and entropies [N, 2]."""
+        grad = grad / temperature
+        if entropies_N is None:
+            return cls(max_N, grad, -grad / sum_N, None)
+        hit_N = grad[:, 0]
+        # The gradient of an entropy is, for each logit, minus its probability times its log-prob and the entropy.
+        slope_N = -grad[:, 1] / sum_N
+        miss_N = -hit_N / sum_N + slope_N * (entropies_N - sum_N.log())
+        return cls(max_N, hit_N, miss_N, slope_N)
+
+
+def find_statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of statistics: that of the tensor, but at least 32 bits."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class BlockBackend(HasRefusal, Protocol):
+    """The functions of a backend: what is computed of each block."""
+
+    def choose_block_columns(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Choose the columns of a block of logits in this dtype."""
+
+    def add_block(
         self,
         statistics: RowStatistics,
         hidden_NE: torch.Tensor,
@@ -20,11 +144,8 @@ class AddBlock(Protocol):
         temperature: float,
     ) -> None:
         """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
-        ...
 
-
-class DifferentiateBlock(Protocol):
-    def __call__(
+    def differentiate_block(
         self,
         factors: GradientFactors,
         hidden_NE: torch.Tensor,
@@ -33,30 +154,9 @@ class DifferentiateBlock(Protocol):
         temperature: float,
     ) -> torch.Tensor:
         """Compute the gradient of a block's logits, in the weight's dtype."""
-        ...
 
-
-class AddProduct(Protocol):
-    def __call__(self, sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor, /) -> None:
+    def add_product(self, sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor, /) -> None:
         """Add grad @ weight to the sum, which has the dtype of statistics."""
-        ...
-
-
-class ChooseBlockColumns(Protocol):
-    def __call__(self, num_rows: int, dtype: torch.dtype) -> int:
-        """Choose the columns of a block of logits in this dtype."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockBackend:
-    """One implementation of what is computed of each block."""
-
-    choose_block_columns: ChooseBlockColumns
-    add_block: AddBlock
-    differentiate_block: DifferentiateBlock
-    add_product: AddProduct
-    refusal: Refuse = refuse_nothing
 
 
 class LogProbs(torch.autograd.Function):

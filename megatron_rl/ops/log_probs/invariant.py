@@ -5,10 +5,10 @@ import torch
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.rows import add_in_pairs, multiply
 from megatron_rl.ops.log_probs import plain
-from megatron_rl.ops.log_probs.function import BlockBackend
-from megatron_rl.ops.log_probs.statistics import RowStatistics
+from megatron_rl.ops.log_probs.function import RowStatistics
 
 BLOCK_COLUMNS = 4096
+differentiate_block, add_product = plain.differentiate_block, plain.add_product
 
 
 def list_widths(num_columns: int) -> list[int]:
@@ -54,13 +54,10 @@ def _add_logits(statistics: RowStatistics, scaled_NC: torch.Tensor) -> None:
         statistics.moment_N += add_in_pairs(shares_NC * below_NC)
 
 
-def _choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
+def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
     return BLOCK_COLUMNS
 
 
-def _refuse(conditions: Conditions) -> str | None:
+def refusal(conditions: Conditions) -> str | None:
     is_known = conditions.device == "cpu" and conditions.dtype in (torch.float32, torch.bfloat16)
     return None if is_known else "it is for a CPU, in float32 or bfloat16"
-
-
-BACKEND = BlockBackend(_choose_block_columns, add_block, plain.differentiate_block, plain.add_product, _refuse)

@@ -2,13 +2,14 @@
 
 import torch
 
-from megatron_rl.ops.log_probs.function import BlockBackend
-from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics, find_statistics_dtype
+from megatron_rl.ops.backends import refuse_nothing
+from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics, find_statistics_dtype
 
 # A block's logits: 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
 # With narrower blocks, most of the time is spent on adding to the hidden states' gradient.
 _LEAST_BLOCK_COLUMNS = 1024
+refusal = refuse_nothing
 
 
 def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
@@ -72,6 +73,3 @@ def find_targets(targets_N: torch.Tensor, num_columns: int) -> tuple[torch.Tenso
     """Return each row's target as a column of the block, [N, 1], and whether the block has it; 0 if not."""
     is_here_N1 = ((targets_N >= 0) & (targets_N < num_columns))[:, None]
     return targets_N[:, None].where(is_here_N1, 0), is_here_N1
-
-
-BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product)

@@ -6,11 +6,10 @@ are few of them.
 
 import torch
 
+from megatron_rl.ops import main_gradients
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.log_probs.function import BlockBackend
-from megatron_rl.ops.log_probs.statistics import GradientFactors, RowStatistics
-from megatron_rl.ops.main_gradients import add_product
+from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics
 from megatron_rl.ops.triton_support import refuse_triton
 
 MOST_BLOCK_BYTES = 1 << 29
@@ -22,6 +21,7 @@ COLUMNS, NUM_WARPS = 4096, 8
 JOINED_ROWS = 128
 # With fewer rows a row is divided over programs. The number is the same on every device, and so are the sums.
 _FEW_PROGRAMS = 1024
+add_product = main_gradients.add_product
 
 
 def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
@@ -99,6 +99,3 @@ def differentiate_block(
 def refusal(conditions: Conditions) -> str | None:
     """Refuse what `refuse_triton` does."""
     return refuse_triton(conditions.device, conditions.dtype)
-
-
-BACKEND = BlockBackend(choose_block_columns, add_block, differentiate_block, add_product, refusal)

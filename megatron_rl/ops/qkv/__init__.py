@@ -14,24 +14,23 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.ops.backends import Backends, Conditions, Example, FunctionBackend
+from megatron_rl.ops.backends import Backends, Conditions, Example, HasRefusal
 from megatron_rl.ops.qkv import naive, triton_fused
 from megatron_rl.ops.qkv.naive import HeadNorms
 
 __all__ = ["BACKENDS", "HeadNorms", "make_rotation", "split_heads"]
 
 
-class HeadFunction(Protocol):
-    """The function of a backend."""
+class HeadBackend(HasRefusal, Protocol):
+    """The functions of a backend."""
 
-    def __call__(
+    def split_heads(
         self,
         mixed_TC: torch.Tensor,
         num_groups: int,
         head_dim: int,
         rotation_T2F: torch.Tensor | None,
         norms: HeadNorms | None,
-        /,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values."""
 
@@ -58,7 +57,7 @@ def split_heads(
     are normalized by `norms`, and then rotated by `rotation_T2F` (`make_rotation`) if there is one. The gradients are
     those of the product and of the norms' weights. T may be several dimensions of the product; heads have one.
     """
-    return BACKENDS.find(name).run(mixed_TC, num_groups, head_dim, rotation_T2F, norms)
+    return BACKENDS.find(name).split_heads(mixed_TC, num_groups, head_dim, rotation_T2F, norms)
 
 
 def make_rotation(angles_TF: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -90,17 +89,14 @@ def _list_examples(conditions: Conditions) -> Iterator[Example]:
         yield Example("heads", results, functools.partial(compute, with_norms), f"heads of {head_dim}, ")
 
 
-BACKENDS: Backends[FunctionBackend[HeadFunction]] = Backends(
+BACKENDS: Backends[HeadBackend] = Backends(
     "--qkv-backend",
-    {
-        "triton": FunctionBackend(triton_fused.split_heads, triton_fused.refusal),
-        "torch": FunctionBackend(naive.split_heads),
-    },
+    {"triton": triton_fused, "torch": naive},
     orders={"cuda": ("triton", "torch")},
     # On a CPU the kernels only run in Triton's interpreter, as a test.
     elsewhere=("torch",),
     definition="torch",
     list_examples=_list_examples,
-    others={"invariant": FunctionBackend(naive.split_heads_invariantly)},
+    others={"invariant": "megatron_rl.ops.qkv.invariant"},
     untried=("torch",),
 )

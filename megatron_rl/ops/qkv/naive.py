@@ -7,7 +7,9 @@ import dataclasses
 
 import torch
 
-from megatron_rl.ops.invariant import gradients
+from megatron_rl.ops.backends import refuse_nothing
+
+refusal = refuse_nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +37,6 @@ def split_heads(
         k_TGD = _normalize(k_TGD, norms.k_weight_D, norms)
     if rotation_T2F is not None:
         q_THD, k_TGD = _turn(q_THD, rotation_T2F), _turn(k_TGD, rotation_T2F)
-    return q_THD, k_TGD, v_TGD
-
-
-def split_heads_invariantly(
-    mixed_TC: torch.Tensor, num_groups: int, head_dim: int, rotation_T2F: torch.Tensor | None, norms: HeadNorms | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the same, each number from its own row alone to the last bit; engines compute theirs alike."""
-    q_THD, k_TGD, v_TGD = split_heads(mixed_TC, num_groups, head_dim, None, None)
-    if norms is not None:
-        assert not norms.is_zero_centered
-        q_THD = gradients.normalize(q_THD, norms.q_weight_D, norms.epsilon)
-        k_TGD = gradients.normalize(k_TGD, norms.k_weight_D, norms.epsilon)
-    if rotation_T2F is not None:
-        q_THD, k_TGD = (gradients.rotate(one, rotation_T2F) for one in (q_THD, k_TGD))
     return q_THD, k_TGD, v_TGD
 
 

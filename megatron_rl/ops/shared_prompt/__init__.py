@@ -8,16 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_rl.ops.backends import Backends, Choice, Conditions, Example
-from megatron_rl.ops.shared_prompt.backends import (
-    Backend,
-    cudnn,
-    flash_attention,
-    gather,
-    invariant,
-    merge,
-    naive,
-    triton_fused,
-)
+from megatron_rl.ops.shared_prompt.backends import AttentionBackend, merge, triton_fused
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.measured import Measured
 
@@ -98,15 +89,15 @@ def _differentiate(
 
 
 # They are ordered by their times on a CPU in docs/kernels.md.
-_BACKENDS = {
-    "merge": Backend(merge.attention, merge.prepare, merge.refusal),
-    "gather": Backend(gather.attention, gather.prepare, gather.refusal),
-    "triton": Backend(triton_fused.attention, triton_fused.prepare, triton_fused.refusal),
-    "flash": Backend(flash_attention.attention, flash_attention.prepare, flash_attention.refusal),
-    "cudnn": Backend(cudnn.attention, cudnn.prepare, cudnn.refusal),
-    "naive": Backend(naive.attention, naive.prepare),
+_BACKENDS: dict[str, AttentionBackend | str] = {
+    "merge": merge,
+    "gather": "megatron_rl.ops.shared_prompt.backends.gather",
+    "triton": triton_fused,
+    "flash": "megatron_rl.ops.shared_prompt.backends.flash_attention",
+    "cudnn": "megatron_rl.ops.shared_prompt.backends.cudnn",
+    "naive": "megatron_rl.ops.shared_prompt.backends.naive",
 }
-BACKENDS: Backends[Backend] = Backends(
+BACKENDS: Backends[AttentionBackend] = Backends(
     "--shared-prompt-backend",
     _BACKENDS,
     # By the times on an H200 in docs/kernels.md. `flash` has not been timed, and `cudnn`, which has not run on a GPU,
@@ -116,5 +107,5 @@ BACKENDS: Backends[Backend] = Backends(
     definition="naive",
     list_examples=_list_examples,
     # For --batch-invariant.
-    others={"invariant": Backend(invariant.attention, invariant.prepare, invariant.refusal)},
+    others={"invariant": "megatron_rl.ops.shared_prompt.backends.invariant"},
 )

@@ -174,7 +174,8 @@ def build_preparation(settings: Settings, device: torch.device) -> Callable[[Lay
     attention, linear = BACKENDS.find(settings.attention.backend), settings.architecture.linear
 
     def prepare(layout: Layout) -> None:
-        attention.prepare_all(layout, device, settings.architecture.windows)
+        for window in settings.architecture.windows:
+            attention.prepare(layout, device, window)
         if linear is not None:
             gated_delta.BACKENDS.find(settings.model.linear_attention_backend).prepare(layout)
             layout.once(list_window_rows, linear.window)

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.ops.shared_prompt.tables import keep_tables, list_tables
-from megatron_rl.ops.tensor_tree import list_tensors, map_tensors
+from megatron_rl.ops.shared_prompt.tables import keep_tables, list_tables, list_tensors, map_tensors
 from megatron_rl.platforms import Platform
 
 T = TypeVar("T")

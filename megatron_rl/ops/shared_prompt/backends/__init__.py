@@ -1,20 +1,19 @@
 """The parts of a backend of shared-prompt attention. Each backend is a module in this folder."""
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.ops.backends import Refuse, refuse_nothing
+from megatron_rl.ops.backends import HasRefusal
 from megatron_rl.ops.shared_prompt.layout import Layout
 
 
-class Attention(Protocol):
-    """The function of a backend, which computes attention."""
+class AttentionBackend(HasRefusal, Protocol):
+    """The functions of a backend."""
 
-    def __call__(
+    def attention(
         self,
         q_THD: torch.Tensor,
         k_TGD: torch.Tensor,
@@ -27,27 +26,8 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Return the output, [T, H, V]."""
 
-
-class Prepare(Protocol):
-    """The function of a backend that makes tables."""
-
-    def __call__(self, layout: Layout, device: torch.device, window: int | None = None, /) -> object:
-        """Return the tables."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """One implementation of shared-prompt attention."""
-
-    attention: Attention
-    prepare: Prepare
-    """The function that makes `attention`'s tables for that device and window, on the host; the layout keeps them."""
-    refusal: Refuse = refuse_nothing
-
-    def prepare_all(self, layout: Layout, device: torch.device, windows: Iterable[int | None]) -> None:
-        """Make the tables for layers with these windows."""
-        for window in windows:
-            self.prepare(layout, device, window)
+    def prepare(self, layout: Layout, device: torch.device, window: int | None = None) -> object:
+        """Make the tables of `attention` for that device and window, on the host; the layout keeps them."""
 
 
 def attend_to_nothing(

@@ -7,6 +7,7 @@ Letters: T tokens, N rows of queries, M rows of keys, H query heads, G key-value
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 
 OPERATORS = torch.ops.aten
+_NPU = "megatron_rl.ops.shared_prompt.backends.flash_npu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +83,8 @@ class VarlenFlash:
     kernels: Kernels
 
     @classmethod
-    def of(cls, layout: Layout, kernels: Kernels | None = None) -> "VarlenFlash":
-        """Plan the calls. Without `kernels`, use torch's own operators."""
+    def of(cls, layout: Layout, kernels: Kernels) -> "VarlenFlash":
+        """Plan the calls."""
         found = find_strands(layout)
         depth = max((len(strand.above) for strand in found), default=0)
         levels = []
@@ -100,7 +102,7 @@ class VarlenFlash:
                     SequenceOffsets.of([rows.length for rows in below]),
                 )
             )
-        return cls(SequenceOffsets.of([strand.rows.length for strand in found]), tuple(levels), kernels or TORCH)
+        return cls(SequenceOffsets.of([strand.rows.length for strand in found]), tuple(levels), kernels)
 
     def forward(self, inputs: Sequence[torch.Tensor], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and the logarithm of each softmax's denominator [H, T]."""
@@ -165,6 +167,11 @@ def differentiate(
 
 
 TORCH = Kernels(attend, differentiate)
+
+
+def find_kernels(device: torch.device) -> Kernels:
+    """Return the operators of torch, or on an NPU those of torch_npu, which only such a run imports."""
+    return importlib.import_module(_NPU).KERNELS if device.type == "npu" else TORCH
 
 
 def _list_rows(ranges: list[Rows]) -> torch.Tensor:

@@ -19,11 +19,10 @@ from megatron_rl.ops.shared_prompt.backends import (
     attend_to_nothing,
     attend_with_equal_widths,
     differentiate_sinks,
-    flash_npu,
     make_rows_dense,
 )
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import CpuFlash
-from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash
+from megatron_rl.ops.shared_prompt.backends.flash_varlen import VarlenFlash, find_kernels
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
 
@@ -74,9 +73,7 @@ def attention(
 
 def choose_calls(device: torch.device) -> tuple[Any, ...]:
     """Return the function that plans the calls on a device of this type, and its arguments after the layout."""
-    if device.type == "cpu":
-        return (CpuFlash.of,)
-    return VarlenFlash.of, flash_npu.KERNELS if device.type == "npu" else None
+    return (CpuFlash.of,) if device.type == "cpu" else (VarlenFlash.of, find_kernels(device))
 
 
 def attend_and_merge(

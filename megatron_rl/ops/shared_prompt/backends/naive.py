@@ -7,8 +7,11 @@ import dataclasses
 
 import torch
 
+from megatron_rl.ops.backends import refuse_nothing
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
+
+refusal = refuse_nothing
 
 
 @dataclasses.dataclass(frozen=True)
