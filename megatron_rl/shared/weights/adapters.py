@@ -57,14 +57,6 @@ class AdapterPart:
     """True if ranks divide A, and False if they divide B."""
     is_expert: bool
 
-    @property
-    def name_a(self) -> str:
-        return name_factors(self.module)[0]
-
-    @property
-    def name_b(self) -> str:
-        return name_factors(self.module)[1]
-
 
 def name_factors(module: str) -> tuple[str, str]:
     """Return PEFT's names of a module's A and B."""
@@ -88,20 +80,16 @@ class AdapterMapping:
         self._modules: set[str] = set()
         for module, ending, is_expert in linear:
             if ending in self.targets:
+                if is_expert and weights.stacks_experts:
+                    raise InputError(
+                        f"--lora-targets: {module} is stored with all experts of its layer in one tensor, for which "
+                        f"PEFT has no module: name other modules"
+                    )
                 self._modules.add(module)
-                self._refuse(module, is_expert)
         if missing := [target for target in self.targets if target not in endings]:
             raise InputError(
                 f"--lora-targets {missing[0]}: {weights.architecture.family} models have no linear module of that "
                 f"name that can have an adapter; write some of {', '.join(endings)}"
-            )
-
-    def _refuse(self, module: str, is_expert: bool) -> None:
-        """Raise for a module that cannot have an adapter yet."""
-        if is_expert and self._weights.stacks_experts:
-            raise InputError(
-                f"--lora-targets: {module} is stored with all experts of its layer in one tensor, for which PEFT has "
-                f"no module: name other modules"
             )
 
     def manifest(self, dtype: str) -> list[TensorSpec]:
