@@ -5,8 +5,6 @@ The next publish succeeds after a failed one.
 
 import contextlib
 import queue
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -34,11 +32,13 @@ from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from tests import hf_models
+from tests.deliveries import give_memory
 from tests.distributed.layouts import CASES, build, start_session
 from tests.offers import HostSharing
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
+memory = pytest.fixture(give_memory)
 
 KINDS = ("files", "offers", "hosts", "stream")
 """The ways of the transports in `grpo._TRANSPORTS`: files are read, or memory in their place, or reach other hosts."""
@@ -193,12 +193,8 @@ def publish_with_faults(folder: Path, model: Path) -> dict[str, tuple[list[str],
     return found
 
 
-def test_each_transport_fails_by_name_for_each_fault_and_brings_the_next_version(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        (found,) = run_ranks(publish_with_faults, 1, folder, hf_models.draw("qwen3", tmp_path / "model"))
-    finally:
-        shutil.rmtree(folder)
+def test_each_transport_fails_by_name_for_each_fault_and_brings_the_next_version(tmp_path: Path, memory: Path) -> None:
+    (found,) = run_ranks(publish_with_faults, 1, memory, hf_models.draw("qwen3", tmp_path / "model"))
     assert found.keys() == set(KINDS)
     expected = [text for _, text in PLANTS.values()]
     for kind, (errors, loaded, left) in found.items():
