@@ -10,7 +10,7 @@ Letters: O outputs, I inputs, K the adapter's rank.
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,14 @@ class AdapterMapping:
     def manifest(self, dtype: str) -> list[TensorSpec]:
         """List the tensors of all adapters, in the order of the layers."""
         specs = []
-        for weight, (num_outputs, num_inputs) in self._adapted():
-            name_a, name_b = name_factors(weight.removesuffix(".weight"))
+        for weight, shape in self._shapes.items():
+            module = weight.removesuffix(".weight")
+            if module not in self._modules:
+                continue
+            (num_outputs, num_inputs), (name_a, name_b) = shape, name_factors(module)
             specs.append(TensorSpec(name_a, (self.rank, num_inputs), dtype))
             specs.append(TensorSpec(name_b, (num_outputs, self.rank), dtype))
         return specs
-
-    def _adapted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for weight, shape in self._shapes.items():
-            if weight.removesuffix(".weight") in self._modules:
-                yield weight, shape
 
     def place(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> list[AdapterPart]:
         """Return a rank's parts of the adapters of a Megatron parameter's modules, in the modules' order."""

@@ -60,11 +60,6 @@ class Shard:
         self.zero_padding()
         return _are_finite(target)
 
-    def find_broken(self) -> list[str]:
-        """Return the tensors whose numbers are not all finite here."""
-        target = self.parameter.detach()
-        return [p.name for p in self.map.pieces if not _are_finite(target.narrow(p.dim, p.target, p.length))]
-
     def zero_padding(self) -> None:
         """Set entries that no piece covers to zero: the last rows, if the vocabulary is padded."""
         covered = sum(piece.length for piece in self.map.pieces)
@@ -158,8 +153,10 @@ def load_shards(shards: Sequence[Shard], checkpoint: Checkpoint) -> None:
     if not are_finite or torch.stack(are_finite).all():
         return
     shard = next(shard for shard, is_finite in zip(shards, are_finite, strict=True) if not is_finite)
+    values = shard.parameter.detach()
+    broken = [p.name for p in shard.map.pieces if not _are_finite(values.narrow(p.dim, p.target, p.length))]
     raise InputError(
-        f"{shard.find_broken()[0]} in {checkpoint.folder} holds numbers that are not finite in "
+        f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in "
         f"{shard.parameter.dtype}: use another checkpoint, or train in the dtype in which it is stored"
     )
 

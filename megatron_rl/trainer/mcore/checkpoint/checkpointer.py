@@ -231,7 +231,8 @@ class Checkpointer:
                 f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: use a size {size}, or "
                 f"write --no-load-optim"
             )
-        is_sharded = self._is_distributed(common["optimizer"])
+        # Optimizers are numbered if experts have an optimizer of their own.
+        is_sharded = "param_state_sharding_type" in (common["optimizer"][0] if has_several else common["optimizer"])
         is_wanted = self._policy.wrapped[0].ddp_config.use_distributed_optimizer
         if is_sharded != is_wanted:
             change = "add it" if is_sharded else "drop it"
@@ -239,12 +240,6 @@ class Checkpointer:
             raise InputError(
                 f"{source} was written {how} --use-distributed-optimizer: {change}, or write --no-load-optim"
             )
-
-    @staticmethod
-    def _is_distributed(optimizer: Any) -> bool:
-        # Optimizers are numbered if experts have an optimizer of their own.
-        one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
-        return "param_state_sharding_type" in one
 
     def _make_notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
         notes = []

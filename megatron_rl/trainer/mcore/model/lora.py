@@ -64,6 +64,7 @@ class RoleSwitch:
 _NORMALIZES = "TELayerNormColumnParallelLinear"
 _PLAIN = ("TEColumnParallelLinear", "TERowParallelLinear", _NORMALIZES)
 _GROUPED = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+"""Layers that multiply the rows of several experts, each with a weight of its own."""
 
 
 class Adapter(torch.nn.Module):
@@ -270,7 +271,7 @@ def attach_adapters(settings: Settings, chunks: Sequence[PackedGPTModel], coordi
 
 def _attach(layer: Any, adapter: Adapter) -> None:
     """Have a layer add the adapter's products; a layer with several weights gets the products of each in order."""
-    if not has_weight_for_each_expert(layer):
+    if type(layer).__name__ not in _GROUPED:
         layer.register_module(ADAPTER, adapter)
         layer.register_forward_hook(_add_adapter)
     elif hasattr(layer, ADAPTER):
@@ -327,11 +328,6 @@ def find_group(layer: Any, is_expert: bool, name: str) -> Any:
     if getattr(layer, "gather_output", False) or not getattr(layer, "input_is_parallel", True):
         raise InputError(f"--lora-targets: {name} exchanges its rows in a way that adapters do not: name other modules")
     return layer._tp_group if is_engines else layer.tp_group
-
-
-def has_weight_for_each_expert(layer: Any) -> bool:
-    """Check whether the layer multiplies the rows of several experts, each with a weight of its own."""
-    return type(layer).__name__ in _GROUPED
 
 
 def find_multiplied_rows(layer: Any, rows_RI: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import files, folders
@@ -291,7 +290,10 @@ class ModelWeights:
         return coordinates.tensor_rank / coordinates.tensor_size
 
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
-        config = dict(_source_config(source) or derive_config(self.architecture))
+        if source is not None and (path := Path(source) / "config.json").exists():
+            config = json.loads(path.read_text())
+        else:
+            config = dict(derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
         if stored in config.get("text_config", {}):
@@ -384,9 +386,3 @@ def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = Fal
         files.create(staged, plan, private, is_sparse)
     except OSError as error:
         raise find_no_room(error, staged) or InputError(f"{staged} cannot be created: {error}") from None
-
-
-def _source_config(source: Path | str | None) -> MappingABC[str, Any] | None:
-    if source is None or not (Path(source) / "config.json").exists():
-        return None
-    return json.loads((Path(source) / "config.json").read_text())
