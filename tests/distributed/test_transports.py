@@ -34,6 +34,7 @@ from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from tests import hf_models
 from tests.deliveries import give_memory
 from tests.distributed.layouts import CASES, build, start_session
+from tests.distributed.offer_reader import assemble
 from tests.offers import HostSharing
 from tests.ranks import run_ranks
 
@@ -92,14 +93,7 @@ class Engines:
         elif self._kind == "offers":
             with taken(Path(weights.folder)) as offer:
                 assert offer is not None
-                opened = OpenedMemory(HostSharing()).open(offer)
-                tensors = {spec.name: torch.empty(spec.shape) for spec in opened.specs}
-                for name, pieces in opened.pieces.items():
-                    whole_RC = tensors[name].view(len(tensors[name]), -1)
-                    for piece in pieces:
-                        row, column, num_rows, num_columns = piece.place
-                        whole_RC[row : row + num_rows, column : column + num_columns] = piece.values_RC
-                yield tensors
+                yield assemble(OpenedMemory(HostSharing()).open(offer))
         else:
             own = Path(weights.folder)
             folder = own if self._kind == "files" else self.receiver.folder / own.name
