@@ -1,8 +1,14 @@
-"""A trainer's ranks for tests of deliveries: what they own, written to files, and sent to receivers."""
+"""What tests of publishes share: folders in memory, readers of files that arrive, and a trainer's ranks.
+
+The ranks write what they own to files, and send it to receivers.
+"""
 
 import json
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,13 +17,51 @@ from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, Hello, Target
 from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
-from megatron_rl.shared.weights.fingerprint import compute_fingerprint
-from megatron_rl.shared.weights.mapping import Mapping
+from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
+from megatron_rl.shared.weights.folders import Arrival
+from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.shared.weights.parcels import describe_contents, list_portions
 from megatron_rl.shared.weights.shards import Digests, Shard, export
+from megatron_rl.sidecar.vllm.received import map_file_tensors
 from megatron_rl.types import Architecture
 
 TOKEN = "the token of this run"
+
+
+def give_memory() -> Iterator[Path]:
+    """Yield a folder in the host's memory; a fixture of several tests."""
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+class Service:
+    """A rollout service that is told of versions, and gets no probe."""
+
+    def probed(self, answer: Any) -> None:
+        raise AssertionError("no probe was given")
+
+
+def load_arriving(folder: Path, fingerprint: str, base: str = "", sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Read each tensor once it has arrived, as an engine does, in another order than they are written in.
+
+    Return whether all came; they must be those announced.
+    """
+    tensors, digests = map_file_tensors(folder), files.read_digests(folder)
+    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
+    assert compute_fingerprint(specs, digests, base) == fingerprint
+    with Arrival(folder, specs, sleep) as arrival:
+        for name, tensor in reversed(tensors.items()):
+            if not arrival.wait_for(name):
+                return False
+            assert digest(tensor).tolist() == digests[name]
+    return True
+
+
+def change(weights: Any) -> None:
+    """Change all weights, as an update does."""
+    with torch.no_grad():
+        for shard in weights.shards:
+            shard.parameter.mul_(1.5)
 
 
 class Ranks:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.flag import format_value
 from megatron_rl.flag_parser import Given
 from megatron_rl.shared.weights import families
-from megatron_rl.shared.weights.families.linear import LINEAR_KEYS
+from megatron_rl.shared.weights.families.layers import LINEAR_KEYS
 from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
 
 _VARIANT = "described.attention_variant"

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,24 +15,23 @@ from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights.adapters import AdapterMapping
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.families import read_architecture
-from megatron_rl.shared.weights.files import read_digests
-from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.shared.weights.folders import Arrival
-from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
+from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar.vllm.received import map_file_tensors
 from megatron_rl.trainer.mcore.publish import hosts as hosts_module
 from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
+from tests.deliveries import Service, change, give_memory, load_arriving
 from tests.distributed.layouts import CASES, build, start_session
 from tests.distributed.training import training
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
+memory = pytest.fixture(give_memory)
 
 
-class Hosts:
+class Hosts(Service):
     """Receivers, and the service that names them and loads each version from every host that is not left out."""
 
     lease = 7
@@ -63,24 +60,9 @@ class Hosts:
         num_loaded = 0
         for receiver in self.receivers:
             folder = receiver.folder / f"version-{weights.version}"
-            num_loaded += folder.is_dir() and _load(folder, weights.fingerprint, weights.base)
+            num_loaded += folder.is_dir() and load_arriving(folder, weights.fingerprint, weights.base)
         self.loaded.append(num_loaded)
         return PublishAnswer()
-
-    def probed(self, answer: Any) -> None:
-        raise AssertionError("no probe was given")
-
-
-def _load(folder: Path, fingerprint: str, base: str) -> bool:
-    """Read each tensor once it has arrived, as an engine does; return whether all came, and were those announced."""
-    tensors, digests = map_file_tensors(folder), read_digests(folder)
-    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-    assert compute_fingerprint(specs, digests, base) == fingerprint
-    with Arrival(folder, specs) as arrival:
-        if not all(map(arrival.wait_for, tensors)):
-            return False
-    assert all(digest(tensor).tolist() == digests[name] for name, tensor in tensors.items())
-    return True
 
 
 @contextlib.contextmanager
@@ -108,9 +90,7 @@ def publish_and_lose_a_host(case: str, model: Path, folder: Path, is_apart: bool
             if version == 2 and hosts is not None:
                 hosts.receivers[1].close()
             publisher.publish(version)
-            with torch.no_grad():
-                for shard in weights.shards:
-                    shard.parameter.mul_(1.5)
+            change(weights)
         return None if hosts is None else (hosts.loaded, hosts.lost)
 
 
@@ -125,15 +105,10 @@ def publish_past_a_host_that_one_rank_does_not_reach(model: Path, folder: Path) 
         return None if hosts is None else (hosts.loaded, hosts.lost)
 
 
-def test_a_host_that_one_rank_does_not_reach_is_left_out_with_that_ranks_reason(tmp_path: Path) -> None:
+def test_a_host_that_one_rank_does_not_reach_is_left_out_with_that_ranks_reason(tmp_path: Path, memory: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        (loaded, [(name, version, reason)]), _ = run_ranks(
-            publish_past_a_host_that_one_rank_does_not_reach, 2, model, folder
-        )
-    finally:
-        shutil.rmtree(folder)
+    found, _ = run_ranks(publish_past_a_host_that_one_rank_does_not_reach, 2, model, memory)
+    loaded, [(name, version, reason)] = found
     assert (loaded, name, version) == ([1], "host-1", 0)
     assert "host-1 was silent for" in reason
     assert "127.0.0.1:1 does not answer" in reason
@@ -141,14 +116,10 @@ def test_a_host_that_one_rank_does_not_reach_is_left_out_with_that_ranks_reason(
 
 @pytest.mark.parametrize(("case", "is_apart"), [("TP2", True), ("DP2+distopt", False)])
 def test_every_host_loads_what_ranks_send_and_a_lost_host_is_left_out(
-    case: str, is_apart: bool, tmp_path: Path
+    case: str, is_apart: bool, tmp_path: Path, memory: Path
 ) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        (loaded, lost), _ = run_ranks(publish_and_lose_a_host, 2, case, model, folder, is_apart)
-    finally:
-        shutil.rmtree(folder)
+    (loaded, lost), _ = run_ranks(publish_and_lose_a_host, 2, case, model, memory, is_apart)
     assert loaded == [2, 2, 1, 1]
     assert [(name, version) for name, version, _ in lost] == [("host-1", 2), ("host-1", 3)]
     assert "host-1 was silent for" in lost[0][2]
@@ -180,13 +151,9 @@ def publish_adapters(model: Path, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_hosts_get_adapters_and_nothing_of_their_base(tmp_path: Path) -> None:
+def test_hosts_get_adapters_and_nothing_of_their_base(tmp_path: Path, memory: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        (loaded, lost, given), _ = run_ranks(publish_adapters, 2, model, folder)
-    finally:
-        shutil.rmtree(folder)
+    (loaded, lost, given), _ = run_ranks(publish_adapters, 2, model, memory)
     assert (loaded, lost) == ([2, 2], [])
     wanted = AdapterMapping(Mapping(read_architecture(model)), 4).manifest("float32")
     assert {name: tuple(tensor.shape) for name, tensor in given.items()} == {one.name: one.shape for one in wanted}
@@ -205,15 +172,11 @@ def publish_and_wait_for_a_host(model: Path, folder: Path) -> str:
         return str(caught.value)
 
 
-def test_a_host_that_must_not_be_left_out_ends_the_run_by_name_on_every_rank(tmp_path: Path) -> None:
+def test_a_host_that_must_not_be_left_out_ends_the_run_by_name_on_every_rank(tmp_path: Path, memory: Path) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        for message in run_ranks(publish_and_wait_for_a_host, 2, model, folder):
-            assert "version 0 was not delivered to every host: host-1 was silent for" in message
-            assert "--publish-lost-host leave" in message
-    finally:
-        shutil.rmtree(folder)
+    for message in run_ranks(publish_and_wait_for_a_host, 2, model, memory):
+        assert "version 0 was not delivered to every host: host-1 was silent for" in message
+        assert "--publish-lost-host leave" in message
 
 
 def publish_with_an_engine_on_the_services_host(model: Path, folder: Path) -> str:

@@ -3,10 +3,8 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,20 +23,21 @@ from megatron_rl.shared.weights import offer
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import digest
 from megatron_rl.trainer.mcore.model.weights import FilesBegun
+from megatron_rl.trainer.mcore.publish import offers
 from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
+from tests.deliveries import Service, change, give_memory
 from tests.distributed.layouts import CASES, build, start_session
 from tests.offers import HostSharing
 from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.each_change
-
-
+memory = pytest.fixture(give_memory)
 _TAKEN = PublishAnswer(through="ipc")
 
 
-class Reader:
+class Reader(Service):
     """A sidecar whose engine is a process of its own, which reads what is offered."""
 
     def __init__(self, answer: PublishAnswer) -> None:
@@ -64,9 +63,6 @@ class Reader:
     def hear(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
-
-    def probed(self, answer: Any) -> None:
-        raise AssertionError("no probe was given")
 
     def close(self) -> None:
         self._process.kill()
@@ -96,12 +92,6 @@ def publishing(
         )
 
 
-def change(weights: Any) -> None:
-    with torch.no_grad():
-        for shard in weights.shards:
-            shard.parameter.mul_(1.5)
-
-
 def find_wrong_files(folder: Path) -> list[str]:
     digests = read_digests(folder)
     found = load_file(folder / "model.safetensors")
@@ -117,7 +107,7 @@ def publish(
     left, before = [], []
     with publishing(case, model, folder, sharing) as (weights, publisher, reader), contextlib.ExitStack() as stack:
         if is_move_missed:
-            stack.enter_context(mock.patch.object(offer, "find_addresses", return_value=[1]))
+            stack.enter_context(mock.patch.object(offers, "find_addresses", return_value=[1]))
         for version in range(4):
             publisher.publish(version)
             if reader is not None:
@@ -130,13 +120,6 @@ def publish(
             change(weights)
         publisher.close()
     return [] if reader is None else reader.answers, left, sharing.num_shared
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A publish through files from several hosts: a host is a folder that only its ranks see."""
 
-import shutil
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -9,26 +7,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from megatron_rl.errors import InputError, NoRoom, PlatformError
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
-from megatron_rl.shared.weights.files import Writer, read_digests
-from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.shared.weights.folders import Arrival
-from megatron_rl.shared.weights.mapping import TensorSpec
-from megatron_rl.sidecar.vllm.received import map_file_tensors
+from megatron_rl.shared.weights.files import Writer
 from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from tests import hf_models
+from tests.deliveries import Service, change, give_memory, load_arriving
 from tests.distributed.layouts import CASES, build, start_session
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
+memory = pytest.fixture(give_memory)
 
 
-class Sidecar:
+class Sidecar(Service):
     """A sidecar that reads the tensors it is told of, as an engine on rank 0's host does."""
 
     def __init__(self) -> None:
@@ -37,9 +32,6 @@ class Sidecar:
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         self.names.append(set(load_file(Path(weights.folder) / "model.safetensors")))
         return PublishAnswer()
-
-    def probed(self, answer: Any) -> None:
-        raise AssertionError("no probe was given")
 
 
 def publish(case: str, model: Path, hosts: list[Path], num_publishes: int) -> tuple[list[str], list[set[str]], str]:
@@ -89,7 +81,7 @@ def test_hosts_that_hold_parts_of_the_weights_end_the_run_at_the_start_with_a_re
     assert (names, message) == ([set(load_file(model / "model.safetensors"))], "")
 
 
-class EarlyReader:
+class EarlyReader(Service):
     """A reader that reads files as they come, in another order than they are written in, and checks them.
 
     Beside this it keeps the files that it saw, and the number of tensors that it had to wait for.
@@ -102,9 +94,6 @@ class EarlyReader:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         folder = Path(weights.folder)
-        tensors = map_file_tensors(folder)
-        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-        assert compute_fingerprint(specs, read_digests(folder)) == weights.fingerprint
         waits: list[float] = []
 
         def sleep(seconds: float) -> None:
@@ -112,16 +101,10 @@ class EarlyReader:
             self.is_waiting.set()
             time.sleep(seconds)
 
-        with Arrival(folder, specs, sleep) as arrival:
-            for name, tensor in reversed(tensors.items()):
-                assert arrival.wait_for(name)
-                assert digest(tensor).tolist() == read_digests(folder)[name]
+        assert load_arriving(folder, weights.fingerprint, sleep=sleep)
         self.files.append((folder / "model.safetensors").stat().st_ino)
         self.num_waits.append(len(waits))
         return PublishAnswer()
-
-    def probed(self, answer: Any) -> None:
-        raise AssertionError("no probe was given")
 
 
 def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], list[int], list[str]]:
@@ -140,21 +123,17 @@ def publish_changing(case: str, model: Path, folder: Path) -> tuple[list[int], l
         for version in range(5):
             reader.is_waiting.clear()
             publisher.publish(version)
-            with torch.no_grad():
-                for shard in weights.shards:
-                    shard.parameter.mul_(1.5)
+            change(weights)
         publisher.close()
     return reader.files, reader.num_waits, [path.name for path in folder.iterdir()]
 
 
 @pytest.mark.parametrize("case", ["TP2", "DP2+distopt"])
-def test_files_in_memory_are_read_while_ranks_write_them_and_two_folders_take_turns(case: str, tmp_path: Path) -> None:
+def test_files_in_memory_are_read_while_ranks_write_them_and_two_folders_take_turns(
+    case: str, tmp_path: Path, memory: Path
+) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        (files, num_waits, left), _ = run_ranks(publish_changing, 2, case, model, folder)
-    finally:
-        shutil.rmtree(folder)
+    (files, num_waits, left), _ = run_ranks(publish_changing, 2, case, model, memory)
     assert len(num_waits) == 5
     assert min(num_waits) > 0
     assert files == [files[0], files[1], files[0], files[1], files[0]]
@@ -181,7 +160,7 @@ def fail_to_write(model: Path, folder: Path) -> tuple[str, list[str]]:
         return str(caught.value), [path.name for path in (folder / "run").iterdir()]
 
 
-class NobodyWrites:
+class NobodyWrites(Service):
     """A reader that waits for the first tensor, until it learns that no rank writes it."""
 
     def __init__(self) -> None:
@@ -189,27 +168,20 @@ class NobodyWrites:
 
     def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer:
         try:
-            tensors = map_file_tensors(Path(weights.folder))
+            has_all = load_arriving(Path(weights.folder), weights.fingerprint)
         except InputError:
             # The publish may have failed and removed its files before this begins.
             self.is_told.set()
             raise
-        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-        with Arrival(Path(weights.folder), specs) as arrival:
-            if not all(map(arrival.wait_for, tensors)):
-                self.is_told.set()
+        if not has_all:
+            self.is_told.set()
         return PublishAnswer()
 
-    def probed(self, answer: Any) -> None:
-        raise AssertionError("no probe was given")
 
-
-def test_a_rank_that_cannot_write_ends_the_publish_on_every_rank_and_for_early_readers(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_ends_the_publish_on_every_rank_and_for_early_readers(
+    tmp_path: Path, memory: Path
+) -> None:
     model = hf_models.draw("qwen3", tmp_path / "model")
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        for message, left in run_ranks(fail_to_write, 2, model, folder):
-            assert "No space left on device" in message
-            assert left == []
-    finally:
-        shutil.rmtree(folder)
+    for message, left in run_ranks(fail_to_write, 2, model, memory):
+        assert "No space left on device" in message
+        assert left == []

@@ -5,8 +5,6 @@ The next publish succeeds after a failed one.
 
 import contextlib
 import queue
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -34,11 +32,14 @@ from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from tests import hf_models
+from tests.deliveries import give_memory
 from tests.distributed.layouts import CASES, build, start_session
+from tests.distributed.offer_reader import assemble
 from tests.offers import HostSharing
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.each_change
+memory = pytest.fixture(give_memory)
 
 KINDS = ("files", "offers", "hosts", "stream")
 """The ways of the transports in `grpo._TRANSPORTS`: files are read, or memory in their place, or reach other hosts."""
@@ -92,14 +93,7 @@ class Engines:
         elif self._kind == "offers":
             with taken(Path(weights.folder)) as offer:
                 assert offer is not None
-                opened = OpenedMemory(HostSharing()).open(offer)
-                tensors = {spec.name: torch.empty(spec.shape) for spec in opened.specs}
-                for name, pieces in opened.pieces.items():
-                    whole_RC = tensors[name].view(len(tensors[name]), -1)
-                    for piece in pieces:
-                        row, column, num_rows, num_columns = piece.place
-                        whole_RC[row : row + num_rows, column : column + num_columns] = piece.values_RC
-                yield tensors
+                yield assemble(OpenedMemory(HostSharing()).open(offer))
         else:
             own = Path(weights.folder)
             folder = own if self._kind == "files" else self.receiver.folder / own.name
@@ -193,12 +187,8 @@ def publish_with_faults(folder: Path, model: Path) -> dict[str, tuple[list[str],
     return found
 
 
-def test_each_transport_fails_by_name_for_each_fault_and_brings_the_next_version(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/dev/shm"))
-    try:
-        (found,) = run_ranks(publish_with_faults, 1, folder, hf_models.draw("qwen3", tmp_path / "model"))
-    finally:
-        shutil.rmtree(folder)
+def test_each_transport_fails_by_name_for_each_fault_and_brings_the_next_version(tmp_path: Path, memory: Path) -> None:
+    (found,) = run_ranks(publish_with_faults, 1, memory, hf_models.draw("qwen3", tmp_path / "model"))
     assert found.keys() == set(KINDS)
     expected = [text for _, text in PLANTS.values()]
     for kind, (errors, loaded, left) in found.items():

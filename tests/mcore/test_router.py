@@ -1,6 +1,7 @@
 """Megatron's router as DeepSeek-V2's: it chooses the experts of the groups that have the largest scores."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from megatron_rl.command_line.model_checks import _check_architecture
 from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model.replay import RouterReplay, _Call
 from megatron_rl.trainer.mcore.model.router import (
+    ChoosingRouter,
     ExpertChoice,
-    GroupingRouter,
-    OrderingRouter,
     choose_from_groups,
     choose_in_order,
     settle_choices,
@@ -80,30 +80,35 @@ def test_a_replay_takes_it_for_the_routers_own_choice(twin: DeepseekV2TopkRouter
     assert num_changed == (~is_own[is_known]).sum()
 
 
-@pytest.mark.parametrize(
-    ("score", "group_topk", "kind"),
-    [("softmax", 3, GroupingRouter), ("softmax", None, OrderingRouter), ("sigmoid", None, OrderingRouter)],
-)
-def test_routers_compare_groups_by_their_largest_scores_or_keep_the_order(
-    score: str, group_topk: int | None, kind: type
-) -> None:
-    router = TopKRouter.__new__(TopKRouter)
+def make_router(kind: type = TopKRouter) -> Any:
+    router: Any = kind.__new__(kind)
     torch.nn.Module.__init__(router)
-    router.score_function, router.config = score, SimpleNamespace(moe_router_group_topk=group_topk)
     router.router_replay = None
+    return router
+
+
+OF_A_RECIPE = type("OwnRouter", (TopKRouter,), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "score", "group_topk", "choose"),
+    [
+        (TopKRouter, "softmax", 3, choose_from_groups),
+        (TopKRouter, "softmax", None, choose_in_order),
+        (TopKRouter, "sigmoid", None, choose_in_order),
+        (TopKRouter, "sigmoid", 3, None),
+        (OF_A_RECIPE, "sigmoid", None, None),
+    ],
+)
+def test_routers_compare_groups_by_their_largest_scores_or_keep_the_order_or_stay(
+    kind: type, score: str, group_topk: int | None, choose: Any
+) -> None:
+    router = make_router(kind)
+    router.score_function, router.config = score, SimpleNamespace(moe_router_group_topk=group_topk)
     settle_choices(torch.nn.ModuleList([router]))
-    assert isinstance(router, kind)
-
-
-def test_routers_with_groups_of_sigmoid_scores_and_those_of_recipes_stay() -> None:
-    kinds = (TopKRouter, type("OwnRouter", (TopKRouter,), {}))
-    for kind, group_topk in zip(kinds, (3, None), strict=True):
-        router = kind.__new__(kind)
-        torch.nn.Module.__init__(router)
-        router.score_function, router.config = "sigmoid", SimpleNamespace(moe_router_group_topk=group_topk)
-        router.router_replay = None
-        settle_choices(torch.nn.ModuleList([router]))
-        assert type(router) is kind
+    assert getattr(router, "choose", None) is choose
+    assert isinstance(router, ChoosingRouter) is (choose is not None)
+    assert choose is not None or type(router) is kind
 
 
 def test_weights_of_experts_are_the_same_with_gradients_and_without() -> None:
@@ -123,8 +128,8 @@ def test_weights_of_experts_are_the_same_with_gradients_and_without() -> None:
 def test_a_router_is_asked_with_its_own_replay_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(TopKRouter, "routing", lambda self, logits: asked.append(self.router_replay))
-    router = GroupingRouter.__new__(GroupingRouter)
-    torch.nn.Module.__init__(router)
+    router = make_router(ChoosingRouter)
+    router.choose = choose_from_groups
     router.router_replay = replay = RouterReplay(0)
     router.routing(torch.zeros(1))
     assert isinstance(asked[0], ExpertChoice)

@@ -28,7 +28,6 @@ def write_and_read(folder: Path, tensor: int, pipeline: int) -> tuple[int, list[
 
 def write_ours(folder: Path, layout: str) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
     """Save an optimizer that has stepped; return each rank's part of it."""
-    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
     from megatron_rl.trainer.mcore.model.gpt import build_model, wrap
     from megatron_rl.trainer.mcore.model.weights import ModelWeights
@@ -36,8 +35,7 @@ def write_ours(folder: Path, layout: str) -> list[tuple[int, str, dict[str, torc
     from megatron_rl.trainer.mcore.step.optimizer import build_optimizer, build_scheduler
     from megatron_rl.trainer.mcore.step.policy import Policy
 
-    described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
-    settings = command_line.parse(f"{OURS} {described} {layout} --save {folder}".split())
+    settings = _parse(f"{layout} --save {folder}")
     with start_session(settings) as session:
         chunks = build_model(settings)
         torch.manual_seed(1)
@@ -65,10 +63,22 @@ def load_ours(folder: Path, layout: str) -> tuple[int, list[tuple[int, str, dict
     from megatron.training.checkpointing import load_checkpoint
 
     iteration, _ = load_checkpoint(model, optimizer, scheduler)
+    return iteration, _slices(_unwrap(model), optimizer)
+
+
+def _parse(words: str) -> Any:
+    """Parse the same arguments, as far as they are ours too."""
+    from megatron_rl.command_line import parse as command_line
+
+    described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
+    return command_line.parse(f"{OURS} {described} {words}".split())
+
+
+def _unwrap(model: Any) -> torch.nn.Module:
     inner = model[0]
     while hasattr(inner, "module"):
         inner = inner.module
-    return iteration, _slices(inner, optimizer)
+    return inner
 
 
 def _slices(model: torch.nn.Module, optimizer: Any) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
@@ -97,10 +107,7 @@ def _write(folder: Path, words: str) -> dict[str, torch.Tensor]:
     from megatron.training.checkpointing import save_checkpoint
 
     save_checkpoint(1, model, optimizer, scheduler, 0)
-    inner = model[0]
-    while hasattr(inner, "module"):
-        inner = inner.module
-    weights = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in _unwrap(model).named_parameters()}
     parallel_state.destroy_model_parallel()
     return weights
 
@@ -139,13 +146,11 @@ def _build_stock(words: str) -> tuple[Any, Any, Any]:
 
 
 def _read(folder: Path, layout: str, stock: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
-    from megatron_rl.command_line import parse as command_line
     from megatron_rl.trainer.mcore.checkpoint.serialization import load_model
     from megatron_rl.trainer.mcore.model.gpt import build_model
     from megatron_rl.trainer.mcore.session import start_session
 
-    described = ARGUMENTS.replace("--tokenizer-type NullTokenizer --mock-data", "")
-    settings = command_line.parse(f"{OURS} {described} {layout} --load {folder}".split())
+    settings = _parse(f"{layout} --load {folder}")
     with start_session(settings) as session:
         chunks = build_model(settings)
         iteration = load_model(chunks, folder, session)

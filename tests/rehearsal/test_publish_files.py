@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights import device_export
-from megatron_rl.shared.weights.device_export import DeviceFiles
+from megatron_rl.shared.weights.device_export import DeviceExport
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.folders import Arrival
@@ -108,18 +108,18 @@ def waits_counted() -> Iterator[list[str]]:
 
 
 def _counted_before_arrival() -> AbstractContextManager:
-    true = DeviceFiles._finish
+    true = DeviceExport._finish
 
-    def finish(self: DeviceFiles, sent: Any, count: Any) -> None:
+    def finish(self: DeviceExport, sent: Any, count: Any) -> None:
         true(self, sent._replace(done=mock.Mock()), count)
 
-    return mock.patch.object(DeviceFiles, "_finish", finish)
+    return mock.patch.object(DeviceExport, "_finish", finish)
 
 
 def _stale_slice() -> AbstractContextManager:
     """Pack a parameter from where it was at the publish before."""
-    true = DeviceFiles._get_packers
-    return mock.patch.object(DeviceFiles, "_get_packers", lambda self: self._packers or true(self))
+    true = DeviceExport._get_packers
+    return mock.patch.object(DeviceExport, "_get_packers", lambda self: self._packers or true(self))
 
 
 def _one_buffer() -> AbstractContextManager:
@@ -155,8 +155,8 @@ def publish(
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(start_session(CASES[case]))
         if parcel_bytes is not None:
-            small = functools.partialmethod(DeviceFiles.__init__, most_bytes=parcel_bytes)
-            stack.enter_context(mock.patch.object(DeviceFiles, "__init__", small))
+            small = functools.partialmethod(DeviceExport.__init__, most_bytes=parcel_bytes)
+            stack.enter_context(mock.patch.object(DeviceExport, "__init__", small))
         if plant is not None:
             stack.enter_context(PLANTS[plant]())
         launched = stack.enter_context(kernels_run())

@@ -1,10 +1,8 @@
-"""Files that a device fills in parcels hold the bytes that `files.Writer` writes block by block."""
+"""Files that exports fill, on the host or from a device in parcels, hold the bytes that `files.Writer` writes."""
 
 import dataclasses
 import itertools
 import logging
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +15,13 @@ from hypothesis import strategies as st
 from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.cuda import CudaPlatform
 from megatron_rl.shared.weights import files
-from megatron_rl.shared.weights.device_export import DeviceExport, DeviceFiles
+from megatron_rl.shared.weights.device_export import DeviceExport
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.shared.weights.parcels import plan_parcels
-from megatron_rl.shared.weights.shards import Digests, Shard, export, map_shards
+from megatron_rl.shared.weights.shards import Digests, HostExport, Shard, export, map_shards
 from megatron_rl.types import Architecture, Experts
 from tests.command_lines import QWEN3
+from tests.deliveries import give_memory
 
 SMALL = dataclasses.replace(QWEN3, num_layers=2)
 # Its routers' biases are published in float32, whatever the dtype of the others.
@@ -74,10 +73,7 @@ class Device(CpuPlatform):
         return super().host_buffer(num_bytes)
 
 
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
+memory = pytest.fixture(give_memory)
 
 
 def write_plainly(ranks: list[list[Shard]], plan: files.FilePlan, folder: Path) -> dict[str, bytes]:
@@ -92,7 +88,7 @@ def read(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("refusal", [None, "no memory may be locked"])
+@pytest.mark.parametrize("kind", ["host", "device", "device without locks"])
 @pytest.mark.parametrize(
     ("architecture", "size", "dtype", "exported"),
     [
@@ -102,33 +98,38 @@ def read(folder: Path) -> dict[str, bytes]:
         (MIXED, 2, torch.bfloat16, "bfloat16"),
     ],
 )
-def test_files_hold_the_bytes_that_are_written_block_by_block(
+def test_exports_write_the_bytes_that_are_written_block_by_block(
     memory: Path,
     monkeypatch: pytest.MonkeyPatch,
-    refusal: str | None,
+    kind: str,
     architecture: Architecture,
     size: int,
     dtype: torch.dtype,
     exported: str,
 ) -> None:
     monkeypatch.setattr(files, "_MAX_FILE_BYTES", 60_000 if architecture is MIXED else 100_000)
+    # On the host, tensors below this size are written together if the rank has all of them.
+    monkeypatch.setattr("megatron_rl.shared.weights.shards._SMALL_ELEMENTS", 5000)
     ranks = draw_shards(architecture, size, dtype)
     plan = files.FilePlan(Mapping(architecture).manifest(exported))
     assert len(plan.sizes) > 1
     wanted = write_plainly(ranks, plan, memory / "plain")
-    files.create(memory / "device", plan)
+    device = Device("no memory may be locked" if kind == "device without locks" else None)
     counts: dict[str, int] = {}
 
     def count(name: str, num_elements: int) -> None:
         counts[name] = counts.get(name, 0) + num_elements
 
-    device = Device(refusal)
-    for shards in ranks:
-        DeviceFiles(device, shards, plan, most_bytes=10_000).write(memory / "device", count)
-    assert read(memory / "device") == wanted
+    for folder, counter in ((memory / "counted", count), (memory / "silent", None)):
+        files.create(folder, plan)
+        for of_rank in ranks:
+            given = of_rank[::-1]
+            written = HostExport(given, plan, 0.5) if kind == "host" else DeviceExport(device, given, plan, 10_000)
+            written.write(folder, counter)
+        assert read(folder) == wanted
     assert counts == {name: spec.num_elements for name, spec in plan.specs.items()}
     # Columns of a tensor are staged, as is everything if files cannot be locked.
-    assert (device.num_buffers > 0) == (refusal is not None or size > 1)
+    assert (device.num_buffers > 0) == (kind == "device without locks" or (kind == "device" and size > 1))
 
 
 @settings(max_examples=15, deadline=None)
@@ -146,11 +147,13 @@ def test_each_owned_byte_is_in_one_parcel_once(size: int, most_bytes: int, is_na
                 for row in range(part.num_rows):
                     place = part.file_byte + row * part.pitch_bytes
                     filled[parcel.file][place : place + part.row_bytes] += 1
-            runs = parcel.runs()
+            strips = parcel.list_strips()
+            assert sum(strip.num_bytes for strip in strips) == used
+            runs = [strip for strip in strips if strip.num_rows == 1]
             assert sum(run.num_bytes for run in runs) == sum(p.num_bytes for p in parcel.parts if p.is_run)
-            assert all(one.file_byte + one.num_bytes < other.file_byte for one, other in itertools.pairwise(runs))
+            assert all(one.first_byte + one.num_bytes < other.first_byte for one, other in itertools.pairwise(runs))
             if size == 1:
-                assert len(runs) == 1
+                assert len(strips) == 1
     for file, header in plan.headers.items():
         assert (filled[file][: len(header)] == 0).all()
         assert (filled[file][len(header) :] == 1).all()
@@ -159,7 +162,7 @@ def test_each_owned_byte_is_in_one_parcel_once(size: int, most_bytes: int, is_na
 def test_two_folders_that_take_turns_are_locked_once_and_a_new_one_is_locked_again(memory: Path) -> None:
     ((shards,), device) = draw_shards(SMALL), Device()
     plan = files.FilePlan(Mapping(SMALL).manifest())
-    written = DeviceFiles(device, shards, plan)
+    written = DeviceExport(device, shards, plan)
     files.create(memory / "0", plan)
     files.create(memory / "1", plan)
     written.write(memory / "0")
@@ -169,11 +172,7 @@ def test_two_folders_that_take_turns_are_locked_once_and_a_new_one_is_locked_aga
         with torch.no_grad():
             shards[0].parameter.add_(1)
         written.write(memory / f"{version}")
-        expected = write_plainly([shards], plan, memory / "plain")
-        assert read(memory / f"{version}") == expected
-        for path in (memory / "plain").iterdir():
-            path.unlink()
-        (memory / "plain").rmdir()
+        assert read(memory / f"{version}") == write_plainly([shards], plan, memory / f"plain-{version}")
     assert device.num_locks == len(device.locked) == 2 * len(plan.sizes)
     # A user removes the spare folder: the version goes into new files under its name, and not into the old ones.
     for path in (memory / "4").iterdir():
@@ -191,13 +190,13 @@ def test_two_folders_that_take_turns_are_locked_once_and_a_new_one_is_locked_aga
 def test_a_refusal_is_said_once_with_its_reason(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     ((shards,), device) = draw_shards(SMALL), Device("cudaHostRegister: operation not supported")
     plan = files.FilePlan(Mapping(SMALL).manifest())
-    written = DeviceFiles(device, shards, plan)
+    written = DeviceExport(device, shards, plan)
     with caplog.at_level(logging.WARNING):
         for version in range(3):
             files.create(memory / f"{version}", plan)
             written.write(memory / f"{version}")
-    (record,) = caplog.records
-    assert "operation not supported" in record.getMessage()
+    (message,) = (record.getMessage() for record in caplog.records if "page-locked" in record.getMessage())
+    assert "operation not supported" in message
     written.forget_files()
 
 

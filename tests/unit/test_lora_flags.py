@@ -29,23 +29,23 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_one_parser(monkeypatch)
 
 
-def test_alpha_is_twice_the_rank_unless_it_is_given(run: tuple[str, ...]) -> None:
-    assert parse_run(*run, "--lora-rank 4", world_size=1).lora.used_alpha == 8
-    assert parse_run(*run, "--lora-rank 4 --lora-alpha 3", world_size=1).lora.used_alpha == 3
-
-
-def test_engines_take_the_rank_of_adapters_that_come_alone(run: tuple[str, ...]) -> None:
-    assert parse_run(*run, "--lora-rank 4 --publish-lora adapter", world_size=1).rollout.lora_rank == 4
-    assert parse_run(*run, "--lora-rank 4", world_size=1).rollout.lora_rank == 0
-
-
-def test_adapters_have_short_probes_only_if_engines_prove_their_base(run: tuple[str, ...]) -> None:
-    alone = parse_run(*run, "--lora-rank 4 --publish-lora adapter", world_size=1)
-    assert alone.publish.is_base_proved
-    assert not parse_run(*run, "--lora-rank 4", world_size=1).publish.is_base_proved
-    # An engine that quantizes may start again in the middle of a run, and only the probe shows what it holds.
-    weaker = parse_run(*run, "--lora-rank 4 --publish-lora adapter --publish-proof probe", world_size=1)
-    assert not weaker.publish.is_base_proved
+@pytest.mark.parametrize(
+    ("words", "alpha", "rank_of_engines", "is_base_proved"),
+    [
+        ("", 8, 0, False),
+        ("--lora-alpha 3", 3, 0, False),
+        ("--publish-lora adapter", 8, 4, True),
+        # An engine that quantizes may start again in the middle of a run, and only the probe shows what it holds.
+        ("--publish-lora adapter --publish-proof probe", 8, 4, False),
+    ],
+)
+def test_flags_decide_the_scale_of_adapters_what_engines_take_and_the_length_of_probes(
+    run: tuple[str, ...], words: str, alpha: float, rank_of_engines: int, is_base_proved: bool
+) -> None:
+    settings = parse_run(*run, f"--lora-rank 4 {words}", world_size=1)
+    assert settings.lora.used_alpha == alpha
+    assert settings.rollout.lora_rank == rank_of_engines
+    assert settings.publish.is_base_proved is is_base_proved
 
 
 def test_adapters_of_experts_do_not_come_alone(tmp_path: Path) -> None:

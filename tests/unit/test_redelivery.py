@@ -1,7 +1,6 @@
 """The current version, sent to a host that joins between two publishes by a host that has it; all on the loopback."""
 
 import contextlib
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,16 +19,13 @@ from megatron_rl.shared.weights.folders import COUNTS_FILE, Arrival, Counter
 from megatron_rl.sidecar import redelivery
 from megatron_rl.sidecar.redelivery import describe_whole, redeliver
 from megatron_rl.sidecar.vllm.received import map_file_tensors
-from tests.deliveries import TOKEN, Ranks, read_tensors
+from tests.deliveries import TOKEN, Ranks, give_memory, read_tensors
 from tests.unit.test_device_files import SMALL, draw_shards
 
 LEASE = 7
 
 
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
+memory = pytest.fixture(give_memory)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ Letters: O outputs, I inputs, K the adapter's rank.
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,6 @@ class AdapterPart:
     """True if ranks divide A, and False if they divide B."""
     is_expert: bool
 
-    @property
-    def name_a(self) -> str:
-        return name_factors(self.module)[0]
-
-    @property
-    def name_b(self) -> str:
-        return name_factors(self.module)[1]
-
 
 def name_factors(module: str) -> tuple[str, str]:
     """Return PEFT's names of a module's A and B."""
@@ -88,35 +80,29 @@ class AdapterMapping:
         self._modules: set[str] = set()
         for module, ending, is_expert in linear:
             if ending in self.targets:
+                if is_expert and weights.stacks_experts:
+                    raise InputError(
+                        f"--lora-targets: {module} is stored with all experts of its layer in one tensor, for which "
+                        f"PEFT has no module: name other modules"
+                    )
                 self._modules.add(module)
-                self._refuse(module, is_expert)
         if missing := [target for target in self.targets if target not in endings]:
             raise InputError(
                 f"--lora-targets {missing[0]}: {weights.architecture.family} models have no linear module of that "
                 f"name that can have an adapter; write some of {', '.join(endings)}"
             )
 
-    def _refuse(self, module: str, is_expert: bool) -> None:
-        """Raise for a module that cannot have an adapter yet."""
-        if is_expert and self._weights.stacks_experts:
-            raise InputError(
-                f"--lora-targets: {module} is stored with all experts of its layer in one tensor, for which PEFT has "
-                f"no module: name other modules"
-            )
-
     def manifest(self, dtype: str) -> list[TensorSpec]:
         """List the tensors of all adapters, in the order of the layers."""
         specs = []
-        for weight, (num_outputs, num_inputs) in self._adapted():
-            name_a, name_b = name_factors(weight.removesuffix(".weight"))
+        for weight, shape in self._shapes.items():
+            module = weight.removesuffix(".weight")
+            if module not in self._modules:
+                continue
+            (num_outputs, num_inputs), (name_a, name_b) = shape, name_factors(module)
             specs.append(TensorSpec(name_a, (self.rank, num_inputs), dtype))
             specs.append(TensorSpec(name_b, (num_outputs, self.rank), dtype))
         return specs
-
-    def _adapted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for weight, shape in self._shapes.items():
-            if weight.removesuffix(".weight") in self._modules:
-                yield weight, shape
 
     def place(self, parameter: str, coordinates: Coordinates, padded_vocab_size: int) -> list[AdapterPart]:
         """Return a rank's parts of the adapters of a Megatron parameter's modules, in the modules' order."""

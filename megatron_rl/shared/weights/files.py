@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights.families.quantization import BLOCK
+from megatron_rl.shared.weights.families.values import SCALED_BLOCK
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest
 from megatron_rl.shared.weights.folders import DIGESTS_FILE
 from megatron_rl.shared.weights.folders import create as create
@@ -64,7 +64,7 @@ class FilePlan:
         stored = stack_specs(specs) if stacks_experts else specs
         self.stored = {spec.name: spec for spec in stored}
         self.stacks_experts = stacks_experts
-        groups = _group(stored) if file is None else [list(stored)]
+        groups = (split_specs(stored, _MAX_FILE_BYTES) if file is None else [list(stored)]) or [[]]
         names = [file or "model.safetensors"]
         if len(groups) > 1:
             names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
@@ -181,12 +181,17 @@ def map_bytes(path: Path, size: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def _group(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    groups: list[list[TensorSpec]] = [[]]
+def split_specs(specs: Iterable[TensorSpec], most_bytes: int, by_dtype: bool = False) -> list[list[TensorSpec]]:
+    """Divide tensors, in their order, into groups of at most `most_bytes`, or of one larger tensor.
+
+    With `by_dtype`, all tensors of a group have the same dtype.
+    """
+    groups: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:
         num_bytes = spec.num_elements * DTYPES[spec.dtype].itemsize
-        if groups[-1] and size + num_bytes > _MAX_FILE_BYTES:
+        is_full = size + num_bytes > most_bytes
+        if not groups or is_full or (by_dtype and spec.dtype != groups[-1][-1].dtype):
             groups.append([])
             size = 0
         groups[-1].append(spec)
@@ -315,7 +320,7 @@ class Checkpoint:
         if len(shape) != 2 or tuple(found.get_shape()) != wanted or found.get_dtype() != _CODES["float32"]:
             raise InputError(
                 f"{factors} in {self.folder} has shape {found.get_shape()} in {found.get_dtype()}, and must have "
-                f"{list(wanted)} in F32, a factor for each {BLOCK} x {BLOCK} numbers of "
+                f"{list(wanted)} in F32, a factor for each {SCALED_BLOCK} x {SCALED_BLOCK} numbers of "
                 f"{name}: copy the folder again"
             )
 

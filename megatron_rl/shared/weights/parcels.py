@@ -59,14 +59,6 @@ class Part(NamedTuple):
         return values_RC[self.first_row : self.first_row + self.num_rows]
 
 
-class Run(NamedTuple):
-    """Bytes that lie together in a parcel and in the file."""
-
-    first_byte: int
-    file_byte: int
-    num_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Parcel:
     """Parts of one file."""
@@ -78,18 +70,21 @@ class Parcel:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
-    def runs(self) -> list[Run]:
-        """Join the parts that lie together in the file."""
-        runs: list[Run] = []
+    def list_strips(self) -> list[Strip]:
+        """List the parts, joining those that lie together in the file; the parcel has their bytes in this order."""
+        strips: list[Strip] = []
         for part in self.parts:
+            length = part.num_bytes
             if not part.is_run:
+                strips.append(Strip(part.file_byte, part.num_rows, part.row_bytes, part.pitch_bytes))
                 continue
-            last = runs[-1] if runs else None
-            if last is not None and _ends_at(last, part):
-                runs[-1] = last._replace(num_bytes=last.num_bytes + part.num_bytes)
+            last = strips[-1] if strips else None
+            if last is not None and last.num_rows == 1 and last.first_byte + last.row_bytes == part.file_byte:
+                length += last.row_bytes
+                strips[-1] = Strip(last.first_byte, 1, length, length)
             else:
-                runs.append(Run(part.first_byte, part.file_byte, part.num_bytes))
-        return runs
+                strips.append(Strip(part.file_byte, 1, length, length))
+        return strips
 
     def count_bytes(self) -> dict[str, int]:
         """Count the bytes of each tensor."""
@@ -171,10 +166,6 @@ def _place_piece(number: int, shard: Shard, piece: Piece, plan: FilePlan) -> Par
     return Part(number, piece, 0, shard.map.shape[0], row_bytes, 0, start + piece.source * item_bytes, pitch_bytes)
 
 
-def _ends_at(run: Run, part: Part) -> bool:
-    return (run.first_byte + run.num_bytes, run.file_byte + run.num_bytes) == (part.first_byte, part.file_byte)
-
-
 PORTION_BYTES = 1 << 24
 """The bytes that are sent again after a connection broke; a larger number costs less work for each byte."""
 
@@ -186,7 +177,7 @@ def list_portions(
     files = {file: number for number, file in enumerate(plan.sizes)}
     tensors = {name: number for number, name in enumerate(sorted(plan.specs))}
     return [
-        Portion(files[parcel.file], writer, tuple(_list_strips(parcel)), tuple(_count(parcel, plan, tensors)))
+        Portion(files[parcel.file], writer, tuple(parcel.list_strips()), tuple(_count(parcel, plan, tensors)))
         for parcel in plan_parcels(shards, plan, most_bytes)
     ]
 
@@ -195,23 +186,6 @@ def describe_contents(plan: FilePlan, num_writers: int, portions: Sequence[Porti
     """Describe a version whose portions these are, those of all writers."""
     files = tuple(File(name, size, plan.headers[name]) for name, size in plan.sizes.items())
     return Contents(files, tuple(sorted(plan.specs)), num_writers, tuple(portions))
-
-
-def _list_strips(parcel: Parcel) -> list[Strip]:
-    """List the parcel's parts, joining those that lie together in the file."""
-    strips: list[Strip] = []
-    for part in parcel.parts:
-        length = part.num_bytes
-        if not part.is_run:
-            strips.append(Strip(part.file_byte, part.num_rows, part.row_bytes, part.pitch_bytes))
-            continue
-        last = strips[-1] if strips else None
-        if last is not None and last.num_rows == 1 and last.first_byte + last.row_bytes == part.file_byte:
-            length += last.row_bytes
-            strips[-1] = Strip(last.first_byte, 1, length, length)
-        else:
-            strips.append(Strip(part.file_byte, 1, length, length))
-    return strips
 
 
 def _count(parcel: Parcel, plan: FilePlan, tensors: dict[str, int]) -> list[tuple[int, int]]:

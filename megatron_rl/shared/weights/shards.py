@@ -7,13 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.weights.files import Checkpoint, FilePlan, Writer
+from megatron_rl.shared.weights.files import Checkpoint, FilePlan, Writer, split_specs
 from megatron_rl.shared.weights.fingerprint import DTYPES, NUM_LANES, digest, digest_each, digests_by_row
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping, Piece, ShardMap, TensorSpec
 
@@ -36,10 +35,13 @@ class Shard:
     parameter_name: str
     parameter: torch.Tensor
     map: ShardMap
+    compute: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The function of the parameter that is exported in its place."""
 
     def values(self) -> torch.Tensor:
         """Return the numbers that are exported; a caller that needs several slices calls it once."""
-        return self.parameter.detach()
+        values = self.parameter.detach()
+        return values if self.compute is None else self.compute(values)
 
     @property
     def is_small(self) -> bool:
@@ -57,11 +59,6 @@ class Shard:
             target.narrow(piece.dim, piece.target, piece.length).copy_(source)
         self.zero_padding()
         return _are_finite(target)
-
-    def find_broken(self) -> list[str]:
-        """Return the tensors whose numbers are not all finite here."""
-        target = self.parameter.detach()
-        return [p.name for p in self.map.pieces if not _are_finite(target.narrow(p.dim, p.target, p.length))]
 
     def zero_padding(self) -> None:
         """Set entries that no piece covers to zero: the last rows, if the vocabulary is padded."""
@@ -156,8 +153,10 @@ def load_shards(shards: Sequence[Shard], checkpoint: Checkpoint) -> None:
     if not are_finite or torch.stack(are_finite).all():
         return
     shard = next(shard for shard, is_finite in zip(shards, are_finite, strict=True) if not is_finite)
+    values = shard.parameter.detach()
+    broken = [p.name for p in shard.map.pieces if not _are_finite(values.narrow(p.dim, p.target, p.length))]
     raise InputError(
-        f"{shard.find_broken()[0]} in {checkpoint.folder} holds numbers that are not finite in "
+        f"{broken[0]} in {checkpoint.folder} holds numbers that are not finite in "
         f"{shard.parameter.dtype}: use another checkpoint, or train in the dtype in which it is stored"
     )
 
@@ -274,27 +273,11 @@ def divide_small(
     return read(), others
 
 
-class Export(Protocol):
-    """Exports of a rank's shards by one plan, again and again."""
-
-    @property
-    def plan(self) -> FilePlan: ...
-
-    def add_digests(self, digests: Digests) -> None:
-        """Add the digests of all that this rank owns."""
-        ...
-
-    def write(self, folder: Path, count: Count | None = None) -> None:
-        """Write all that this rank owns into files; `count` learns of the elements of each tensor that have arrived."""
-        ...
-
-    def forget_files(self) -> None:
-        """Release what is kept of files between publishes; a later publish makes it again."""
-        ...
-
-
 class HostExport:
-    """Exports one parameter after the other, in blocks: from the host, and of values that must be computed first."""
+    """Exports of a rank's shards by one plan, again and again: one parameter after the other, in blocks.
+
+    It exports from the host, and values that must be computed first. `DeviceExport` does the same from a device.
+    """
 
     def __init__(self, shards: Sequence[Shard], plan: FilePlan, start: float = 0):
         """Make it; without a count, this share of shards is written last, so that ranks begin at different files."""
@@ -303,40 +286,31 @@ class HostExport:
         self._start = start
 
     def add_digests(self, digests: Digests) -> None:
+        """Add the digests of all that this rank owns."""
         digests.add_shards(self._shards)
 
     def write(self, folder: Path, count: Count | None = None) -> None:
-        specs = self.plan.specs
+        """Write all that this rank owns into files; `count` learns of the elements of each tensor that have arrived."""
+        specs, note = self.plan.specs, count or (lambda name, num_elements: None)
         small, others = divide_small(self._shards, specs)
+        # Readers take the first tensors first.
+        first = int(len(others) * self._start) if count is None else 0
         with Writer(folder, self.plan) as writer:
             for some in small:
                 writer.put_whole(some)
-                if count is not None:
-                    for name, tensor in some:
-                        count(name, tensor.numel())
-            if count is None:
-                export(others, list(specs.values()), [writer.put], int(len(others) * self._start))
-            else:
-                # Readers take the first tensors first.
-                export(others, list(specs.values()), [writer.put, _count_blocks(count)])
+                for name, tensor in some:
+                    note(name, tensor.numel())
+
+            def note_block(name: str, first_row: int, first_column: int, block: torch.Tensor) -> None:
+                note(name, block.numel())
+
+            export(others, list(specs.values()), [writer.put, note_block], first)
 
     def forget_files(self) -> None:
-        pass
-
-
-def _count_blocks(count: Count) -> Put:
-    return lambda name, first_row, first_column, block: count(name, block.numel())
+        """Do nothing, since nothing is kept of files between publishes."""
 
 
 Bucket = list[tuple[str, torch.Tensor]]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterOwner:
-    """A rank, with the names of its parameters if it owns any; everything else follows from its coordinates."""
-
-    coordinates: Coordinates
-    parameter_names: tuple[str, ...]
 
 
 class WeightStream:
@@ -346,23 +320,25 @@ class WeightStream:
         self,
         mapping: Mapping,
         rank: int,
-        peers: Sequence[ParameterOwner],
+        peers: Sequence[tuple[Coordinates, Sequence[str]]],
         padded_vocab_size: int,
-        dtype: str | None = None,
-        bucket_bytes: int = 1 << 28,
+        dtype: str | None,
+        bucket_bytes: int,
     ):
+        """Lay the buckets out; `peers` are the coordinates of each rank, with the names of its parameters."""
         manifest = mapping.manifest(dtype)
         # A bucket travels as one tensor, of one dtype. Tensors of another dtype than the first come last.
-        self.specs = _split(sorted(manifest, key=lambda spec: spec.dtype != manifest[0].dtype), bucket_bytes)
+        ordered = sorted(manifest, key=lambda spec: spec.dtype != manifest[0].dtype)
+        self.specs = split_specs(ordered, bucket_bytes, by_dtype=True)
         self._rank = rank
         bucket_of = {spec.name: number for number, bucket in enumerate(self.specs) for spec in bucket}
         self._pieces: dict[int, list[list[tuple[str, Piece]]]] = {}
         """The owned pieces of each bucket, with the names of their parameters: rank 0's of all ranks, another's own."""
-        for number, peer in enumerate(peers):
+        for number, (coordinates, names) in enumerate(peers):
             if rank in (0, number):
                 self._pieces[number] = [[] for _ in self.specs]
-                for name in peer.parameter_names:
-                    shard_map = mapping.shard(name, peer.coordinates, padded_vocab_size)
+                for name in names:
+                    shard_map = mapping.shard(name, coordinates, padded_vocab_size)
                     for piece in shard_map.pieces if shard_map.owned else ():
                         self._pieces[number][bucket_of[piece.name]].append((name, piece))
 
@@ -396,16 +372,3 @@ class WeightStream:
                 for target, part in zip(targets, flat.split([one.numel() for one in targets]), strict=True):
                     target.copy_(part.view(target.shape))
         return [(spec.name, whole[spec.name]) for spec in specs]
-
-
-def _split(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    buckets: list[list[TensorSpec]] = []
-    filled = bucket_bytes
-    for spec in specs:
-        num_bytes = spec.num_elements * DTYPES[spec.dtype].itemsize
-        if filled + num_bytes > bucket_bytes or spec.dtype != buckets[-1][-1].dtype:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(spec)
-        filled += num_bytes
-    return buckets

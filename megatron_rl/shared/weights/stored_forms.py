@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.shared.weights.families.quantization import BLOCK as SCALED_BLOCK
+from megatron_rl.shared.weights.families.values import SCALED_BLOCK
 from megatron_rl.shared.weights.mapping import TensorSpec
 
 _NAME = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")

@@ -9,12 +9,10 @@ from typing import Any
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families.experts import ExpertKeys
 from megatron_rl.shared.weights.families.images import Images
-from megatron_rl.shared.weights.families.latents import read_latents, write_latents
-from megatron_rl.shared.weights.families.linear import read_linear, write_linear
+from megatron_rl.shared.weights.families.layers import read_latents, read_linear, write_latents, write_linear
 from megatron_rl.shared.weights.families.names import Name
-from megatron_rl.shared.weights.families.quantization import find_other_format
 from megatron_rl.shared.weights.families.rotary import find_unsupported_rope, read_rope, read_two_ropes, write_rope
-from megatron_rl.shared.weights.families.values import read_boolean, read_count, read_positive
+from megatron_rl.shared.weights.families.values import find_other_format, read_boolean, read_count, read_positive
 from megatron_rl.types import Architecture, Rope
 
 # The fields of Architecture, each with its key of config.json, which is the same in every family.

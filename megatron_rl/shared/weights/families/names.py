@@ -190,50 +190,25 @@ SINKS = (
 )  # fmt: skip
 
 
+def _expert(
+    block: str, linear: str, sources: tuple[str, ...], split: Split, kind: str = "weight", **options: Any
+) -> Name:
+    experts = f"{_LAYER}.mlp.experts"
+    parameters = (f"{experts}.local_experts.{{expert}}.{linear}.{kind}", f"{experts}.{linear}.{kind}{{expert}}")
+    names = tuple(f"{_HF_LAYER}.{block}.experts.{{expert}}.{source}.{kind}" for source in sources)
+    return Name(parameters, names, split, layers=Layers.SPARSE, **options)
+
+
 def experts_mlp(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[Name, ...]:
     """Name the router and the experts, which are stored under `block`; each expert has its own tensors."""
-    expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
-    experts = f"{_LAYER}.mlp.experts"
+    routers, sparse = (f"{block}.{router}",), Layers.SPARSE
     return (
-        Name(
-            (f"{_LAYER}.mlp.router.weight",),
-            (f"{_HF_LAYER}.{block}.{router}.weight",),
-            Split.WHOLE,
-            layers=Layers.SPARSE,
-        ),
-        Name(
-            (f"{_LAYER}.mlp.router.bias",),
-            (f"{_HF_LAYER}.{block}.{router}.bias",),
-            Split.WHOLE,
-            when=lambda a: a.linear_bias,
-            layers=Layers.SPARSE,
-        ),
-        Name(
-            (f"{experts}.local_experts.{{expert}}.linear_fc1.bias", f"{experts}.linear_fc1.bias{{expert}}"),
-            (f"{expert}.{gate}.bias", f"{expert}.{up}.bias"),
-            Split.GATE_UP,
-            when=lambda a: a.linear_bias,
-            layers=Layers.SPARSE,
-        ),
-        Name(
-            (f"{experts}.local_experts.{{expert}}.linear_fc2.bias", f"{experts}.linear_fc2.bias{{expert}}"),
-            (f"{expert}.{down}.bias",),
-            Split.WHOLE,
-            when=lambda a: a.linear_bias,
-            layers=Layers.SPARSE,
-        ),
-        Name(
-            (f"{experts}.local_experts.{{expert}}.linear_fc1.weight", f"{experts}.linear_fc1.weight{{expert}}"),
-            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
-            Split.GATE_UP,
-            layers=Layers.SPARSE,
-        ),
-        Name(
-            (f"{experts}.local_experts.{{expert}}.linear_fc2.weight", f"{experts}.linear_fc2.weight{{expert}}"),
-            (f"{expert}.{down}.weight",),
-            Split.COLUMNS,
-            layers=Layers.SPARSE,
-        ),
+        _linear("mlp.router", routers, Split.WHOLE, layers=sparse),
+        _linear("mlp.router", routers, Split.WHOLE, "bias", when=lambda a: a.linear_bias, layers=sparse),
+        _expert(block, "linear_fc1", (gate, up), Split.GATE_UP, "bias", when=lambda a: a.linear_bias),
+        _expert(block, "linear_fc2", (down,), Split.WHOLE, "bias", when=lambda a: a.linear_bias),
+        _expert(block, "linear_fc1", (gate, up), Split.GATE_UP),
+        _expert(block, "linear_fc2", (down,), Split.COLUMNS),
     )
 
 

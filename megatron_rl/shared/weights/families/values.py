@@ -36,3 +36,21 @@ def read_boolean(config: Mapping[str, Any], key: str, default: bool = False) -> 
     if not isinstance(value, bool):
         raise InputError(f"{key} = {value!r} in config.json must be true or false")
     return value
+
+
+SCALED_BLOCK = 128
+"""Number of rows, and of columns, that share a factor of weights in scaled blocks (`stored_forms.py`)."""
+# The one format of a quantization_config that is read, that of DeepSeek-V3.
+_SCALED = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", "float8_e4m3fn", None),
+    "weight_block_size": ([SCALED_BLOCK, SCALED_BLOCK],),
+}
+
+
+def find_other_format(quantization: Mapping[str, Any]) -> str | None:
+    """Return a setting of another format of quantized weights; None if the format is the one that is read."""
+    for key, allowed in _SCALED.items():
+        if (value := quantization.get(key)) not in allowed:
+            return f"{key} = {value!r}"
+    return None

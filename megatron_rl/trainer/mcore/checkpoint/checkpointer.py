@@ -145,7 +145,7 @@ class Checkpointer:
         )
         parallel = config.ckpt_fully_parallel_load
         loaded = serialization.read(wanted, found, source, session, config.dist_ckpt_strictness, parallel)
-        state_dict.apply_model(self._policy, loaded, strict=not is_lenient)
+        state_dict.apply_model(self._policy.chunks, loaded, not is_lenient)
         if has_optimizer:
             session.run_or_raise_everywhere(
                 lambda: state_dict.apply_optimizer(self._policy, loaded, self._schedule.override_opt_param_scheduler)
@@ -156,7 +156,7 @@ class Checkpointer:
             state_dict.apply_rng(loaded, session.platform)
         if reference is not None:
             assert moved is not None
-            state_dict.apply_reference(reference.models, loaded, strict=not is_lenient)
+            state_dict.apply_model(reference.models, loaded, not is_lenient, state_dict.REFERENCE)
             reference.resume(moved)
         notes = self._make_notes(has_optimizer, wants_rng and not has_rng, source)
         return Loaded(version, {} if config.finetune else common.get(EXTRA, {}), notes, source)
@@ -184,18 +184,15 @@ class Checkpointer:
     def _add_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._config.no_save_optim:
             return state
-        model = {name: state[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
-        return state | state_dict.build_optimizer_state(self._policy, model, CONTENT, is_loading=False)
+        return state | state_dict.build_optimizer_state(self._policy, state, CONTENT, is_loading=False)
 
     def _describe_wanted(
         self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
     ) -> dict[str, Any]:
         wanted = self._weights(reference, content)
         if has_optimizer:
-            model = {name: wanted[name] for name, _ in state_dict.name_chunks(self._policy.chunks)}
-            wanted["optimizer"] = state_dict.build_optimizer_state(self._policy, model, content, is_loading=True)[
-                "optimizer"
-            ]
+            described = state_dict.build_optimizer_state(self._policy, wanted, content, is_loading=True)
+            wanted["optimizer"] = described["optimizer"]
         return wanted | (state_dict.get_rng_state(self._session.platform) if has_rng else {})
 
     def _finalize(self, is_waiting: bool) -> None:
@@ -234,7 +231,8 @@ class Checkpointer:
                 f"{'an optimizer of their own' if has_several else 'no optimizer of their own'}: use a size {size}, or "
                 f"write --no-load-optim"
             )
-        is_sharded = self._is_distributed(common["optimizer"])
+        # Optimizers are numbered if experts have an optimizer of their own.
+        is_sharded = "param_state_sharding_type" in (common["optimizer"][0] if has_several else common["optimizer"])
         is_wanted = self._policy.wrapped[0].ddp_config.use_distributed_optimizer
         if is_sharded != is_wanted:
             change = "add it" if is_sharded else "drop it"
@@ -242,12 +240,6 @@ class Checkpointer:
             raise InputError(
                 f"{source} was written {how} --use-distributed-optimizer: {change}, or write --no-load-optim"
             )
-
-    @staticmethod
-    def _is_distributed(optimizer: Any) -> bool:
-        # Optimizers are numbered if experts have an optimizer of their own.
-        one = optimizer[0] if isinstance(optimizer, dict) and 0 in optimizer else optimizer
-        return "param_state_sharding_type" in one
 
     def _make_notes(self, has_optimizer: bool, is_rng_new: bool, source: Path) -> tuple[str, ...]:
         notes = []

@@ -41,7 +41,7 @@ from megatron_rl.errors import InputError, MegatronRLError, NoRoom, find_no_room
 from megatron_rl.platforms.megatron_patches import unknown_megatron
 from megatron_rl.trainer.mcore.checkpoint import folders
 from megatron_rl.trainer.mcore.checkpoint.folders import find, iteration_folder
-from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT, build_model_state, fill_chunk, name_chunks
+from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT, apply_model, build_model_state
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.session import Session
 
@@ -86,8 +86,7 @@ def load_model(chunks: list[PackedGPTModel], folder: Path, session: Session, ite
     found, content = session.run_or_raise_everywhere(lambda: (read_metadata(source), get_content(read_common(source))))
     session.run_or_raise_everywhere(lambda: check(build_model_state(chunks, content), found, source))
     state = read(session.run_or_raise_everywhere(lambda: build_model_state(chunks, content)), found, source, session)
-    for name, chunk in name_chunks(chunks):
-        fill_chunk(chunk, state[name])
+    apply_model(chunks, state)
     return number
 
 

@@ -8,6 +8,7 @@ gathers nothing, and a load reads only a rank's own elements, into their place. 
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,8 +58,8 @@ def in_slices(optimizer: MegatronOptimizer) -> Iterator[None]:
         one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if isinstance(one, DistributedOptimizer)
     ]
     for one in changed:
-        setattr(one, _DESCRIBE, _Describe(one))
-        setattr(one, _LOAD, _Load(one))
+        setattr(one, _DESCRIBE, functools.partial(_describe, one))
+        setattr(one, _LOAD, functools.partial(_load, one))
     try:
         yield
     finally:
@@ -67,41 +68,31 @@ def in_slices(optimizer: MegatronOptimizer) -> Iterator[None]:
             delattr(one, _LOAD)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Describe:
-    optimizer: DistributedOptimizer
-
-    def __call__(self, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> State:
-        optimizer = self.optimizer
-        parts = {
-            part.data: part for part in nested_values(model) if isinstance(part, ShardedTensor | ShardedTensorFactory)
+def _describe(
+    optimizer: DistributedOptimizer, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
+) -> State:
+    parts = {part.data: part for part in nested_values(model) if isinstance(part, ShardedTensor | ShardedTensorFactory)}
+    return {
+        index: {
+            key: dict(enumerate(_make_shards(parts[parameter], key, place, values, optimizer)))
+            for key, values in _get_tensors(optimizer, parameter).items()
         }
-        return {
-            index: {
-                key: dict(enumerate(_make_shards(parts[parameter], key, place, values, optimizer)))
-                for key, values in _get_tensors(optimizer, parameter).items()
-            }
-            for index, parameter, place in _list_own_parts(optimizer)
+        for index, parameter, place in _list_own_parts(optimizer)
+    }
+
+
+@torch.no_grad()
+def _load(optimizer: DistributedOptimizer, state: State) -> None:
+    for index, parameter, _ in _list_own_parts(optimizer):
+        tensors = {
+            key: torch.cat([pieces[number].flatten() for number in sorted(pieces)])
+            for key, pieces in state[index].items()
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Load:
-    optimizer: DistributedOptimizer
-
-    @torch.no_grad()
-    def __call__(self, state: State) -> None:
-        optimizer = self.optimizer
-        for index, parameter, _ in _list_own_parts(optimizer):
-            tensors = {
-                key: torch.cat([pieces[number].flatten() for number in sorted(pieces)])
-                for key, pieces in state[index].items()
-            }
-            optimizer._set_main_param_and_optimizer_states(parameter, tensors)
-        # An optimizer with its state on the host keeps a second list of the state.
-        synchronize = getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
-        if synchronize is not None:
-            synchronize()
+        optimizer._set_main_param_and_optimizer_states(parameter, tensors)
+    # An optimizer with its state on the host keeps a second list of the state.
+    synchronize = getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
+    if synchronize is not None:
+        synchronize()
 
 
 def _list_own_parts(optimizer: DistributedOptimizer) -> Iterator[tuple[int, torch.nn.Parameter, range]]:
@@ -163,7 +154,8 @@ def _describe_wholes(part: ShardedTensor | ShardedTensorFactory, key: str, repli
     A parameter has several if the model fuses tensors that the checkpoint keeps apart: gate and up of an MLP.
     """
     probe = torch.empty(part.data.shape, dtype=torch.float32, device="meta")
-    named = dataclasses.replace(part, key=key, data=probe, replica_id=replica, **_choose_dtype(part))
+    dtype: dict[str, Any] = {} if isinstance(part, ShardedTensorFactory) else {"dtype": torch.float32}
+    named = dataclasses.replace(part, key=key, data=probe, replica_id=replica, **dtype)
     wholes = list(nested_values(named.build())) if isinstance(named, ShardedTensorFactory) else [named]
     for whole in wholes:
         is_view = whole.data is probe or whole.data._base is probe
@@ -172,7 +164,3 @@ def _describe_wholes(part: ShardedTensor | ShardedTensorFactory, key: str, repli
                 f"{part.key} must be saved as contiguous parts of the parameter, and is saved otherwise"
             )
     return sorted(wholes, key=lambda whole: whole.data.storage_offset())
-
-
-def _choose_dtype(part: ShardedTensor | ShardedTensorFactory) -> dict[str, Any]:
-    return {} if isinstance(part, ShardedTensorFactory) else {"dtype": torch.float32}

@@ -22,7 +22,7 @@ from megatron_rl.trainer.mcore.model.lora import Adapter
 from megatron_rl.trainer.mcore.step.policy import Policy
 
 RNG = "rng_state"
-_REFERENCE = "reference."
+REFERENCE = "reference."
 # The bounds of the schedules of a group of parameters.
 _BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
 # The only form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write.
@@ -80,8 +80,8 @@ def _describe_factor(shard: Shard, parameter: torch.nn.Parameter) -> ShardedTens
 
 def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the reference's weights, under names next to the model's."""
-    state = {_REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
-    add_prefix_for_sharding(state, _REFERENCE)
+    state = {REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
+    add_prefix_for_sharding(state, REFERENCE)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
             # A background writer gets no copy of pinned memory, and the reference may move while it writes.
@@ -90,9 +90,13 @@ def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str
 
 
 def build_optimizer_state(
-    policy: Policy, model: dict[str, Any], content: Mapping[str, Any], is_loading: bool
+    policy: Policy, state: Mapping[str, Any], content: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    """Describe optimizer and schedule. Each rank describes its own slices of the distributed optimizer."""
+    """Describe optimizer and schedule. Each rank describes its own slices of the distributed optimizer.
+
+    `state` has the model's description, `build_model_state`.
+    """
+    model = {name: state[name] for name, _ in name_chunks(policy.chunks)}
     if not is_loading:
         _allocate(policy.optimizer)
     with in_slices(policy.optimizer):
@@ -146,20 +150,13 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool)
         ) from None
 
 
-def apply_model(policy: Policy, loaded: dict[str, Any], strict: bool) -> None:
-    for name, chunk in name_chunks(policy.chunks):
-        fill_chunk(chunk, loaded[name], strict)
-
-
-def fill_chunk(chunk: PackedGPTModel, loaded: dict[str, Any], strict: bool = True) -> None:
-    """Give a chunk what `build_model_state` describes. The base of adapters, which it leaves out, stays as it is."""
-    has_adapters = any(isinstance(module, Adapter) for module in chunk.modules())
-    chunk.load_state_dict(loaded, strict=strict and not has_adapters)
-
-
-def apply_reference(chunks: Sequence[PackedGPTModel], loaded: dict[str, Any], strict: bool) -> None:
+def apply_model(
+    chunks: Sequence[PackedGPTModel], loaded: Mapping[str, Any], strict: bool = True, prefix: str = ""
+) -> None:
+    """Give chunks what `build_model_state` describes. The base of adapters, which it leaves out, stays as it is."""
     for name, chunk in name_chunks(chunks):
-        chunk.load_state_dict(loaded[_REFERENCE + name], strict=strict)
+        has_adapters = any(isinstance(module, Adapter) for module in chunk.modules())
+        chunk.load_state_dict(loaded[prefix + name], strict=strict and not has_adapters)
 
 
 def apply_rng(loaded: dict[str, Any], platform: Platform) -> None:

@@ -31,28 +31,6 @@ class PackParams(PackedSeqParams):
     routing: Routing | None = None
     """The given experts of the rows of this rank's routers; None if the routers choose."""
 
-    @classmethod
-    def of(
-        cls,
-        pack: Pack,
-        temperature: float,
-        with_entropies: bool,
-        rotation_R2F: torch.Tensor | None = None,
-        routing: Routing | None = None,
-    ) -> "PackParams":
-        """Make parameters with which Megatron computes on [tokens, 1, ...], without cumulative lengths."""
-        length = pack.num_tokens
-        return cls(
-            qkv_format="sbhd",
-            max_seqlen_q=length,
-            max_seqlen_kv=length,
-            pack=pack,
-            temperature=temperature,
-            with_entropies=with_entropies,
-            rotation_R2F=rotation_R2F,
-            routing=routing,
-        )
-
 
 class SharedPromptAttention(MegatronModule):
     """The core attention that Megatron builds from the layer spec, which gives `architecture` and `backend`."""

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config
 
 from megatron_rl.platforms import Platform
-from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, wrap_in_precision
 
 
 def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
@@ -27,9 +25,7 @@ def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> li
     for chunk in chunks:
         chunk.requires_grad_(False)
         chunk.eval()
-    config = get_model_config(chunks[0])
-    is_half = config.bf16 or config.fp16
-    wrapped = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
+    wrapped = wrap_in_precision(chunks)
     if host is not None:
         offload(chunks, host)
     return wrapped

@@ -15,7 +15,7 @@ Letters: R rows, E hidden size.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -170,7 +170,12 @@ def fuse_layers(chunk: Any, backend: str) -> None:
         return
     for layer in chunk.decoder.layers:
         replace_linear_layers(layer)
-    layers = [layer for layer in chunk.decoder.layers if _is_of_megatron(layer)]
+    # Other layers may add and normalize in another way.
+    layers = [
+        layer
+        for layer in chunk.decoder.layers
+        if isinstance(layer, TransformerLayer) and type(layer).__module__.startswith("megatron.core.")
+    ]
     for layer in layers:
         for module in layer.mlp.modules():
             ours: Any = _OURS.get(type(module))
@@ -184,11 +189,6 @@ def fuse_layers(chunk: Any, backend: str) -> None:
     norms = [layer.input_layernorm for layer in layers[1:]]
     for layer, norm in zip(layers, [*norms, getattr(chunk.decoder, "final_layernorm", None)], strict=True):
         _fuse_addition(layer, "mlp_bda", norm)
-
-
-def _is_of_megatron(layer: torch.nn.Module) -> bool:
-    """Check that a layer adds and normalizes as megatron's does."""
-    return isinstance(layer, TransformerLayer) and type(layer).__module__.startswith("megatron.core.")
 
 
 def _is_swiglu(config: TransformerConfig) -> bool:
@@ -268,11 +268,8 @@ def _multiply(
     **others: Any,
 ) -> torch.Tensor | None:
     """Return the product, from the arguments that Megatron's layers give; None if it is left to Megatron."""
-    if not weight.requires_grad or hasattr(weight, "__fsdp_param__") or _has_effect(others):
+    # Arguments have no effect only with the values that are known to change nothing.
+    has_effect = any(name not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[name] for name, value in others.items())
+    if has_effect or not weight.requires_grad or hasattr(weight, "__fsdp_param__"):
         return None
     return linear(input, weight, bias, gradient_accumulation_fusion, tp_group, sequence_parallel, allreduce_dgrad)
-
-
-def _has_effect(others: Mapping[str, Any]) -> bool:
-    """Check whether any argument has another value than those known to change nothing."""
-    return any(name not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[name] for name, value in others.items())

@@ -102,8 +102,7 @@ class GatedDeltaNet(MegatronModule):
     def _add_divided(self, *shape: int) -> torch.nn.Parameter:
         """Make a parameter with the marks by which the gradient norm counts each shard."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=self.config.params_dtype))
-        for mark, value in (("tensor_model_parallel", True), ("partition_dim", 0), ("partition_stride", 1)):
-            setattr(parameter, mark, value)
+        tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         return parameter
 
     def forward(

@@ -83,12 +83,23 @@ class PackedGPTModel(GPTModel):
         is_turned_here = has_kernel or self.architecture.latents is not None
         rotation_R2F = self._make_rotation(pack.positions_T[rows]) if is_turned_here else None
         routing = select_routing(self, pack, rows) if routing is None else routing
+        # With these, Megatron computes on [tokens, 1, ...], without cumulative lengths.
+        params = PackParams(
+            qkv_format="sbhd",
+            max_seqlen_q=pack.num_tokens,
+            max_seqlen_kv=pack.num_tokens,
+            pack=pack,
+            temperature=temperature,
+            with_entropies=with_entropies,
+            rotation_R2F=rotation_R2F,
+            routing=routing,
+        )
         with counting(self, pack, rows):
             return super().forward(
                 input_ids=pack.tokens_T[None, rows],
                 position_ids=pack.positions_T[None, rows],
                 attention_mask=None,
-                packed_seq_params=PackParams.of(pack, temperature, with_entropies, rotation_R2F, routing),
+                packed_seq_params=params,
             )
 
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
@@ -260,12 +271,16 @@ def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig
     # A copy, because Megatron writes the size of buckets into it.
     ddp_config = copy.copy(ddp_config)
     settle_bucket_size(ddp_config, sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters()))
-    is_half = config.bf16 or config.fp16
-    halves = [Float16Module(config, chunk) if is_half else chunk for chunk in chunks]
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(halves)
+        for index, chunk in enumerate(wrap_in_precision(chunks))
     ]
+
+
+def wrap_in_precision(chunks: Sequence[PackedGPTModel]) -> list[torch.nn.Module]:
+    """Wrap each chunk in mixed precision, if the model is in half precision."""
+    config = chunks[0].config
+    return [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
 
 
 def settle_bucket_size(ddp_config: DistributedDataParallelConfig, num_parameters: int) -> None:

@@ -2,7 +2,7 @@
 
 Each adapted layer has an `Adapter`, whose products are added to the layer's output. Invariants:
 
-- base weights get no gradient and never change; a merge (`MergedShard`) is a new tensor;
+- base weights get no gradient and never change; a merge is a new tensor;
 - with B = 0, as at the start, outputs equal the base's to the last bit;
 - the reference is the base: the same parameters, with adapters off. The old policy has copies of the adapters alone.
 
@@ -64,16 +64,7 @@ class RoleSwitch:
 _NORMALIZES = "TELayerNormColumnParallelLinear"
 _PLAIN = ("TEColumnParallelLinear", "TERowParallelLinear", _NORMALIZES)
 _GROUPED = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerFacts:
-    """The facts of a layer that decide how an adapter exchanges rows, and how its gradients are summed."""
-
-    group: Any
-    """The tensor-parallel ranks that divide the layer."""
-    is_sequence_parallel: bool
-    is_expert: bool
+"""Layers that multiply the rows of several experts, each with a weight of its own."""
 
 
 class Adapter(torch.nn.Module):
@@ -82,19 +73,21 @@ class Adapter(torch.nn.Module):
     def __init__(
         self,
         weight: torch.nn.Parameter,
-        facts: LayerFacts,
+        group: Any,
+        is_sequence_parallel: bool,
         parts: Sequence[AdapterPart],
         scale: float,
         switch: RoleSwitch,
     ):
+        """Make it, unfilled; `group` are the tensor-parallel ranks that divide the layer."""
         super().__init__()
         self.parts = list(parts)
         self._scale = scale
         self._switch = switch
-        self._group = facts.group
-        self._is_sequence_parallel = facts.is_sequence_parallel
+        self._group = group
+        self._is_sequence_parallel = is_sequence_parallel
         # An expert's ranks share nothing: its tensor-parallel size is 1.
-        self._is_divided = not facts.is_expert
+        self._is_divided = not parts[0].is_expert
         self._splits_inputs = parts[0].splits_inputs
         self._kept: list[torch.Tensor] = []
         for number, part in enumerate(parts):
@@ -123,11 +116,8 @@ class Adapter(torch.nn.Module):
 
     def shards(self) -> list[Shard]:
         """Return the factors with their places in PEFT's tensors."""
-        own = self._own()
-        pairs = zip(self.parts, own[0::2], own[1::2], strict=True)
-        return [
-            shard for part, a, b in pairs for shard in (Shard(part.name_a, a, part.a), Shard(part.name_b, b, part.b))
-        ]
+        places = [place for part in self.parts for place in (part.a, part.b)]
+        return [Shard(place.pieces[0].name, factor, place) for place, factor in zip(places, self._own(), strict=True)]
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -192,16 +182,6 @@ class ExpertAdapters(torch.nn.ModuleList):
         return torch.cat([adapter(rows, output) for adapter, rows, output in parts])
 
 
-@dataclasses.dataclass(frozen=True)
-class MergedShard(Shard):
-    """A parameter that is exported with its adapters in it."""
-
-    adapter: Adapter
-
-    def values(self) -> torch.Tensor:
-        return self.adapter.merge(self.parameter.detach())
-
-
 class RolePass(torch.nn.Module):
     """A chunk of the policy's model in another role, without gradients, at the place of a frozen model's chunk."""
 
@@ -241,8 +221,9 @@ class Adapters:
             parts = mapping.place(global_name, coordinates, chunk.vocab_size) if own_name.startswith("weight") else []
             if parts:
                 layer = chunk.get_submodule(path)
-                facts = describe_layer(layer, parts[0].is_expert, global_name)
-                adapter = Adapter(getattr(layer, own_name), facts, parts, alpha / mapping.rank, self._switch)
+                group, weight = find_group(layer, parts[0].is_expert, global_name), getattr(layer, own_name)
+                scale = alpha / mapping.rank
+                adapter = Adapter(weight, group, layer.sequence_parallel, parts, scale, self._switch)
                 self.by_parameter[global_name] = adapter
                 _attach(layer, adapter)
 
@@ -290,7 +271,7 @@ def attach_adapters(settings: Settings, chunks: Sequence[PackedGPTModel], coordi
 
 def _attach(layer: Any, adapter: Adapter) -> None:
     """Have a layer add the adapter's products; a layer with several weights gets the products of each in order."""
-    if not has_weight_for_each_expert(layer):
+    if type(layer).__name__ not in _GROUPED:
         layer.register_module(ADAPTER, adapter)
         layer.register_forward_hook(_add_adapter)
     elif hasattr(layer, ADAPTER):
@@ -307,31 +288,24 @@ def _add_adapter(layer: Any, arguments: tuple[Any, ...], outputs: tuple[torch.Te
     return layer.adapter(find_multiplied_rows(layer, rows), output, *rest), bias
 
 
-@dataclasses.dataclass(frozen=True)
-class ScaledShard(Shard):
-    """A factor of B as engines get it: multiplied by alpha over rank, so that a product needs no scale."""
-
-    scale: float
-
-    def values(self) -> torch.Tensor:
-        """Return the scaled factor, in float32 at least."""
-        factor = self.parameter.detach()
-        return factor.to(torch.promote_types(factor.dtype, torch.float32)) * self.scale
-
-
 def list_scaled(adapters: Adapters) -> list[Shard]:
-    """Return this rank's factors, with the scale in those of B."""
+    """Return this rank's factors as engines get them: with alpha over rank in B, so that a product needs no scale."""
     scale = adapters.alpha / adapters.mapping.rank
+
+    def multiply(factor: torch.Tensor) -> torch.Tensor:
+        return factor.to(torch.promote_types(factor.dtype, torch.float32)) * scale
+
     return [
-        ScaledShard(shard.parameter_name, shard.parameter, shard.map, scale)
-        if shard.parameter_name.endswith(".lora_B.weight")
-        else shard
+        dataclasses.replace(shard, compute=multiply) if shard.parameter_name.endswith(".lora_B.weight") else shard
         for shard in adapters.shards
     ]
 
 
-def describe_layer(layer: Any, is_expert: bool, name: str) -> LayerFacts:
-    """Describe a layer; raise an InputError unless it is one of those that the sums over ranks are written for."""
+def find_group(layer: Any, is_expert: bool, name: str) -> Any:
+    """Return the tensor-parallel ranks that divide a layer.
+
+    Raise an InputError unless the layer is one that the sums over ranks are written for.
+    """
     kind = type(layer).__name__
     is_engines = kind in (*_PLAIN, *_GROUPED)
     if not is_engines and not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -353,12 +327,7 @@ def describe_layer(layer: Any, is_expert: bool, name: str) -> LayerFacts:
         )
     if getattr(layer, "gather_output", False) or not getattr(layer, "input_is_parallel", True):
         raise InputError(f"--lora-targets: {name} exchanges its rows in a way that adapters do not: name other modules")
-    return LayerFacts(layer._tp_group if is_engines else layer.tp_group, layer.sequence_parallel, is_expert)
-
-
-def has_weight_for_each_expert(layer: Any) -> bool:
-    """Check whether the layer multiplies the rows of several experts, each with a weight of its own."""
-    return type(layer).__name__ in _GROUPED
+    return layer._tp_group if is_engines else layer.tp_group
 
 
 def find_multiplied_rows(layer: Any, rows_RI: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ Letters: R rows of this rank's routers, L layers of the model, K experts of a to
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ def replay_routing(chunks: Iterable[torch.nn.Module]) -> None:
     for chunk in chunks:
         for layer in _list_layers(chunk):
             replay = layer.mlp.router.router_replay = RouterReplay(layer.layer_number - 1)
-            layer.register_forward_pre_hook(_Begin(replay), with_kwargs=True)
+            layer.register_forward_pre_hook(functools.partial(_begin, replay), with_kwargs=True)
             layer.register_forward_hook(lambda *_, replay=replay: replay.end(), always_call=True)
 
 
@@ -176,13 +177,8 @@ def _list_layers(chunk: Any) -> list[Any]:
     return [layer for layer in chunk.decoder.layers if isinstance(getattr(layer.mlp, "router", None), TopKRouter)]
 
 
-class _Begin:
-    """A hook before a call of a layer."""
-
-    def __init__(self, replay: RouterReplay) -> None:
-        self._replay = replay
-
-    def __call__(self, layer: torch.nn.Module, _: Any, keywords: dict[str, Any]) -> None:
-        params = keywords.get("packed_seq_params")
-        routing = params.routing if isinstance(params, PackParams) else None
-        self._replay.begin(_Call(routing, layer.training and torch.is_grad_enabled()))
+def _begin(replay: RouterReplay, layer: torch.nn.Module, _: Any, keywords: dict[str, Any]) -> None:
+    """Note a call of a layer; a hook before it."""
+    params = keywords.get("packed_seq_params")
+    routing = params.routing if isinstance(params, PackParams) else None
+    replay.begin(_Call(routing, layer.training and torch.is_grad_enabled()))

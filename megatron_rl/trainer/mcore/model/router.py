@@ -125,30 +125,22 @@ def choose_in_order(scores_RX: torch.Tensor, topk: int, *_: int | None) -> tuple
     return chosen
 
 
-class GroupingRouter(ChoosingRouter):
-    """Megatron's router that chooses experts from the groups with the largest scores."""
-
-    choose = staticmethod(choose_from_groups)
-
-
-class OrderingRouter(ChoosingRouter):
-    """Megatron's router that gives chosen experts in the order of their scores."""
-
-    choose = staticmethod(choose_in_order)
-
-
 def settle_choices(chunk: torch.nn.Module) -> None:
     """Have the chunk's routers compare groups of experts as engines do, and choose in the same order in every pass."""
     routers: list[Any] = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
     for router in routers:
         kind = type(router)
+        choose: Choose | None = None
+        # A recipe's own router keeps its choice.
         if router.config.moe_router_group_topk:
             # Megatron's own choice from groups, which sigmoid scores keep, is in order.
             if kind is TopKRouter and router.score_function == "softmax":
-                router.__class__ = GroupingRouter
+                choose = choose_from_groups
         elif kind in (TopKRouter, BiasedRouter) and hasattr(router, "router_replay"):
-            # A recipe's own router keeps its choice.
-            router.__class__ = type(f"Ordering{kind.__name__}", (OrderingRouter, kind), {})
+            choose = choose_in_order
+        if choose is not None:
+            router.__class__ = type(f"Choosing{kind.__name__}", (ChoosingRouter, kind), {})
+            router.choose = choose
 
 
 def select_rows(chunk: Any, rows: slice) -> slice:

@@ -47,8 +47,7 @@ class JoinedHeadsNorm(torch.nn.Module):
         num_rows = self.num_columns // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(num_rows, dtype=config.params_dtype))
         # The marks by which the gradient norm counts each shard.
-        for mark, value in (("tensor_model_parallel", True), ("partition_dim", 0), ("partition_stride", 1)):
-            setattr(self.weight, mark, value)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x_R1HD: torch.Tensor) -> torch.Tensor:
         """Normalize queries or keys, in fp32 at least."""

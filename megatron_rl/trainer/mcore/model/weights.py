@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import files, folders
@@ -25,9 +24,7 @@ from megatron_rl.shared.weights.shards import (
     Bucket,
     Count,
     Digests,
-    Export,
     HostExport,
-    ParameterOwner,
     Put,
     Shard,
     WeightStream,
@@ -36,7 +33,7 @@ from megatron_rl.shared.weights.shards import (
     map_shards,
 )
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
-from megatron_rl.trainer.mcore.model.lora import Adapters, MergedShard, list_scaled
+from megatron_rl.trainer.mcore.model.lora import Adapters, list_scaled
 from megatron_rl.trainer.mcore.session import Session
 
 _log = logging.getLogger(__name__)
@@ -59,10 +56,10 @@ class ModelWeights:
         """The dtype of the parameters. The architecture has the dtype of the Hugging Face folder."""
         self._padded_vocab_size = chunks[0].vocab_size
         # By the dtype of published files.
-        self._exports: dict[str | None, Export] = {}
+        self._exports: dict[str | None, HostExport | DeviceExport] = {}
         self._writers: list[int] | None = None
-        self._stream: WeightStream | None = None
-        self._stream_settings: tuple[str | None, int] | None = None
+        # By the dtype of streamed tensors, and the bytes of a bucket.
+        self._streams: dict[tuple[str | None, int], WeightStream] = {}
         self.adapters: Adapters | None = None
         """The adapters that are merged into what is exported, or exported without their base."""
         self.base = ""
@@ -73,27 +70,20 @@ class ModelWeights:
 
     def merged_with(self, adapters: Adapters) -> "ModelWeights":
         """Return these weights as they are with the adapters merged into them. The parameters stay as they are."""
-        merged = copy.copy(self)
-        merged._forget_plans()
-        merged.adapters, of_weights = adapters, adapters.by_parameter
-        merged.shards = [
-            MergedShard(shard.parameter_name, shard.parameter, shard.map, of_weights[shard.parameter_name])
-            if shard.parameter_name in of_weights
-            else shard
-            for shard in self.shards
-        ]
-        return merged
+        merges = {name: adapter.merge for name, adapter in adapters.by_parameter.items()}
+        shards = [dataclasses.replace(shard, compute=merges.get(shard.parameter_name)) for shard in self.shards]
+        return self._replace(adapters, "", shards)
 
     def without_base(self, adapters: Adapters, dtype: str | None) -> "ModelWeights":
         """Return the adapters of these weights in their place, for engines that hold the weights in this dtype."""
-        alone = copy.copy(self)
-        alone._forget_plans()
-        alone.adapters, alone.base, alone.shards = adapters, self.fingerprint(dtype), list_scaled(adapters)
-        return alone
+        return self._replace(adapters, self.fingerprint(dtype), list_scaled(adapters))
 
-    def _forget_plans(self) -> None:
-        """Forget what follows from the tensors and their places."""
-        self._exports, self._stream, self._writers = {}, None, None
+    def _replace(self, adapters: Adapters, base: str, shards: list[Shard]) -> "ModelWeights":
+        """Return a copy with other shards, without what follows from the places of these."""
+        other = copy.copy(self)
+        other._exports, other._streams, other._writers = {}, {}, None
+        other.adapters, other.base, other.shards = adapters, base, shards
+        return other
 
     def list_specs(self, dtype: str | None = None) -> list[TensorSpec]:
         """List the tensors that are exported."""
@@ -191,6 +181,7 @@ class ModelWeights:
         session = self._session
         return session.broadcast(session.run_or_raise_everywhere(lambda: find() if session.rank == 0 else []))
 
+    @contextlib.contextmanager
     def begin_files(
         self,
         folder: Path,
@@ -198,16 +189,16 @@ class ModelWeights:
         instead_of: Path | None = None,
         is_read_early: bool = False,
         is_laid_out_here: bool | None = None,
-    ) -> "FilesBegun":
+    ) -> Iterator["FilesBegun"]:
         """Lay out files for the tensors, readable by this user alone, and write the tensors' digests beside them.
 
-        The tensors are written in the context that this returns. If the folder is read early, `folders.Arrival` tells
-        readers which tensors have arrived. `instead_of` is a folder that an earlier call wrote with the same dtype: it
-        is renamed, and its files are overwritten. Ranks other than rank 0 lay files out too if `is_laid_out_here`: a
-        folder of another host, which only gets what that host's ranks own.
+        The tensors are written within the context; if that fails, the rank that laid the files out removes them. If the
+        folder is read early, `folders.Arrival` tells readers which tensors have arrived. `instead_of` is a folder that
+        an earlier call wrote with the same dtype: it is renamed, and its files are overwritten. Ranks other than rank 0
+        lay files out too if `is_laid_out_here`: a folder of another host, which only gets what that host's ranks own.
         """
-        plan = self._get_export(dtype).plan
-        digests, session, writers = self._digest(dtype), self._session, self._find_writers()
+        exports, session, writers = self._get_export(dtype), self._session, self._find_writers()
+        digests = self._digest(dtype)
         opened = contextlib.ExitStack()
         lays_out = session.rank == 0 if is_laid_out_here is None else is_laid_out_here
 
@@ -217,7 +208,7 @@ class ModelWeights:
             if instead_of is not None and instead_of.is_dir():
                 instead_of.rename(staged)
             else:
-                _stage(staged, folder, plan, private=True, is_sparse=session.rank != 0)
+                _stage(staged, folder, exports.plan, private=True, is_sparse=session.rank != 0)
             try:
                 with room_checked(staged):
                     files.write_digests(staged, digests)
@@ -230,7 +221,13 @@ class ModelWeights:
                 raise
 
         session.run_or_raise_everywhere(lambda: begin() if lays_out else None)
-        return FilesBegun(self, session, folder, plan, dtype, digests, writers, is_read_early, opened, lays_out)
+        try:
+            with opened:
+                yield FilesBegun(session, folder, exports, self.base, digests, writers, is_read_early)
+        except BaseException:
+            if lays_out:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _digest(self, dtype: str | None) -> dict[str, list[int]]:
         exports = self._get_export(dtype)
@@ -245,7 +242,7 @@ class ModelWeights:
             self._writers = [rank for rank, is_writer in enumerate(are_writers) if is_writer]
         return self._writers
 
-    def _get_export(self, dtype: str | None) -> Export:
+    def _get_export(self, dtype: str | None) -> HostExport | DeviceExport:
         """Return what exports in this dtype: a device by kernels, unless numbers must be computed from several."""
         if dtype not in self._exports:
             session, plan = self._session, files.FilePlan(self.list_specs(dtype))
@@ -269,14 +266,14 @@ class ModelWeights:
         return self._stream_of(dtype, bucket_bytes).specs
 
     def _stream_of(self, dtype: str | None, bucket_bytes: int) -> WeightStream:
-        if self._stream is None or self._stream_settings != (dtype, bucket_bytes):
-            self._stream_settings = (dtype, bucket_bytes)
-            session = self._session
+        settings, session = (dtype, bucket_bytes), self._session
+        if settings not in self._streams:
             names = session.gather(tuple(shard.parameter_name for shard in self.shards if shard.map.owned))
-            peers = [ParameterOwner(*of_rank) for of_rank in zip(session.all_coordinates, names, strict=True)]
-            size = self._padded_vocab_size
-            self._stream = WeightStream(self.mapping, session.rank, peers, size, dtype, bucket_bytes)
-        return self._stream
+            peers = list(zip(session.all_coordinates, names, strict=True))
+            self._streams[settings] = WeightStream(
+                self.mapping, session.rank, peers, self._padded_vocab_size, *settings
+            )
+        return self._streams[settings]
 
     def _write(self, folder: Path, plan: files.FilePlan, puts: Sequence[Put]) -> None:
         """Write the tensors that this rank owns, and hand them to `puts` too."""
@@ -292,14 +289,11 @@ class ModelWeights:
         coordinates = self._session.coordinates
         return coordinates.tensor_rank / coordinates.tensor_size
 
-    def write_owned(self, folder: Path, dtype: str | None, count: Count | None) -> None:
-        """Write the tensors that this rank owns; `count` learns of the elements that have been written."""
-        if self.is_written_here:
-            with _writing_to(folder):
-                self._get_export(dtype).write(folder, count)
-
     def _describe(self, staged: Path, plan: files.FilePlan, source: Path | str | None, dtype: str | None) -> None:
-        config = dict(_source_config(source) or derive_config(self.architecture))
+        if source is not None and (path := Path(source) / "config.json").exists():
+            config = json.loads(path.read_text())
+        else:
+            config = dict(derive_config(self.architecture))
         stored = "dtype" if "dtype" in config else "torch_dtype"
         config[stored] = dtype or self.architecture.dtype
         if stored in config.get("text_config", {}):
@@ -316,33 +310,25 @@ class ModelWeights:
 
 @dataclasses.dataclass
 class FilesBegun:
-    """Files whose tensors all ranks have yet to write; the rank that laid them out removes them if that fails."""
+    """Files whose tensors all ranks have yet to write."""
 
-    weights: ModelWeights
     session: Session
     folder: Path
-    plan: files.FilePlan
-    dtype: str | None
+    export: HostExport | DeviceExport
+    base: str
     digests: MappingABC[str, Sequence[int]]
     writers: Sequence[int]
     """The ranks that write tensors."""
     is_read_early: bool
     """True if readers follow counts of what has been written."""
-    opened: contextlib.ExitStack
-    """Closed when all ranks have written."""
-    lays_out: bool
+
+    @property
+    def plan(self) -> files.FilePlan:
+        return self.export.plan
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        return compute_fingerprint(self.plan.specs.values(), self.digests, self.weights.base)
-
-    def __enter__(self) -> "FilesBegun":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.opened.close()
-        if kind is not None and self.lays_out:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        return compute_fingerprint(self.plan.specs.values(), self.digests, self.base)
 
     def write(self, note: Count | None = None) -> None:
         """Write all tensors; every rank calls it. `note` learns of the elements of each tensor that are written."""
@@ -350,26 +336,22 @@ class FilesBegun:
 
     def _write(self, note: Count | None) -> None:
         rank, specs = self.session.rank, list(self.plan.specs.values())
+        # A rank that writes nothing may be on a host that does not have the folder.
         if rank not in self.writers:
             return
-        if not self.is_read_early:
-            self.weights.write_owned(self.folder, self.dtype, note)
-            return
-        writer, num_writers = self.writers.index(rank), len(self.writers)
-        with room_checked(self.folder), Counter(self.folder, specs, writer, num_writers) as counter:
-            self.weights.write_owned(self.folder, self.dtype, _count_twice(counter.add, note))
+        with _writing_to(self.folder):
+            if not self.is_read_early:
+                self.export.write(self.folder, note)
+                return
+            with Counter(self.folder, specs, self.writers.index(rank), len(self.writers)) as counter:
 
+                def count(name: str, num_elements: int) -> None:
+                    # Readers of the files learn of them first.
+                    counter.add(name, num_elements)
+                    if note is not None:
+                        note(name, num_elements)
 
-def _count_twice(count: Count, note: Count | None) -> Count:
-    """Count elements for readers of the files first, and then for `note`."""
-    if note is None:
-        return count
-
-    def both(name: str, num_elements: int) -> None:
-        count(name, num_elements)
-        note(name, num_elements)
-
-    return both
+                self.export.write(self.folder, count)
 
 
 @contextlib.contextmanager
@@ -404,9 +386,3 @@ def _stage(staged: Path, folder: Path, plan: files.FilePlan, private: bool = Fal
         files.create(staged, plan, private, is_sparse)
     except OSError as error:
         raise find_no_room(error, staged) or InputError(f"{staged} cannot be created: {error}") from None
-
-
-def _source_config(source: Path | str | None) -> MappingABC[str, Any] | None:
-    if source is None or not (Path(source) / "config.json").exists():
-        return None
-    return json.loads((Path(source) / "config.json").read_text())

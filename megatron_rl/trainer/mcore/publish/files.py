@@ -15,13 +15,16 @@ import shutil
 import socket
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import FileSource, PublishAnswer
 from megatron_rl.shared.weights.folders import is_in_memory
-from megatron_rl.trainer.mcore.publish.hosts import Deliveries
 from megatron_rl.trainer.mcore.publish.offers import Offers, Through
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.publish.hosts import Deliveries
 
 _REMEDY = (
     "Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all hosts share, or have one "
@@ -36,7 +39,7 @@ class FilesTransport:
     rank that holds only copies of other ranks' parts need not.
     """
 
-    def __init__(self, folder: Path, through: Through = "auto", hosts: Deliveries | None = None):
+    def __init__(self, folder: Path, through: Through = "auto", hosts: "Deliveries | None" = None):
         """`through` says whether engines copy from the ranks' devices: if they can, never, or always.
 
         `hosts` brings the weights to engines on other hosts.
@@ -79,15 +82,15 @@ class FilesTransport:
             # A failed attempt may have left the folder.
             shutil.rmtree(folder, ignore_errors=True)
         spare, self._spare = self._spare, None
-        begun = publisher.weights.begin_files(folder, publisher.dtype, spare, self._is_read_early, self._lays_out)
-        fingerprint = begun.fingerprint
-        is_offered = self._offers.put(folder, fingerprint)
+        writing = publisher.weights.begin_files(folder, publisher.dtype, spare, self._is_read_early, self._lays_out)
 
         def announce() -> Future[PublishAnswer]:
             return publisher.announce(version, fingerprint, FileSource(folder=str(folder)))
 
         with contextlib.ExitStack() as sending:
-            with begun:
+            with writing as begun:
+                fingerprint = begun.fingerprint
+                is_offered = self._offers.put(folder, fingerprint)
                 delivery = None if self._hosts is None else sending.enter_context(self._hosts.begin(version, begun))
                 if self._is_read_early:
                     told = announce()

@@ -77,7 +77,8 @@ class Probe:
         self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: AnswerReceiver | None
     ) -> None:
         first, *others = by_replica
-        bound = self._bound if self._bound is not None else probe.find_bound(self._own_kind(), self._dtype)
+        kind = EngineKind(dtype=self._dtype, device=self._session.device.type)
+        bound = self._bound if self._bound is not None else probe.find_bound(kind, self._dtype)
         for replica, log_probs in enumerate(others, start=1):
             found = probe.measure_difference(log_probs, first)
             if not found.mean <= bound:
@@ -99,6 +100,3 @@ class Probe:
                     agreement=self._agreement,
                 )
             )
-
-    def _own_kind(self) -> EngineKind:
-        return EngineKind(dtype=self._dtype, device=self._session.device.type)

@@ -160,41 +160,27 @@ class ToldBySidecar:
 
 def _make_source(tensors: Tensors) -> Any:
     """Wrap the tensors for vLLM's sender, which reads a list from 0.33 on, and makes calls before."""
-    from vllm.distributed.weight_transfer.base import WeightSource
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-    is_listed = isinstance(inspect.getattr_static(WeightSource, "metadata"), property)
-    return _make_listed_source(tensors) if is_listed else _make_called_source(tensors)
+    # Without owners, because the sender has all of each tensor.
+    described = [ParamMeta(spec.name, DTYPES[spec.dtype], tuple(spec.shape)) for spec in tensors.manifest]
+    if not isinstance(inspect.getattr_static(WeightSource, "metadata"), property):
 
+        class CalledSource(WeightSource):
+            def metadata(self) -> list[Any]:
+                return described
 
-def _make_listed_source(tensors: Tensors) -> Any:
-    from vllm.distributed.weight_transfer.base import WeightSource
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return iter(tensors)
+
+        return CalledSource()
 
     class ListedSource(WeightSource):
         @functools.cached_property
         def metadata(self) -> list[Any]:
-            return _describe(tensors)
+            return described
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(tensors)
 
     return ListedSource()
-
-
-def _make_called_source(tensors: Tensors) -> Any:
-    from vllm.distributed.weight_transfer.base import WeightSource
-
-    class CalledSource(WeightSource):
-        def metadata(self) -> list[Any]:
-            return _describe(tensors)
-
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(tensors)
-
-    return CalledSource()
-
-
-def _describe(tensors: Tensors) -> list[Any]:
-    """Describe each tensor to vLLM; without owners, because the sender has all of them whole."""
-    from vllm.distributed.weight_transfer.base import ParamMeta
-
-    return [ParamMeta(spec.name, DTYPES[spec.dtype], tuple(spec.shape)) for spec in tensors.manifest]
