@@ -26,7 +26,7 @@ _COMMANDS = {
         "account for every second of a run's ranks and engines, by cause",
     ),
     "patch": (
-        "megatron_rl.commands.patch:main",
+        "megatron_rl.commands.patched_tree:main",
         "let the scripts of a Megatron-LM tree train with GRPO, or take that back",
     ),
     "picture": ("megatron_rl.analysis.picture:main", "draw the curves of runs, and where their time went"),

@@ -208,38 +208,20 @@ def own_flag(
     remedy: str = "",
     choices: tuple[object, ...] = (),
     takes_function: bool = False,
+    megatron: bool = False,
 ) -> T:
-    """Declare a field of our own configuration with a flag that only this package has.
+    """Declare a field of our own configuration with a flag; it is named after the field unless names are given.
 
-    Without `names` the flag is named after the field. `choices` are for a field whose type does not list them.
+    `choices` are for a field whose type does not list them. `megatron` says that Megatron's scripts have the flag too.
     """
-    more: dict[str, object] = {"choices": choices} if choices else {}
-    return _declare(
-        default,
-        help=help,
-        names=names,
-        bound=bound,
-        remedy=remedy,
-        megatron=False,
-        takes_function=takes_function,
-        **more,
-    )
-
-
-def megatron_flag(
-    default: T,
-    help: str,
-    *names: str,
-    bound: str = "",
-    allowed: tuple[object, ...] | None = None,
-    remedy: str = "",
-) -> T:
-    """Declare a field of our own configuration with a flag that Megatron's scripts have too."""
-    return _declare(default, help=help, names=names, bound=bound, allowed=allowed, remedy=remedy, megatron=True)
-
-
-def _declare(default: Any, **metadata: object) -> Any:
+    metadata: dict[str, object] = {"help": help, "names": names, "bound": bound, "remedy": remedy, "megatron": megatron}
+    metadata |= {"takes_function": takes_function} | ({"choices": choices} if choices else {})
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def megatron_flag(default: T, help: str, *names: str, bound: str = "", remedy: str = "") -> T:
+    """Declare a field of our own configuration with a flag that Megatron's scripts have too."""
+    return own_flag(default, help, *names, bound=bound, remedy=remedy, megatron=True)
 
 
 def derive_flags(config: type, subject: str) -> list[Flag]:

@@ -1,6 +1,7 @@
 """Command lines for tests, and helpers that parse them."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from megatron_rl.command_line import parse as command_line
 from megatron_rl.config import settings as config
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.shared.weights import families
-from megatron_rl.types import Architecture, Rope
+from megatron_rl.types import Architecture, Experts, Rope, RopeKind
 
 CPU = ("--platform", "cpu")
 DENSE = (
@@ -55,6 +56,15 @@ QWEN3 = Architecture(
     rope=Rope(base=1e6),
     qk_layernorm=True,
 )
+QWEN3_MOE = dataclasses.replace(
+    QWEN3, family="qwen3_moe", experts=Experts(num_experts=8, num_active=2, ffn_hidden_size=32)
+)
+GPT_OSS = dataclasses.replace(
+    QWEN3, family="gpt_oss", qk_layernorm=False, linear_bias=True, has_sinks=True, activation="clamped_swiglu",
+    norm_epsilon=1e-5, activation_clamp=7.0, sliding_window=32, full_layers=(1, 3), experts=Experts(8, 2, 128),
+    rope=Rope(kind=RopeKind.YARN, factor=4.0, original_max_positions=64, truncate=False),
+)  # fmt: skip
+ERNIE = dataclasses.replace(QWEN3, family="ernie4_5", qk_layernorm=False, rope=Rope(interleaved=True))
 
 
 def folder(path: Path, architecture: Architecture) -> str:

@@ -12,8 +12,7 @@ import torch
 from megatron_rl import platforms
 from megatron_rl.command_line import model_checks
 from megatron_rl.command_line.algorithm_checks import check_algorithm
-from megatron_rl.command_line.invariant_checks import check_batch_invariant, check_megatron_mode
-from megatron_rl.command_line.lora_checks import check_lora
+from megatron_rl.command_line.mode_checks import check_batch_invariant, check_lora, check_megatron_mode
 from megatron_rl.command_line.model_checks import CP, EP, ETP, PP, TP
 from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings, Subjects

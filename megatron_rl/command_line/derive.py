@@ -301,8 +301,3 @@ def _count_tokens(size: int, group: int, prompt: int, response: int, is_shared: 
     """Return the most tokens of a micro-batch of `size` responses."""
     prompts = max(1, size // group) if is_shared else size
     return prompts * prompt + size * response
-
-
-def drop_longest_sequence(given: dict[str, Given]) -> Given | None:
-    """Drop a script's longest sequence: the folder's config.json gives it, and rotary positions have no such limit."""
-    return given.pop("architecture.max_position_embeddings", None)

@@ -12,7 +12,7 @@ from megatron_rl import platforms
 from megatron_rl.command_line import checks, describe, flags, model, resolve
 from megatron_rl.command_line.algorithm_checks import note_filter
 from megatron_rl.command_line.backends import choose_backends
-from megatron_rl.command_line.derive import Derivation, drop_longest_sequence
+from megatron_rl.command_line.derive import Derivation
 from megatron_rl.command_line.other_projects import rewrite
 from megatron_rl.command_line.rank_store import find_smallest_device
 from megatron_rl.command_line.run import RunSettings, Sizes, resolve_run, resolve_sizes
@@ -56,7 +56,7 @@ def parse_run(argv: Sequence[str] | None = None, world_size: int | None = None) 
     reading.consider((*problems, *(of_host if os.environ.get("RANK", "0") == "0" else ())))
     reading.raise_problems()
     assert values is not None
-    return RunSettings.accept(draft, words=(*words, *_list_derived(draft, reading)), **vars(values))
+    return RunSettings.accept(draft, words=(*words, *_list_derived(draft, reading)), **values)
 
 
 def parse_sizes(argv: Sequence[str], world_size: int, device: int | None = None) -> tuple[Settings, Sizes]:
@@ -252,7 +252,8 @@ def _derive(
 
 
 def _read_architecture(folder: Path | None, reading: _Reading) -> Architecture | None:
-    longest = drop_longest_sequence(reading.given) if folder is not None else None
+    # The folder's config.json gives the longest sequence, and rotary positions have no such limit.
+    longest = None if folder is None else reading.given.pop("architecture.max_position_embeddings", None)
     if folder is None and (guest := reading.given.get("model.weights_bridge")) is not None:
         reading.problems.append(f"{guest.source} needs --hf-model: name the folder of its model, or drop the flag")
     try:

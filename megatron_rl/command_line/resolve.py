@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megatron_rl.flag import Flag, Kind
 from megatron_rl.flag_parser import Given
+from megatron_rl.platforms import Platform
 from megatron_rl.platforms.megatron_configs import find_flash_attention, find_megatron_version, import_configs
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
@@ -23,24 +24,14 @@ _ENGINE_MODULES = ("mlp", "moe_act")
 _ENGINE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_te_activation_func")
 
 
-class HasFusions(Protocol):
-    """The part of a platform that this module needs."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def unsupported_fusions(self) -> Mapping[str, bool]: ...
-
-
-def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: HasFusions) -> Any:
+def build_transformer_config(architecture: Architecture, asked: Mapping[str, Any], platform: Platform) -> Any:
     """Build the TransformerConfig of a model of this architecture, with the other values in `asked`."""
     fields = {**list_architecture_fields(architecture), **asked}
     settled = {field: value for field, (value, _) in settle_fields(fields, platform).items()}
     return import_configs(architecture.latents is not None)["transformer"](**{**fields, **settled})
 
 
-def settle_fields(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+def settle_fields(asked: Mapping[str, Any], platform: Platform) -> Reasons:
     """Settle the fields that follow from packs of any length, from loaded weights, and from the platform's kernels."""
     return (
         _settle_precision(asked)
@@ -215,7 +206,7 @@ def _list_known() -> set[str]:
     return {field.name for field in dataclasses.fields(import_configs()["transformer"])}
 
 
-def _settle_limits(asked: Mapping[str, Any], platform: HasFusions) -> Reasons:
+def _settle_limits(asked: Mapping[str, Any], platform: Platform) -> Reasons:
     source = f"platform {platform.name}"
     limits: Reasons = {field: (value, source) for field, value in platform.unsupported_fusions.items()}
     if platform.name != "cpu":
@@ -267,7 +258,7 @@ class Fields:
 
 
 def resolve_fields(
-    flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: HasFusions
+    flags: Iterable[Flag], given: Mapping[str, Given], architecture: Architecture | None, platform: Platform
 ) -> Fields:
     """Resolve the fields of megatron-core's dataclasses that get a value from flags, directly or not.
 
@@ -473,7 +464,7 @@ def _leave_out_offload(fields: Fields) -> None:
         fields.derive("transformer.deterministic_mode", False, "platform cpu")
 
 
-def _apply_settled(fields: Fields, platform: HasFusions) -> None:
+def _apply_settled(fields: Fields, platform: Platform) -> None:
     """Set the fields that no flag can change, and note each flag that tries to."""
     for field, (value, reason) in settle_fields(fields.transformer, platform).items():
         target = f"transformer.{field}"

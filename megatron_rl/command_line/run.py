@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.command_line import file_checks
 from megatron_rl.command_line.algorithm_checks import name_deciding_rewards
@@ -75,18 +76,8 @@ class RunSettings(Settings):
         return self.training.train_iters * self.sizes.plan.num_updates
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunValues:
-    """The values that a run adds to settings, as `RunSettings` has them."""
-
-    sizes: Sizes
-    folder: Path
-    sidecar: SidecarSettings | None
-    cores: CoreShares
-
-
-def resolve_run(settings: DraftSettings) -> tuple[RunValues | None, list[str], Iterator[str]]:
-    """Resolve the values that a run adds to its settings, and find mistakes beyond the checks of every command.
+def resolve_run(settings: DraftSettings) -> tuple[dict[str, Any] | None, list[str], Iterator[str]]:
+    """Resolve the fields that `RunSettings` adds to settings, and find mistakes beyond the checks of every command.
 
     Those of the iterator concern the first rank's host alone.
     """
@@ -107,7 +98,7 @@ def resolve_run(settings: DraftSettings) -> tuple[RunValues | None, list[str], I
     of_host = _check_host(settings, sizes, sidecar)
     if sizes is None or folder is None:
         return None, problems, of_host
-    return RunValues(sizes=sizes, folder=folder, sidecar=sidecar, cores=cores), problems, of_host
+    return {"sizes": sizes, "folder": folder, "sidecar": sidecar, "cores": cores}, problems, of_host
 
 
 def _check_host(settings: DraftSettings, sizes: Sizes | None, sidecar: SidecarSettings | None) -> Iterator[str]:

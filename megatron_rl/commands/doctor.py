@@ -22,9 +22,9 @@ from megatron_rl.errors import ExitCode, PlatformError
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """An optional package: its names as published and as imported, and its purpose."""
+    """An optional package: its name as published and as imported, and its purpose."""
 
-    packages: tuple[str, ...]
+    package: str
     module: str
     purpose: str
     remedy: str
@@ -46,24 +46,24 @@ _INDEXES = {"cpu": "https://download.pytorch.org/whl/cpu"}
 _DEVICES = {"cuda": Path("/dev/nvidiactl"), "npu": Path("/dev/davinci_manager")}
 _OPTIONAL = (
     Optional(
-        ("transformer-engine",),
+        "transformer-engine",
         "transformer_engine",
         "fused layers and optimizer on CUDA",
         f"{versions.TRANSFORMER_ENGINE.remedy}; without it megatron's own layers and torch's optimizer are used",
     ),
     Optional(
-        ("apex",),
+        "apex",
         "apex",
         "fused norms, optimizer and gradient accumulation on CUDA",
         "build NVIDIA's apex from source with --cpp_ext --cuda_ext; without it they are not fused",
     ),
     Optional(
-        ("flash-attn",),
+        "flash-attn",
         "flash_attn",
         "attention on CUDA in linear memory",
         "pip install flash-attn --no-build-isolation; without it attention takes memory of the length squared",
     ),
-    Optional(("triton",), "triton", "kernels of our own on CUDA", "comes with the CUDA build of torch"),
+    Optional("triton", "triton", "kernels of our own on CUDA", "comes with the CUDA build of torch"),
 )
 
 
@@ -202,12 +202,11 @@ def _print_optional(platform: str) -> list[str]:
             _print_need(need, f"; {purpose}")
             notes += _find_notes(need)
     for optional in _OPTIONAL:
-        name = optional.packages[0]
         if importlib.util.find_spec(optional.module) is None:
-            print(f"  {name:<20} {'missing':<14} {optional.purpose}: {optional.remedy}")
+            print(f"  {optional.package:<20} {'missing':<14} {optional.purpose}: {optional.remedy}")
             continue
-        version = next(filter(None, map(versions.installed, optional.packages)), "found")
-        print(f"  {name:<20} {version:<14} {optional.purpose}")
+        version = versions.installed(optional.package) or "found"
+        print(f"  {optional.package:<20} {version:<14} {optional.purpose}")
         if optional.module == "transformer_engine" and (refusal := versions.find_engine_refusal()) is not None:
             notes.append(f"{refusal}, so layers are Megatron's own: {versions.TRANSFORMER_ENGINE.remedy}")
     return notes

@@ -1,4 +1,4 @@
-"""The trees that can be patched, and how one is patched and restored. `git apply` makes each change.
+"""`megatron-rl patch`: the trees that can be patched, and how one is patched and restored; git makes each change.
 
 The folder `patches` has a folder for each upstream: its `tree.toml` says by which files the tree is recognized, and
 each patch is a NAME.diff with a NAME.toml.
@@ -26,10 +26,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import versions
-from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
 RECEIPT = ".megatron_rl-patches.json"
+_WAYS = ("--list", "--check", "--undo")
+_USAGE = """`megatron-rl patch`: the smallest changes by which a tree's own scripts train with GRPO.
+
+    megatron-rl patch TREE            change the files, and leave a receipt
+    megatron-rl patch TREE --check    list the changes
+    megatron-rl patch TREE --undo     restore the files
+    megatron-rl patch TREE --list     list the patches with their reasons
+
+docs/recipes.md shows what the scripts do then.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,3 +293,46 @@ def _read_receipt(tree: Path) -> list[dict[str, Any]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Patch a tree, or do what the flag says; every error leaves the tree as it was."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return ExitCode.OK if argv else ExitCode.USAGE
+    tree, way = _parse(argv)
+    upstream = find_upstream(tree, read_catalog())
+    if way == "--list":
+        print(_describe(upstream))
+    elif way == "--undo":
+        files = undo(tree, upstream)
+        print("\n".join(f"{file} is what it was" for file in files) or "nothing to undo: every file was as it was")
+    else:
+        changes = plan(tree, upstream)
+        for change in changes:
+            release = ", ".join(change.tags) or "no release, and every place to change exists"
+            print(f"{change.patch.file}: {'would be patched' if way else 'patched'}; it belongs to {release}")
+        if not changes:
+            print(f"{tree} is patched: nothing to do")
+        elif not way:
+            write(tree, changes)
+            print(f"{tree / RECEIPT} lists the changes; megatron-rl patch {tree} --undo reverts them")
+    return ExitCode.OK
+
+
+def _parse(argv: Sequence[str]) -> tuple[Path, str]:
+    ways = [word for word in argv if word.startswith("-")]
+    folders = [word for word in argv if not word.startswith("-")]
+    if unknown := [word for word in ways if word not in _WAYS]:
+        raise UsageError(f"unknown flag {unknown[0]}: write one of {', '.join(_WAYS)}, or none")
+    if len(ways) > 1 or len(folders) != 1:
+        raise UsageError(f"write one folder, and at most one of {', '.join(_WAYS)}")
+    return Path(folders[0]), "".join(ways)
+
+
+def _describe(upstream: Upstream) -> str:
+    return "\n\n".join(
+        f"{patch.file} ({patch.name})\n  why    {patch.reason}\n  until  {patch.until}\n  for    "
+        + ", ".join(tag for tags in patch.blobs.values() for tag in tags)
+        for patch in upstream.patches
+    )

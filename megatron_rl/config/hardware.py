@@ -43,15 +43,10 @@ def _names(text: str) -> Iterator[str]:
         yield name
 
 
-def pick_after_ranks(kind: Kind, num_ranks: int, num_wanted: int) -> list[int] | None:
-    """Pick devices for engines after the devices of `num_ranks` ranks; return None if too few are left."""
-    end = num_ranks + num_wanted
-    return list(range(num_ranks, end)) if num_wanted > 0 and end <= len(list_visible_devices(kind)) else None
-
-
-def pick_with_ranks(kind: Kind, num_wanted: int) -> list[int] | None:
-    """Pick devices for engines that share those of the ranks, the first ones; return None if too few are visible."""
-    return list(range(num_wanted)) if 0 < num_wanted <= len(list_visible_devices(kind)) else None
+def pick_devices(kind: Kind, first: int, num_wanted: int) -> list[int] | None:
+    """Pick devices for engines, from the first one that they may have; return None if too few are left."""
+    end = first + num_wanted
+    return list(range(first, end)) if num_wanted > 0 and end <= len(list_visible_devices(kind)) else None
 
 
 def name_devices(kind: Kind, numbers: tuple[int, ...]) -> str:

@@ -204,29 +204,21 @@ class DataConfig:
     """The prompts or demonstrations that are trained on."""
 
     prompts: list[Path] | None = own_flag(
-        None, "Files of prompts, JSONL or Parquet; with FILE=WEIGHT each has its share of the prompts.", "--prompts"
+        None, "Files of prompts, JSONL or Parquet; with FILE=WEIGHT each has its share of the prompts."
     )
-    eval_prompts: list[Path] | None = own_flag(None, "Files of prompts that are only evaluated.", "--eval-prompts")
+    eval_prompts: list[Path] | None = own_flag(None, "Files of prompts that are only evaluated.")
     held_out: int = own_flag(
         0, "The number of prompts of `--prompts` that are held out for evaluation, drawn by seed.", "--prompts-held-out"
     )
-    prompt_key: str = own_flag(
-        "prompt", "The column with the prompt: text, or a list of chat messages.", "--prompt-key"
-    )
+    prompt_key: str = own_flag("prompt", "The column with the prompt: text, or a list of chat messages.")
     completion_key: str = own_flag(
-        "completion",
-        "With `--stage sft`, the column with the text after the prompt, or a list of chat messages.",
-        "--completion-key",
+        "completion", "With `--stage sft`, the column with the text after the prompt, or a list of chat messages."
     )
     messages_key: str = own_flag(
-        "messages",
-        "With `--stage sft`, the column with a whole chat; the assistant's messages are trained on.",
-        "--messages-key",
+        "messages", "With `--stage sft`, the column with a whole chat; the assistant's messages are trained on."
     )
     answer_key: str = own_flag(
-        "answer",
-        "The column that reward functions are given as `answer`; other columns keep their names.",
-        "--answer-key",
+        "answer", "The column that reward functions are given as `answer`; other columns keep their names."
     )
     chat: bool = own_flag(
         False, "Turn a plain-text prompt into a user's message of the chat template.", "--prompt-chat"
@@ -235,7 +227,6 @@ class DataConfig:
     max_prompt_tokens: int | None = own_flag(
         None,
         "Leave out longer prompts and count them; without the flag, a prompt without room for a response is an error.",
-        "--max-prompt-tokens",
     )
     shuffle: bool = own_flag(True, "Use prompts in the order of the files, without shuffling.", "--no-shuffle-prompts")
     rest_below: float | None = own_flag(

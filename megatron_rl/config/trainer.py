@@ -39,26 +39,20 @@ class ModelConfig:
         128, "The vocabulary is padded to a multiple of this number times the tensor-parallel size.", bound="at least 1"
     )
     output_layer_backend: Literal["auto", "triton", "torch"] = own_flag(
-        "auto",
-        "The implementation of the output layer with its log-probs; `auto` selects the fastest that can run.",
-        "--output-layer-backend",
+        "auto", "The implementation of the output layer with its log-probs; `auto` selects the fastest that can run."
     )
     elementwise_backend: Literal["auto", "triton", "torch"] = own_flag(
         "auto",
         "The implementation of SwiGLU, of a residual with its norm, of linear layers and of Adam; `auto` takes the "
         "fastest that can run.",
-        "--elementwise-backend",
     )
     qkv_backend: Literal["auto", "triton", "torch"] = own_flag(
         "auto",
         "The implementation of what queries and keys go through before attention: their norms and rope; `auto` takes "
         "the fastest that can run.",
-        "--qkv-backend",
     )
     linear_attention_backend: Literal["auto", "flash-linear", "torch"] = own_flag(
-        "auto",
-        "The implementation of the gated delta rule in linear layers; `auto` selects the fastest that can run.",
-        "--linear-attention-backend",
+        "auto", "The implementation of the gated delta rule in linear layers; `auto` selects the fastest that can run."
     )
 
 
@@ -257,30 +251,25 @@ class LoopConfig:
     """The shares of generation and training in an iteration, and the end of a run."""
 
     schedule: Literal["periodic", "sync"] = own_flag(
-        "periodic", "Train groups as they finish, or once all of them have.", "--schedule"
+        "periodic", "Train groups as they finish, or once all of them have."
     )
     consume_order: Literal["completion", "prompt"] = own_flag(
         "completion",
         "Bind micro-batches to groups as they finish, or to prompts; then updates do not depend on the order.",
-        "--consume-order",
     )
     frozen_offload: bool = own_flag(
         False,
         "Keep frozen models in host memory; each layer is copied to the device while the layer before it computes.",
-        "--frozen-offload",
     )
     tri_model: Literal["fused", "separate"] = own_flag(
-        "fused", "Where frozen models run: in the policy's passes, or in passes of their own.", "--tri-model"
+        "fused", "Where frozen models run: in the policy's passes, or in passes of their own."
     )
     max_tokens_per_microbatch: int | None = own_flag(
-        None,
-        "The most tokens of a micro-batch; checked before the run starts.",
-        "--max-tokens-per-microbatch",
+        None, "The most tokens of a micro-batch; checked before the run starts."
     )
     exit_interval: int | None = megatron_flag(
         None,
         "Save and end after this number of iterations, or a multiple of it.",
-        "--exit-interval",
         bound="at least 1",
     )
     exit_minutes: int | None = megatron_flag(
@@ -327,12 +316,10 @@ class ObserveConfig:
         False,
         "Print automatic choices, defaults that are not Megatron's and other packages' warnings, which otherwise go to "
         "the run's folder alone.",
-        "--verbose",
     )
     log_samples: int = own_flag(
         4,
         "Responses of each iteration that are written to samples.jsonl.",
-        "--log-samples",
         bound="at least 0",
         remedy="write 0 for none",
     )
@@ -340,7 +327,6 @@ class ObserveConfig:
         False,
         "Write the tokens of these responses too, each with its log-prob of the engine and of the trainer: several "
         "times as much text.",
-        "--log-sample-tokens",
     )
     trace: Literal["on", "off"] = own_flag(
         "on", "Record the activities of each process over time, in the folder `trace` of the run's folder."

@@ -4,7 +4,9 @@ It follows assignments, arrays, conditions, arithmetic and sourced files, as lau
 a command's output stays as it is written, and so does a variable that is never set.
 """
 
+import ast
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -18,6 +20,16 @@ _ENDS = (";", "\n", "&", "&&", "||", "|", "|&", ";;")
 _NAME = re.compile(r"\w+|[@*#?!$]")
 _BRACED = re.compile(r"(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _ARITHMETIC = re.compile(r"[\d\s()+*/%<>=!&|?:-]*")
+_BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}  # fmt: skip
+# The comparisons of `test`.
+_SIGNS = {"-eq": ast.Eq, "-ne": ast.NotEq, "-gt": ast.Gt, "-ge": ast.GtE, "-lt": ast.Lt, "-le": ast.LtE}
 # A loop with more rounds waits for a condition that only running the script would change.
 _MOST_ROUNDS = 1000
 _DEEPEST = 5
@@ -191,7 +203,7 @@ class _Reader:
                 return
             else:
                 raw.append(word)
-                if raw[0] == "[[" and word in ("]]",):
+                if raw[0] == "[[" and word == "]]":
                     break
         if is_run and raw:
             self._run(raw)
@@ -219,7 +231,7 @@ class _Reader:
             self._status = not self._status
             return
         if raw[0] in ("[", "[[", "test"):
-            self._status = self._test([("".join(self._expand_parts(word)), word) for word in raw[1:]])
+            self._status = _test(["".join(self._expand_parts(word)) for word in raw[1:] if word not in ("]", "]]")])
             return
         if raw[0].startswith("(("):
             self._set_number(raw[0][2:-2].strip())
@@ -261,22 +273,6 @@ class _Reader:
         text = "".join(self._expand_parts(value))
         earlier = self.script.variables.get(name, [""])
         self.script.variables[name] = [(" ".join(earlier) if more else "") + text]
-
-    def _test(self, pairs: list[tuple[str, str]]) -> bool:
-        words = [text for text, raw in pairs if raw not in ("]", "]]")]
-        for joint, together in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
-            if joint in words:
-                at = words.index(joint)
-                halves = ([(word, word) for word in words[:at]], [(word, word) for word in words[at + 1 :]])
-                return together(self._test(half) for half in halves)
-        if words and words[0] == "!":
-            return not self._test([(word, word) for word in words[1:]])
-        if len(words) == 2 and words[0].startswith("-"):
-            is_set = bool(words[1]) and not words[1].startswith("$")
-            return {"-z": not is_set, "-n": is_set, "-f": True, "-d": True, "-e": True}.get(words[0], False)
-        if len(words) == 3:
-            return _compare(*words)
-        return len(words) == 1 and bool(words[0])
 
     def _expand(self, raw: str) -> list[str]:
         """Expand a word of the script into words, split where an unquoted expansion has spaces."""
@@ -433,49 +429,43 @@ class _Reader:
 
 
 def _calculate(text: str) -> int:
-    import ast
-    import operator
-
-    binary = {
-        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-        ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-    }  # fmt: skip
-    comparison = {
-        ast.Gt: operator.gt, ast.Lt: operator.lt, ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq,
-        ast.NotEq: operator.ne,
-    }  # fmt: skip
-
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
-        if isinstance(node, ast.BinOp) and type(node.op) in binary:
-            return int(binary[type(node.op)](value(node.left), value(node.right)))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in comparison:
-            return int(comparison[type(node.ops[0])](value(node.left), value(node.comparators[0])))
+        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+            return _BINARY[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+            return int(_COMPARISONS[type(node.ops[0])](value(node.left), value(node.comparators[0])))
         raise ValueError(text)
 
     return value(ast.parse(text.strip(), mode="eval").body)
 
 
-def _compare(left: str, operator: str, right: str) -> bool:
-    if operator in ("=", "=="):
+def _test(words: list[str]) -> bool:
+    for joint, together in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
+        if joint in words:
+            at = words.index(joint)
+            return together(map(_test, (words[:at], words[at + 1 :])))
+    if words and words[0] == "!":
+        return not _test(words[1:])
+    if len(words) == 2 and words[0].startswith("-"):
+        is_set = bool(words[1]) and not words[1].startswith("$")
+        return {"-z": not is_set, "-n": is_set, "-f": True, "-d": True, "-e": True}.get(words[0], False)
+    if len(words) == 3:
+        return _compare(*words)
+    return len(words) == 1 and bool(words[0])
+
+
+def _compare(left: str, sign: str, right: str) -> bool:
+    if sign in ("=", "=="):
         return left == right or (right.endswith("*") and left.startswith(right[:-1]))
-    if operator == "!=":
+    if sign == "!=":
         return left != right
-    if operator == "=~":
-        try:
-            return re.search(right, left) is not None
-        except re.error:
-            return False
     try:
-        numbers = int(left), int(right)
-    except ValueError:
+        if sign == "=~":
+            return re.search(right, left) is not None
+        return sign in _SIGNS and _COMPARISONS[_SIGNS[sign]](int(left), int(right))
+    except (re.error, ValueError):
         return False
-    first, second = numbers
-    holds = {
-        "-eq": first == second, "-ne": first != second, "-gt": first > second, "-ge": first >= second,
-        "-lt": first < second, "-le": first <= second,
-    }  # fmt: skip
-    return holds.get(operator, False)

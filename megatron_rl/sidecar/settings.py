@@ -40,7 +40,6 @@ from megatron_rl.shared.weights.families import read_architecture, read_config
 from megatron_rl.sidecar.hosts import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.hosts import find_host_problems
 from megatron_rl.sidecar.vllm import flags as vllm_flags
-from megatron_rl.sidecar.vllm.reader import REASONING_FLAG, TOOL_FLAG
 from megatron_rl.sidecar.vllm.server import find_invariance_problems, find_longest
 from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
 from megatron_rl.sidecar.vllm.speculation import find_draft_problems
@@ -255,7 +254,10 @@ def _problems_of_environments(settings: SidecarSettings) -> Iterator[str]:
     yield from find_environment_problems(settings.environment)
     yield from _problems_of_names(settings)
     rollout = settings.rollout
-    for flag, name in ((TOOL_FLAG, rollout.tool_parser), (REASONING_FLAG, rollout.reasoning_parser)):
+    for flag, name in (
+        ("--rollout-tool-parser", rollout.tool_parser),
+        ("--rollout-reasoning-parser", rollout.reasoning_parser),
+    ):
         if name is not None and rollout.engine != "vllm":
             yield f"{flag} {name} is for --rollout-engine vllm, not {rollout.engine}: drop one"
         if name is not None and not settings.environment.has_turns:
@@ -394,10 +396,7 @@ def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
     if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
         return settings
     num_wanted = rollout.num_engines * rollout.tensor_parallel_size
-    if rollout.is_colocated:
-        picked = hardware.pick_with_ranks(settings.device, num_wanted)
-    else:
-        picked = hardware.pick_after_ranks(settings.device, num_ranks, num_wanted)
+    picked = hardware.pick_devices(settings.device, 0 if rollout.is_colocated else num_ranks, num_wanted)
     return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))
 
 

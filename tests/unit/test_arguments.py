@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import re
 import typing
 from pathlib import Path
@@ -131,12 +132,6 @@ def test_a_field_that_megatron_core_adds_is_refused_as_a_flag(monkeypatch: pytes
     assert not flag.accepts(True)
 
 
-def test_a_field_that_is_on_has_a_no_flag_and_a_disable_flag() -> None:
-    flag = index_by_name(flags.list_flags())["--disable-clone-scatter-output-in-embedding"]
-    assert flag.name == "--no-clone-scatter-output-in-embedding"
-    assert parse(*DENSE, flag.aliases[0]).transformer.clone_scatter_output_in_embedding is False
-
-
 def test_the_page_of_flags_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "flags.md"
     assert describe.write_flags_page() == page.read_text(), "docs/flags.md is not current: run make flags"
@@ -170,35 +165,78 @@ def test_flags_of_a_new_dataclass_in_subjects_are_parsed(monkeypatch: pytest.Mon
     assert error(*DENSE, "--shipping-bucket 0") == "--shipping-bucket 0 must be at least 1: write 1 or more"
 
 
-def test_a_misspelt_flag_is_an_error_that_names_the_nearest() -> None:
-    text = error(*DENSE, "--tensor-model-paralel-size 2")
-    assert "--tensor-model-paralel-size" in text
-    assert "--tensor-model-parallel-size" in text
+VIRTUAL = ("--num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank 2")
+GROUPED_GEMM = "--moe-grouped-gemm --transformer-impl transformer_engine --distributed-backend nccl"
 
 
-def test_underscores_in_a_flag_are_an_error_that_names_the_right_spelling() -> None:
-    assert "--micro-batch-size" in error(*DENSE, "--micro_batch_size=2")
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("", {"transformer.hidden_dropout": 0.0, "transformer.attention_dropout": 0.0}),
+        ("", {"transformer.moe_token_dispatcher_type": "alltoall", "transformer.variable_seq_lengths": True}),
+        ("", {"platform": "cpu", "attention.backend": "merge"}),
+        ("--window-size 15,0", {"attention.backend": "gather"}),
+        ("--disable-clone-scatter-output-in-embedding", {"transformer.clone_scatter_output_in_embedding": False}),
+        ("--context-parallel-size 2", {"transformer.cp_comm_type": "a2a"}),
+        ("--context-parallel-size 2 --cp-comm-type a2a", {"transformer.cp_comm_type": "a2a"}),
+        ("--cp-comm-type p2p", {"transformer.cp_comm_type": "p2p"}),
+        ("--recompute-activations", {"transformer.recompute_modules": ["core_attn"]}),
+        ("--sequence-parallel", {"transformer.sequence_parallel": False}),
+        ("--bf16", {"ddp.grad_reduce_in_fp32": True}),
+        ("--fp16", {"ddp.grad_reduce_in_fp32": True}),
+        ("--bf16 --grad-reduce-in-bf16", {"ddp.grad_reduce_in_fp32": False}),
+        ("--lr 1e-6 --lr 0.000001", {"optimizer.lr": 1e-6}),
+        ("--lr 1e-6 --lr 2e-6", {"optimizer.lr": 2e-6}),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+            {"transformer.recompute_modules": ["core_attn", "layernorm"]},
+        ),
+        *(
+            (
+                f"--pipeline-model-parallel-size 2 {words}",
+                {
+                    "transformer.virtual_pipeline_model_parallel_size": 2,
+                    "transformer.overlap_p2p_comm": True,
+                    "transformer.batch_p2p_comm": False,
+                    "transformer.deallocate_pipeline_outputs": False,
+                },
+            )
+            for words in VIRTUAL
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
+            {"transformer.virtual_pipeline_model_parallel_size": None},
+        ),
+    ],
+)
+def test_words_give_values_to_fields(words: str, values: dict[str, object]) -> None:
+    settings = parse(*DENSE, words)
+    assert {target: operator.attrgetter(target)(settings) for target in values} == values
 
 
-def test_a_flag_is_not_to_be_abbreviated() -> None:
-    assert "unknown flag --tensor-model-parallel" in error(*DENSE, "--tensor-model-parallel 1")
+def test_values_are_read_as_the_type_of_their_field() -> None:
+    assert index_by_name(flags.list_flags())["--exp-avg-dtype"].read(["bf16"]) is torch.bfloat16
+    sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
+    assert sparse.transformer.moe_aux_loss_coeff == 0.01
+    assert sparse.transformer.moe_layer_freq == [1] * 8
+    assert parse("--platform=cpu", *DENSE[2:]).platform == "cpu"
 
 
-def test_all_unknown_and_refused_flags_are_named_at_once() -> None:
-    text = error(*DENSE, "--nonsense --mtp-num-layers 1 --fp8-format hybrid")
-    assert all(flag in text for flag in ("--nonsense", "--mtp-num-layers 1", "--fp8-format hybrid"))
-
-
-def test_the_last_value_of_a_flag_given_twice_counts_and_that_is_reported() -> None:
-    assert parse(*DENSE, "--lr 1e-6 --lr 0.000001").optimizer.lr == 1e-6
-    settings = parse(*DENSE, "--lr 1e-6 --lr 2e-6")
-    assert settings.optimizer.lr == 2e-6
-    assert "--lr 1e-6 is overruled by --lr 2e-6, which comes later" in settings.notes
-
-
-def test_two_flags_that_set_one_value_must_agree() -> None:
-    text = error(*DENSE, "--recompute-activations --recompute-granularity full")
-    assert "--recompute-activations and --recompute-granularity full contradict" in text
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr 1e-6 --lr 2e-6", ["--lr 1e-6 is overruled by --lr 2e-6, which comes later"]),
+        ("--sequence-parallel", ["--sequence-parallel"]),
+        (GROUPED_GEMM, ["--moe-grouped-gemm", "--transformer-impl", "--distributed-backend (each platform has one"]),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+            ["without effect on the platform cpu: --recompute-modules mlp"],
+        ),
+    ],
+)
+def test_a_flag_that_is_overruled_or_has_no_effect_is_said(words: str, said: list[str]) -> None:
+    notes = parse(*SPARSE, words).notes
+    assert all(any(text in note for note in notes) for text in said), notes
 
 
 def test_flags_without_effect_are_said_once_and_grouped_by_reason() -> None:
@@ -213,91 +251,12 @@ def test_a_refused_flag_may_be_given_the_value_that_asks_for_nothing() -> None:
     assert parse(*DENSE, words).notes == parse(*DENSE).notes
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        ("--multi-latent-attention", "the config.json of the families that have it; write --hf-model"),
-        ("--softmax-type off-by-one", "drop the flag"),
-        ("--mla-down-proj-fusion", "drop the flag"),
-        ("--fp8-format hybrid", "write --bf16"),
-        ("--transformer-impl inference_optimized", "vLLM"),
-        ("--position-embedding-type learned_absolute", "write --position-embedding-type rope"),
-        ("--normalization LayerNorm", "write --normalization RMSNorm"),
-        ("--use-megatron-fsdp", "write --use-distributed-optimizer"),
-        ("--hidden-dropout 0.1", "drop the flag"),
-        ("--optimizer muon", "write --optimizer adam"),
-        ("--moe-router-load-balancing-type sinkhorn", "write aux_loss or none"),
-        ("--use-tp-pp-dp-mapping", "by stage of the pipeline last; drop the flag"),
-    ],
-)
-def test_a_refused_flag_comes_with_a_remedy(words: str, remedy: str) -> None:
-    text = error(*CPU, words)
-    assert words in text
-    assert remedy in text
-
-
-def test_context_parallel_ranks_exchange_heads_without_being_told() -> None:
-    for words in ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"):
-        assert parse(*DENSE, words).transformer.cp_comm_type == "a2a"
-    assert parse(*DENSE, "--cp-comm-type p2p").transformer.cp_comm_type == "p2p"
-
-
 def test_a_flag_of_a_newer_megatron_core_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = Flag(name="--ddp-num-moons", convert=int, targets=("ddp.num_moons",), help="Moons.")
     monkeypatch.setattr(flags, "list_script_flags", lambda: [newer])
     flag = index_by_name(flags.list_flags())["--ddp-num-moons"]
     assert flag.kind is Kind.REFUSED
     assert flags.find_megatron_version() in flag.remedy
-
-
-def test_the_platform_is_found_before_the_other_flags_are_known() -> None:
-    assert parse(*DENSE).platform == "cpu"
-    assert parse("--platform=cpu", *DENSE[2:]).platform == "cpu"
-    assert "the nearest is cpu" in error("--platform cpuu")
-
-
-def test_dropout_is_off_and_dispatch_takes_any_length_unless_a_flag_says_otherwise() -> None:
-    transformer = parse(*DENSE).transformer
-    assert transformer.hidden_dropout == transformer.attention_dropout == 0.0
-    assert transformer.moe_token_dispatcher_type == "alltoall"
-    assert transformer.variable_seq_lengths is True
-
-
-def test_values_are_read_as_the_type_of_their_field() -> None:
-    assert index_by_name(flags.list_flags())["--exp-avg-dtype"].read(["bf16"]) is torch.bfloat16
-    assert parse(*DENSE, "--recompute-activations").transformer.recompute_modules == ["core_attn"]
-    sparse = parse(*SPARSE, "--moe-aux-loss-coeff 1e-2 --moe-layer-freq [1]*8")
-    assert sparse.transformer.moe_aux_loss_coeff == 0.01
-    assert sparse.transformer.moe_layer_freq == [1] * 8
-
-
-@pytest.mark.parametrize(
-    "words", ["--num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank 2"]
-)
-def test_virtual_stages_overlap_communication_and_keep_their_outputs(words: str) -> None:
-    transformer = parse(*DENSE, "--pipeline-model-parallel-size 2", words).transformer
-    assert transformer.virtual_pipeline_model_parallel_size == 2
-    assert transformer.overlap_p2p_comm is True
-    assert transformer.batch_p2p_comm is False
-    assert transformer.deallocate_pipeline_outputs is False
-
-
-def test_a_virtual_stage_of_all_layers_of_a_stage_means_no_virtual_stages() -> None:
-    words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
-    assert parse(*DENSE, words).transformer.virtual_pipeline_model_parallel_size is None
-
-
-def test_sequence_parallelism_on_one_rank_is_switched_off_and_said() -> None:
-    settings = parse(*DENSE, "--sequence-parallel")
-    assert settings.transformer.sequence_parallel is False
-    assert any("--sequence-parallel" in note for note in settings.notes)
-
-
-def test_a_flag_that_the_platform_cannot_honour_is_said_if_it_was_given() -> None:
-    notes = parse(*SPARSE, "--moe-grouped-gemm --transformer-impl transformer_engine --distributed-backend nccl").notes
-    assert any("--moe-grouped-gemm" in note for note in notes)
-    assert any("--transformer-impl" in note for note in notes)
-    assert any("--distributed-backend (each platform has one" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -348,18 +307,6 @@ def test_replay_of_the_old_policys_experts_is_said_to_need_a_second_update(of_up
     assert len([note for note in settings.notes if note == said]) == num_notes
 
 
-def test_gradients_are_reduced_in_float32_with_half_precision_unless_a_flag_says_otherwise() -> None:
-    assert parse(*DENSE, "--bf16").ddp.grad_reduce_in_fp32 is True
-    assert parse(*DENSE, "--fp16").ddp.grad_reduce_in_fp32 is True
-    assert parse(*DENSE, "--bf16 --grad-reduce-in-bf16").ddp.grad_reduce_in_fp32 is False
-
-
-def test_an_attention_that_cannot_run_is_refused() -> None:
-    assert parse(*DENSE).attention.backend == "merge"
-    assert parse(*DENSE, "--window-size 15,0").attention.backend == "gather"
-    assert "write gather, or auto" in error(*DENSE, "--window-size 15,0 --shared-prompt-backend merge")
-
-
 def test_the_printed_configuration_says_where_each_value_came_from(tmp_path: Path) -> None:
     text = describe.print_config(
         parse_run(*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN, "--bf16 --split 1 --hidden-dropout 0")
@@ -393,12 +340,6 @@ def test_a_command_line_can_be_checked_without_running_anything(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: unknown flag --nonsense")
-
-
-def test_recompute_modules_that_need_transformer_engine_are_left_out_and_said() -> None:
-    settings = parse(*DENSE, "--recompute-granularity selective --recompute-modules core_attn mlp layernorm")
-    assert settings.transformer.recompute_modules == ["core_attn", "layernorm"]
-    assert "without effect on the platform cpu: --recompute-modules mlp" in settings.notes
 
 
 def test_each_model_gets_a_copy_of_the_checked_configuration() -> None:

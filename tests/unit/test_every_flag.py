@@ -9,9 +9,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +26,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.flag import Flag, Kind
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
-from tests.command_lines import CPU, DENSE, RUN, SPARSE, parse, parse_run, without
+from tests.command_lines import CPU, DENSE, RUN, SPARSE, keep_one_parser, parse, parse_run, without
 from tests.effects import effect
 
 MODEL = Architecture(
@@ -59,22 +61,15 @@ DESCRIBED = {
     "dense": [*DENSE],
     "sparse": [*SPARSE],
     "sigmoid": [
-        *[*SPARSE, "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+        *SPARSE, "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias",
         *["--moe-shared-expert-intermediate-size", "48"],
     ],
     "biased": without(DENSE, "--disable-bias-linear"),
     "yarn": [
-        *without(DENSE, "--position-embedding-type"),
-        *[
-            "--position-embedding-type",
-            "yarn",
-            "--rotary-scaling-factor",
-            "4",
-            "--yarn-original-max-position-embeddings",
-            "64",
-        ],
+        *without(DENSE, "--position-embedding-type"), "--position-embedding-type", "yarn",
+        *["--rotary-scaling-factor", "4", "--yarn-original-max-position-embeddings", "64"],
     ],
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +92,18 @@ class Row:
     elsewhere: bool = False
     """A flag for effects on other platforms alone: there a field differs, and here a note or an error names it."""
 
+    @property
+    def flag(self) -> str:
+        return (self.words or self.drops).split()[0]
 
-def _on_model(name: str, words: str, sees: str, **others: str) -> Row:
-    return Row(f"{name} {words}".strip(), sees, **{"on": "dense", **others})  # type: ignore[arg-type]
 
-
-def _instead(words: str, sees: str, on: str = "dense") -> Row:
-    """Build a row that replaces a flag of the description."""
-    return Row(words, sees, on=on, drops=words.split()[0])
+def see(sees: str, words: str, replaces: bool = False, **others: Any) -> Iterator[Row]:
+    """Make a row of each flag in the words; the value has the name of the flag if `sees` has no name after the dot."""
+    for text in re.split(" (?=--)", words):
+        flag = text.split()[0]
+        field = re.sub("^--(no-|ddp-)?", "", flag).replace("-", "_")
+        yield Row(text, sees if "." in sees or sees == "error" else f"{sees}.{field}",
+                  drops=flag if replaces else "", **others)  # fmt: skip
 
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -117,346 +116,241 @@ DISTRIBUTED = "--use-distributed-optimizer"
 PRECISE = f"{DISTRIBUTED} --use-precision-aware-optimizer"
 OFFLOADED = f"{PRECISE} --optimizer-cpu-offload"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-FROM_CONFIG = (
-    "--rotary-interleaved", "--multi-latent-attention", "--q-lora-rank 8", "--kv-lora-rank 8", "--qk-head-dim 8",
-    "--qk-pos-emb-head-dim 8", "--v-head-dim 8", "--mscale 2", "--mscale-all-dim 1", "--softmax-type learnable",
-    "--quick-geglu", "--glu-linear-offset 1", "--activation-func-clamp-value 7", "--window-attn-skip-freq 2",
-    "--enable-gpt-oss",
-)  # fmt: skip
-ROWS: dict[str, Row] = {
-    "--make-vocab-size-divisible-by": Row("--make-vocab-size-divisible-by 7", "model.vocab_size"),
-    "--micro-batch-size": Row("--micro-batch-size 4", "iteration.sizes"),
-    "--global-batch-size": Row("--global-batch-size 64", "iteration.sizes"),
-    "--seq-length": Row("--seq-length 96", "iteration.sizes", drops="--seq-length"),
-    "--train-iters": Row("--train-iters 5", "schedule.rates", drops="--train-iters"),
-    "--seed": Row("--seed 5", "session.seed"),
-    "--lr-decay-style": Row("--lr-decay-style cosine", "schedule.rates"),
-    "--lr-decay-iters": Row("--lr-decay-iters 4", "schedule.rates"),
-    "--lr-warmup-iters": Row("--lr-warmup-iters 1", "schedule.rates"),
-    "--lr-warmup-fraction": Row("--lr-warmup-fraction 0.5", "schedule.rates"),
-    "--lr-warmup-init": Row("--lr-warmup-init 1e-7", "schedule.rates", beside="--lr-warmup-fraction 0.5"),
-    "--lr-wsd-decay-style": Row("--lr-wsd-decay-style linear", "schedule.rates", beside=WSD),
-    "--lr-wsd-decay-iters": Row("--lr-wsd-decay-iters 4", "schedule.rates", beside=WSD, drops="--lr-wsd-decay-iters"),
-    "--start-weight-decay": Row(
-        "--start-weight-decay 0.5", "schedule.decays", beside=GROWING, drops="--start-weight-decay"
-    ),
-    "--end-weight-decay": Row("--end-weight-decay 2", "schedule.decays", beside=GROWING, drops="--end-weight-decay"),
-    "--weight-decay-incr-style": Row(
-        "--weight-decay-incr-style cosine", "schedule.decays", beside=GROWING, drops="--weight-decay-incr-style"
-    ),
-    "--override-opt-param-scheduler": Row("--override-opt-param-scheduler", "schedule.of_checkpoint"),
-    "--use-checkpoint-opt-param-scheduler": Row("--use-checkpoint-opt-param-scheduler", "schedule.of_checkpoint"),
-    "--save": Row("--save out", "checkpoints.calls"),
-    "--save-interval": Row("--save-interval 2", "checkpoints.due", beside="--save out"),
-    "--save-retain-interval": Row(
-        "--save-retain-interval 4", "checkpoints.calls", beside="--save out --save-interval 2"
-    ),
-    "--load": Row("--load in", "checkpoints.calls"),
-    "--ckpt-step": Row("--ckpt-step 3", "checkpoints.calls", beside="--load in"),
-    "--exit-on-missing-checkpoint": Row("--exit-on-missing-checkpoint", "checkpoints.calls", beside="--load in"),
-    "--finetune": Row("--finetune", "checkpoints.version", beside="--load in --ckpt-step 3"),
-    "--no-save-optim": Row("--no-save-optim", "checkpoints.calls", beside="--save out"),
-    "--no-save-rng": Row("--no-save-rng", "checkpoints.calls", beside="--save out"),
-    "--no-load-optim": Row("--no-load-optim", "checkpoints.calls", beside="--load in --ckpt-step 3"),
-    "--no-load-rng": Row("--no-load-rng", "checkpoints.calls", beside="--load in --ckpt-step 3"),
-    "--async-save": Row("--async-save", "checkpoints.calls", beside="--save out"),
-    "--no-ckpt-fully-parallel-save": Row("--no-ckpt-fully-parallel-save", "checkpoints.calls", beside="--save out"),
-    "--ckpt-fully-parallel-load": Row(
-        "--ckpt-fully-parallel-load", "checkpoints.calls", beside="--load in --ckpt-step 3"
-    ),
-    "--dist-ckpt-strictness": Row(
-        "--dist-ckpt-strictness raise_all", "checkpoints.calls", beside="--load in --ckpt-step 3"
-    ),
-    "--distributed-timeout-minutes": Row("--distributed-timeout-minutes 3", "session.timeout"),
-    "--disable-gloo-process-groups": Row("--disable-gloo-process-groups", "making.use_gloo_process_groups"),
-    "--rollout-temperature": Row("--rollout-temperature 0.5", "roles.temperature"),
-    "--grpo-group-size": Row("--grpo-group-size 4", "iteration.sizes"),
-    "--grpo-prompts-per-step": Row("--grpo-prompts-per-step 8", "iteration.sizes", drops="--grpo-prompts-per-step"),
-    "--grpo-clamp-eps-lower": Row("--grpo-clamp-eps-lower 0.3", "objective.loss"),
-    "--grpo-clamp-eps-upper": Row("--grpo-clamp-eps-upper 0.3", "objective.loss"),
-    "--grpo-kl-beta": Row("--grpo-kl-beta 0.1", "objective.loss"),
-    "--grpo-filter-groups-with-same-reward": Row("--grpo-filter-groups-with-same-reward", "iteration.sizes"),
-    "--rl-inference-logprobs-is-correction": Row("--rl-inference-logprobs-is-correction", "objective.loss"),
-    "--rl-importance-sampling-truncation-coef": Row(
-        "--rl-importance-sampling-truncation-coef 1",
-        "objective.loss",
-        beside="--rl-inference-logprobs-is-correction",
-    ),
-    "--eval-interval": Row("--eval-interval 3", "evaluations.due", beside="--prompts-held-out 1"),
-    "--log-interval": Row("--log-interval 3", "observed.lines"),
-    "--tensorboard-dir": Row("--tensorboard-dir board", "observed.dashboards"),
-    "--wandb-project": Row("--wandb-project p", "observed.dashboards"),
-    "--wandb-exp-name": Row("--wandb-exp-name e", "observed.dashboards", beside="--wandb-project p"),
-    "--wandb-save-dir": Row("--wandb-save-dir .", "observed.dashboards", beside="--wandb-project p"),
-    "--wandb-entity": Row("--wandb-entity me", "observed.dashboards", beside="--wandb-project p"),
-    "--group-query-attention": Row("", "error", on="dense", drops="--group-query-attention"),
-    "--swiglu": Row("", "error", on="dense", drops="--swiglu"),
-    "--untie-embeddings-and-output-weights": _on_model(
-        "--untie-embeddings-and-output-weights", "", "model.share_embeddings_and_output_weights"
-    ),
-    "--max-position-embeddings": _instead("--max-position-embeddings 64", "model.max_sequence_length"),
-    "--vocab-size": _instead("--vocab-size 300", "model.vocab_size"),
-    "--position-embedding-type": _instead(
-        "--position-embedding-type yarn --rotary-scaling-factor 4", "positions.frequencies"
-    ),
-    "--use-rotary-position-embeddings": Row("--use-rotary-position-embeddings", "error", on="yarn"),
-    "--rotary-base": _on_model("--rotary-base", "500000", "positions.frequencies"),
-    "--rotary-percent": _on_model("--rotary-percent", "0.5", "positions.frequencies", on="sigmoid"),
-    "--rotary-seq-len-interpolation-factor": _on_model(
-        "--rotary-seq-len-interpolation-factor", "2", "positions.frequencies"
-    ),
-    "--use-rope-scaling": _on_model("--use-rope-scaling", "", "positions.frequencies"),
-    "--rope-scaling-factor": _on_model(
-        "--rope-scaling-factor", "32", "positions.frequencies", beside="--use-rope-scaling"
-    ),
-    "--rotary-scaling-factor": Row("--rotary-scaling-factor 8", "error", on="yarn run"),
-    "--yarn-original-max-position-embeddings": _instead(
-        "--yarn-original-max-position-embeddings 32", "positions.frequencies", on="yarn"
-    ),
-    "--yarn-beta-fast": _on_model("--yarn-beta-fast", "2", "positions.frequencies", on="yarn", beside=UNROUNDED),
-    "--yarn-beta-slow": _on_model("--yarn-beta-slow", "0.1", "positions.frequencies", on="yarn", beside=UNROUNDED),
-    "--yarn-correction-range-round-to-int": Row(
-        "--yarn-correction-range-round-to-int", "error", on="yarn", beside="--no-yarn-correction-range-round-to-int"
-    ),
-    "--no-yarn-correction-range-round-to-int": _on_model(
-        "--no-yarn-correction-range-round-to-int", "", "positions.frequencies", on="yarn"
-    ),
-    "--rope-type": _on_model("--rope-type", "yarn", "error"),
-    "--window-size": _on_model("--window-size", "31,0", "transformer.window_size"),
-    "--sliding-window": _on_model("--sliding-window", "32", "transformer.window_size"),
-    "--norm-topk-prob": Row("--norm-topk-prob", "error", on="sparse", beside="--moe-router-pre-softmax"),
-    "--rope-scaling-type": _on_model("--rope-scaling-type", "llama3", "positions.frequencies"),
-    "--original-max-position-embeddings": _on_model(
-        "--original-max-position-embeddings", "64", "positions.frequencies", beside="--use-rope-scaling"
-    ),
-    "--low-freq-factor": _on_model("--low-freq-factor", "2", "positions.frequencies", beside="--use-rope-scaling"),
-    "--high-freq-factor": _on_model("--high-freq-factor", "8", "positions.frequencies", beside="--use-rope-scaling"),
-    "--num-experts": _instead("--num-experts 4", "transformer.num_moe_experts", on="sparse"),
-    "--moe-layer-freq": _on_model("--moe-layer-freq", "[0]*2+[1]*6", "transformer.moe_layer_freq", on="sigmoid"),
-    "--moe-router-load-balancing-type": Row(
-        "--moe-router-load-balancing-type none", "transformer.moe_router_load_balancing_type", on="expert run"
-    ),
-    "--moe-aux-loss-coeff": Row("--moe-aux-loss-coeff 0.1", "transformer.moe_aux_loss_coeff", on="expert run"),
-    "--decoder-first-pipeline-num-layers": Row(
-        "--decoder-first-pipeline-num-layers 3", "transformer.num_layers_in_first_pipeline_stage", beside=PP2
-    ),
-    "--decoder-last-pipeline-num-layers": Row(
-        "--decoder-last-pipeline-num-layers 3", "transformer.num_layers_in_last_pipeline_stage", beside=PP2
-    ),
-    "--num-layers-per-virtual-pipeline-stage": Row(
-        "--num-layers-per-virtual-pipeline-stage 2", "session.sizes", beside=PP2
-    ),
-    "--num-virtual-stages-per-pipeline-rank": Row(
-        "--num-virtual-stages-per-pipeline-rank 4", "model.stages", beside=PP2
-    ),
-    "--cp-comm-type": Row("--cp-comm-type a2a", "transformer.cp_comm_type"),
-    "--recompute-activations": Row("--recompute-activations", "transformer.recompute_granularity"),
-    "--bf16": Row("--bf16", "transformer.params_dtype"),
-    "--fp16": Row("--fp16", "transformer.params_dtype"),
-    "--accumulate-allreduce-grads-in-fp32": Row(
-        "--accumulate-allreduce-grads-in-fp32", "error", beside="--bf16 --grad-reduce-in-bf16"
-    ),
-    "--grad-reduce-in-bf16": Row("--grad-reduce-in-bf16", "ddp.grad_reduce_in_fp32", beside="--bf16"),
-    "--no-gradient-accumulation-fusion": Row(
-        "--no-gradient-accumulation-fusion", "transformer.gradient_accumulation_fusion", elsewhere=True
-    ),
-    "--no-bias-swiglu-fusion": Row("--no-bias-swiglu-fusion", "transformer.bias_activation_fusion", elsewhere=True),
-    "--no-bias-dropout-fusion": Row(
-        "--no-bias-dropout-fusion", "transformer.bias_dropout_fusion", on="biased", elsewhere=True
-    ),
-    "--no-rope-fusion": Row("--no-rope-fusion", "transformer.apply_rope_fusion", elsewhere=True),
-    "--use-distributed-optimizer": Row("--use-distributed-optimizer", "ddp.use_distributed_optimizer"),
-    "--overlap-param-gather": Row(
-        "--overlap-param-gather", "ddp.overlap_param_gather", beside=f"{DISTRIBUTED} --overlap-grad-reduce"
-    ),
-    "--no-pin-cpu-grads": Row("--no-pin-cpu-grads", "optimizer.pin_cpu_grads", beside=OFFLOADED, elsewhere=True),
-    "--no-pin-cpu-params": Row("--no-pin-cpu-params", "optimizer.pin_cpu_params", beside=OFFLOADED, elsewhere=True),
-    "--main-grads-dtype": Row("--main-grads-dtype bf16", "optimizer.main_grads_dtype", beside=PRECISE, elsewhere=True),
-    "--main-params-dtype": Row(
-        "--main-params-dtype fp16", "optimizer.main_params_dtype", beside=PRECISE, elsewhere=True
-    ),
-    "--exp-avg-dtype": Row("--exp-avg-dtype bf16", "optimizer.exp_avg_dtype", beside=PRECISE, elsewhere=True),
-    "--exp-avg-sq-dtype": Row("--exp-avg-sq-dtype bf16", "optimizer.exp_avg_sq_dtype", beside=PRECISE, elsewhere=True),
-    "--overlap-grad-reduce": Row("--overlap-grad-reduce", "ddp.overlap_grad_reduce"),
-    "--no-align-param-gather": Row("--no-align-param-gather", "ddp.align_param_gather", beside=VPP2),
-    "--check-for-large-grads": Row("--check-for-large-grads", "ddp.check_for_large_grads"),
-    "--ddp-bucket-size": Row("--ddp-bucket-size 9000", "ddp.bucket_size"),
-    "--ddp-pad-buckets-for-high-nccl-busbw": Row(
-        "--ddp-pad-buckets-for-high-nccl-busbw", "ddp.pad_buckets_for_high_nccl_busbw"
-    ),
-    "--ddp-reduce-scatter-with-fp32-accumulation": Row(
-        "--ddp-reduce-scatter-with-fp32-accumulation", "ddp.reduce_scatter_with_fp32_accumulation"
-    ),
-    "--ddp-average-in-collective": Row("--ddp-average-in-collective", "ddp.average_in_collective"),
-    "--use-nccl-ub": Row("--use-nccl-ub", "ddp.nccl_ub", elsewhere=True),
-    "--disable-symmetric-registration": Row(
-        "--disable-symmetric-registration", "ddp.disable_symmetric_registration", beside="--use-nccl-ub", elsewhere=True
-    ),
-    "--num-distributed-optimizer-instances": Row("--num-distributed-optimizer-instances 2", "error"),
-    "--tensor-model-parallel-size": Row("--tensor-model-parallel-size 2", "session.sizes"),
-    "--pipeline-model-parallel-size": Row("--pipeline-model-parallel-size 2", "session.sizes"),
-    "--sequence-parallel": Row(
-        "--sequence-parallel", "transformer.sequence_parallel", beside="--tensor-model-parallel-size 2"
-    ),
-    "--context-parallel-size": Row("--context-parallel-size 2", "session.sizes"),
-    "--expert-model-parallel-size": Row("--expert-model-parallel-size 2", "session.sizes", on="expert run"),
-    "--expert-tensor-parallel-size": Row(
-        "--expert-tensor-parallel-size 2",
-        "transformer.expert_tensor_parallel_size",
-        on="expert run",
-        elsewhere=True,
-    ),
-    "--batch-invariant-mode": Row("--batch-invariant-mode", "transformer.batch_invariant_mode", elsewhere=True),
-    "--deterministic-mode": Row("--deterministic-mode", "transformer.deterministic_mode", elsewhere=True),
-    "--overlap-p2p-communication-warmup-flush": Row(
-        "--overlap-p2p-communication-warmup-flush", "transformer.overlap_p2p_comm_warmup_flush", beside=VPP2
-    ),
-    "--microbatch-group-size-per-virtual-pipeline-stage": Row(
-        "--microbatch-group-size-per-virtual-pipeline-stage 4",
-        "transformer.microbatch_group_size_per_vp_stage",
-        beside=VPP2,
-    ),
-    "--num-layers": _instead("--num-layers 4", "transformer.num_layers"),
-    "--account-for-embedding-in-pipeline-split": Row(
-        "--account-for-embedding-in-pipeline-split",
-        "transformer.account_for_embedding_in_pipeline_split",
-        beside="--account-for-loss-in-pipeline-split",
-    ),
-    "--account-for-loss-in-pipeline-split": Row(
-        "--account-for-loss-in-pipeline-split",
-        "transformer.account_for_loss_in_pipeline_split",
-        beside="--account-for-embedding-in-pipeline-split",
-    ),
-    "--hidden-size": _instead("--hidden-size 128", "transformer.hidden_size"),
-    "--num-attention-heads": _instead("--num-attention-heads 4", "transformer.num_attention_heads"),
-    "--num-query-groups": _instead("--num-query-groups 2", "transformer.num_query_groups"),
-    "--ffn-hidden-size": _instead("--ffn-hidden-size 64", "transformer.ffn_hidden_size"),
-    "--kv-channels": _on_model("--kv-channels", "16", "transformer.kv_channels"),
-    "--hidden-dropout": Row("--hidden-dropout 0.1", "error"),
-    "--attention-dropout": Row("--attention-dropout 0.1", "error"),
-    "--norm-epsilon": _on_model("--norm-epsilon", "1e-4", "transformer.layernorm_epsilon"),
-    "--disable-bias-linear": Row("", "transformer.add_bias_linear", on="dense", drops="--disable-bias-linear"),
-    "--add-qkv-bias": _on_model("--add-qkv-bias", "", "transformer.add_qkv_bias"),
-    "--normalization": Row("", "error", on="dense", drops="--normalization"),
-    "--qk-layernorm": _on_model("--qk-layernorm", "", "transformer.qk_layernorm"),
-    "--disable-bf16-reduced-precision-matmul": Row(
-        "--disable-bf16-reduced-precision-matmul", "process.reduced_precision", beside="--bf16"
-    ),
-    "--recompute-granularity": Row("--recompute-granularity selective", "transformer.recompute_granularity"),
-    "--recompute-method": Row(
-        "--recompute-method block", "transformer.recompute_method", beside=FULL, drops="--recompute-method"
-    ),
-    "--recompute-num-layers": Row(
-        "--recompute-num-layers 2", "transformer.recompute_num_layers", beside=FULL, drops="--recompute-num-layers"
-    ),
-    "--distribute-saved-activations": Row(
-        "--distribute-saved-activations",
-        "transformer.distribute_saved_activations",
-        beside=f"{FULL} --tensor-model-parallel-size 2",
-    ),
-    "--recompute-modules": Row(
-        "--recompute-modules core_attn moe",
-        "transformer.recompute_modules",
-        on="expert run",
-        beside="--recompute-granularity selective",
-    ),
-    "--moe-ffn-hidden-size": _instead("--moe-ffn-hidden-size 16", "transformer.moe_ffn_hidden_size", on="sparse"),
-    "--moe-router-topk": _instead("--moe-router-topk 3", "transformer.moe_router_topk", on="sparse"),
-    "--moe-router-pre-softmax": _on_model(
-        "--moe-router-pre-softmax", "", "transformer.moe_router_pre_softmax", on="sparse"
-    ),
-    "--moe-router-score-function": Row("--moe-router-score-function sigmoid", "error", on="expert run"),
-    "--moe-router-enable-expert-bias": Row("--moe-router-enable-expert-bias", "error", on="expert run"),
-    "--moe-router-bias-update-rate": Row(
-        "--moe-router-bias-update-rate 0.1", "transformer.moe_router_bias_update_rate", on="sigmoid run"
-    ),
-    "--moe-router-topk-scaling-factor": _on_model(
-        "--moe-router-topk-scaling-factor", "2", "transformer.moe_router_topk_scaling_factor", on="sigmoid"
-    ),
-    "--moe-router-num-groups": _on_model(
-        "--moe-router-num-groups", "2", "transformer.moe_router_num_groups", on="sigmoid"
-    ),
-    "--moe-router-group-topk": Row("--moe-router-group-topk 2", "error", on="expert run"),
-    "--moe-shared-expert-intermediate-size": _instead(
-        "--moe-shared-expert-intermediate-size 96", "transformer.moe_shared_expert_intermediate_size", on="sigmoid"
-    ),
-    "--moe-shared-expert-gate": Row("--moe-shared-expert-gate", "error", on="expert run"),
-    "--moe-router-dtype": Row("--moe-router-dtype fp64", "transformer.moe_router_dtype", on="expert run"),
-    "--moe-grouped-gemm": Row("--moe-grouped-gemm", "transformer.moe_grouped_gemm", on="expert run", elsewhere=True),
-    "--moe-z-loss-coeff": Row("--moe-z-loss-coeff 0.1", "transformer.moe_z_loss_coeff", on="expert run"),
-    "--attention-output-gate": Row("--attention-output-gate", "error"),
-    **{words.split()[0]: _on_model(words, "", "error") for words in FROM_CONFIG},
-    "--apply-layernorm-1p": Row("--apply-layernorm-1p", "error"),
-    "--experimental-attention-variant": Row("--experimental-attention-variant gated_delta_net", "error"),
-    "--linear-attention-freq": Row("--linear-attention-freq 4", "error", on="linear run", beside=LINEAR_ENGINES),
-    "--linear-conv-kernel-dim": Row("--linear-conv-kernel-dim 3", "error", on="linear run", beside=LINEAR_ENGINES),
-    "--linear-key-head-dim": Row("--linear-key-head-dim 8", "error", on="linear run", beside=LINEAR_ENGINES),
-    "--linear-value-head-dim": Row("--linear-value-head-dim 8", "error", on="linear run", beside=LINEAR_ENGINES),
-    "--linear-num-key-heads": Row("--linear-num-key-heads 8", "error", on="linear run", beside=LINEAR_ENGINES),
-    "--linear-num-value-heads": Row("--linear-num-value-heads 4", "error", on="linear run", beside=LINEAR_ENGINES),
-    "--spec": Row("--spec my_layers layer_spec", "error"),
-    "--padded-vocab-size": Row("--padded-vocab-size 512", "model.vocab_size"),
-    "--train-samples": Row("--train-samples 640", "schedule.rates", drops="--train-iters"),
-    "--lr-decay-samples": Row("--lr-decay-samples 512", "schedule.rates"),
-    "--lr-warmup-samples": Row("--lr-warmup-samples 128", "schedule.rates"),
-    "--exit-interval": Row("--exit-interval 3", "limits.ends"),
-    "--exit-duration-in-mins": Row("--exit-duration-in-mins 3", "limits.ends"),
-    "--moe-token-dispatcher-type": Row("--moe-token-dispatcher-type none", "error", on="expert run"),
-    "--moe-layer-recompute": Row("--moe-layer-recompute", "transformer.recompute_modules", on="expert run"),
-    "--moe-permute-fusion": Row(
-        "--moe-permute-fusion", "transformer.moe_permute_fusion", on="expert run", elsewhere=True
-    ),
-    "--moe-router-fusion": Row("--moe-router-fusion", "transformer.moe_router_fusion", on="expert run", elsewhere=True),
-    "--no-clone-scatter-output-in-embedding": Row(
-        "--no-clone-scatter-output-in-embedding", "transformer.clone_scatter_output_in_embedding"
-    ),
-    "--config-logger-dir": Row("--config-logger-dir logs", "transformer.config_logger_dir"),
-    "--use-te-activation-func": Row(
-        "--use-te-activation-func",
-        "transformer.use_te_activation_func",
-        beside="--no-bias-swiglu-fusion",
-        elsewhere=True,
-    ),
-    "--transformer-impl": Row("--transformer-impl local", "transformer.transformer_impl", elsewhere=True),
-    "--lr": Row("--lr 2e-6", "schedule.rates", drops="--lr"),
-    "--min-lr": Row("--min-lr 1e-7", "schedule.rates"),
-    "--decoupled-lr": Row("--decoupled-lr 1e-7", "optimizer.decoupled_lr"),
-    "--decoupled-min-lr": Row("--decoupled-min-lr 1e-8", "optimizer.decoupled_min_lr", beside="--decoupled-lr 1e-7"),
-    "--weight-decay": Row("--weight-decay 0.5", "schedule.decays"),
-    "--apply-wd-to-qk-layernorm": Row("--apply-wd-to-qk-layernorm", "optimizer.apply_wd_to_qk_layernorm"),
-    "--use-precision-aware-optimizer": Row(
-        "--use-precision-aware-optimizer",
-        "optimizer.use_precision_aware_optimizer",
-        beside=DISTRIBUTED,
-        elsewhere=True,
-    ),
-    "--optimizer": Row("--optimizer sgd", "optimizer.optimizer"),
-    "--loss-scale": Row("--loss-scale 8", "optimizer.loss_scale", beside="--fp16"),
-    "--initial-loss-scale": Row("--initial-loss-scale 8", "optimizer.initial_loss_scale", beside="--fp16"),
-    "--min-loss-scale": Row("--min-loss-scale 2", "optimizer.min_loss_scale", beside="--fp16"),
-    "--loss-scale-window": Row("--loss-scale-window 7", "optimizer.loss_scale_window", beside="--fp16"),
-    "--hysteresis": Row("--hysteresis 1", "optimizer.hysteresis", beside="--fp16"),
-    "--adam-beta1": Row("--adam-beta1 0.5", "optimizer.adam_beta1"),
-    "--adam-beta2": Row("--adam-beta2 0.5", "optimizer.adam_beta2"),
-    "--adam-eps": Row("--adam-eps 0.1", "optimizer.adam_eps"),
-    "--sgd-momentum": Row("--sgd-momentum 0.5", "optimizer.sgd_momentum", beside="--optimizer sgd"),
-    "--optimizer-cpu-offload": Row(
-        "--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", beside=PRECISE, elsewhere=True
-    ),
-    "--optimizer-offload-fraction": Row(
-        "--optimizer-offload-fraction 0.5", "optimizer.optimizer_offload_fraction", beside=OFFLOADED, elsewhere=True
-    ),
-    "--use-torch-optimizer-for-cpu-offload": Row(
-        "--use-torch-optimizer-for-cpu-offload",
-        "optimizer.use_torch_optimizer_for_cpu_offload",
-        beside=OFFLOADED,
-        elsewhere=True,
-    ),
-    "--overlap-cpu-optimizer-d2h-h2d": Row(
-        "--overlap-cpu-optimizer-d2h-h2d", "optimizer.overlap_cpu_optimizer_d2h_h2d", beside=OFFLOADED, elsewhere=True
-    ),
-    "--clip-grad": Row("--clip-grad 0.5", "optimizer.clip_grad"),
-    "--log-num-zeros-in-grad": Row("--log-num-zeros-in-grad", "optimizer.log_num_zeros_in_grad"),
+ROWS = {
+    row.flag: row
+    for row in (
+        *see("model.vocab_size", "--make-vocab-size-divisible-by 7 --padded-vocab-size 512"),
+        *see("model.share_embeddings_and_output_weights", "--untie-embeddings-and-output-weights", on="dense"),
+        *see("model.max_sequence_length", "--max-position-embeddings 64", on="dense", replaces=True),
+        *see("model", "--vocab-size 300", on="dense", replaces=True),
+        *see("model.stages", "--num-virtual-stages-per-pipeline-rank 4", beside=PP2),
+        *see(
+            "iteration.sizes",
+            "--micro-batch-size 4 --global-batch-size 64 --grpo-group-size 4 --grpo-filter-groups-with-same-reward",
+        ),
+        *see("iteration.sizes", "--seq-length 96 --grpo-prompts-per-step 8", replaces=True),
+        *see("schedule.rates", "--train-iters 5 --lr 2e-6", replaces=True),
+        *see(
+            "schedule.rates",
+            "--lr-decay-style cosine --lr-decay-iters 4 --lr-warmup-iters 1 --lr-warmup-fraction 0.5 "
+            "--lr-decay-samples 512 --lr-warmup-samples 128 --min-lr 1e-7",
+        ),
+        *see("schedule.rates", "--lr-warmup-init 1e-7", beside="--lr-warmup-fraction 0.5"),
+        *see("schedule.rates", "--lr-wsd-decay-style linear", beside=WSD),
+        *see("schedule.rates", "--lr-wsd-decay-iters 4", beside=WSD, replaces=True),
+        *see(
+            "schedule.decays",
+            "--start-weight-decay 0.5 --end-weight-decay 2 --weight-decay-incr-style cosine",
+            beside=GROWING,
+            replaces=True,
+        ),
+        *see("schedule.of_checkpoint", "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler"),
+        *see("schedule.decays", "--weight-decay 0.5"),
+        *see("session", "--seed 5"),
+        *see("session.timeout", "--distributed-timeout-minutes 3"),
+        *see("session.sizes", "--num-layers-per-virtual-pipeline-stage 2", beside=PP2),
+        *see(
+            "session.sizes", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+        ),
+        *see("session.sizes", "--expert-model-parallel-size 2", on="expert run"),
+        *see("checkpoints.calls", "--save out --load in"),
+        *see("checkpoints.due", "--save-interval 2", beside="--save out"),
+        *see("checkpoints.calls", "--save-retain-interval 4", beside="--save out --save-interval 2"),
+        *see("checkpoints.calls", "--ckpt-step 3 --exit-on-missing-checkpoint", beside="--load in"),
+        *see("checkpoints.version", "--finetune", beside="--load in --ckpt-step 3"),
+        *see(
+            "checkpoints.calls",
+            "--no-save-optim --no-save-rng --async-save --no-ckpt-fully-parallel-save",
+            beside="--save out",
+        ),
+        *see(
+            "checkpoints.calls",
+            "--no-load-optim --no-load-rng --ckpt-fully-parallel-load --dist-ckpt-strictness raise_all",
+            beside="--load in --ckpt-step 3",
+        ),
+        *see("making.use_gloo_process_groups", "--disable-gloo-process-groups"),
+        *see("roles.temperature", "--rollout-temperature 0.5"),
+        *see(
+            "objective.loss",
+            "--grpo-clamp-eps-lower 0.3 --grpo-clamp-eps-upper 0.3 --grpo-kl-beta 0.1 "
+            "--rl-inference-logprobs-is-correction",
+        ),
+        *see(
+            "objective.loss",
+            "--rl-importance-sampling-truncation-coef 1",
+            beside="--rl-inference-logprobs-is-correction",
+        ),
+        *see("evaluations.due", "--eval-interval 3", beside="--prompts-held-out 1"),
+        *see("observed.lines", "--log-interval 3"),
+        *see("observed.dashboards", "--tensorboard-dir board --wandb-project p"),
+        *see(
+            "observed.dashboards", "--wandb-exp-name e --wandb-save-dir . --wandb-entity me", beside="--wandb-project p"
+        ),
+        *see("error", "--use-rotary-position-embeddings", on="yarn"),
+        *see("error", "--rotary-scaling-factor 8", on="yarn run"),
+        *see("error", "--yarn-correction-range-round-to-int", on="yarn", beside=UNROUNDED),
+        *see(
+            "error",
+            "--rope-type yarn --rotary-interleaved --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 "
+            "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --mscale 2 --mscale-all-dim 1 "
+            "--softmax-type learnable --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 "
+            "--window-attn-skip-freq 2 --enable-gpt-oss",
+            on="dense",
+        ),
+        *see("error", "--norm-topk-prob", on="sparse", beside="--moe-router-pre-softmax"),
+        *see("error", "--accumulate-allreduce-grads-in-fp32", beside="--bf16 --grad-reduce-in-bf16"),
+        *see(
+            "error",
+            "--num-distributed-optimizer-instances 2 --hidden-dropout 0.1 --attention-dropout 0.1 "
+            "--attention-output-gate --apply-layernorm-1p --experimental-attention-variant gated_delta_net "
+            "--spec my_layers layer_spec",
+        ),
+        *see(
+            "error",
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-group-topk 2 "
+            "--moe-shared-expert-gate --moe-token-dispatcher-type none",
+            on="expert run",
+        ),
+        *see(
+            "error",
+            "--linear-attention-freq 4 --linear-conv-kernel-dim 3 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+            "--linear-num-key-heads 8 --linear-num-value-heads 4",
+            on="linear run",
+            beside=LINEAR_ENGINES,
+        ),
+        *see(
+            "positions.frequencies",
+            "--rotary-base 500000 --rotary-seq-len-interpolation-factor 2 --use-rope-scaling "
+            "--rope-scaling-type llama3",
+            on="dense",
+        ),
+        *see("positions.frequencies", "--rotary-percent 0.5", on="sigmoid"),
+        *see(
+            "positions.frequencies",
+            "--rope-scaling-factor 32 --original-max-position-embeddings 64 --low-freq-factor 2 --high-freq-factor 8",
+            on="dense",
+            beside="--use-rope-scaling",
+        ),
+        *see("positions.frequencies", "--yarn-original-max-position-embeddings 32", on="yarn", replaces=True),
+        *see("positions.frequencies", "--yarn-beta-fast 2 --yarn-beta-slow 0.1", on="yarn", beside=UNROUNDED),
+        *see("positions.frequencies", "--no-yarn-correction-range-round-to-int", on="yarn"),
+        *see("transformer", "--window-size 31,0 --kv-channels 16 --add-qkv-bias --qk-layernorm", on="dense"),
+        *see("transformer.window_size", "--sliding-window 32", on="dense"),
+        *see("transformer.num_moe_experts", "--num-experts 4", on="sparse", replaces=True),
+        *see(
+            "transformer",
+            "--moe-layer-freq [0]*2+[1]*6 --moe-router-topk-scaling-factor 2 --moe-router-num-groups 2",
+            on="sigmoid",
+        ),
+        *see(
+            "transformer",
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1 --moe-router-dtype fp64 "
+            "--moe-z-loss-coeff 0.1",
+            on="expert run",
+        ),
+        *see("transformer.num_layers_in_first_pipeline_stage", "--decoder-first-pipeline-num-layers 3", beside=PP2),
+        *see("transformer.num_layers_in_last_pipeline_stage", "--decoder-last-pipeline-num-layers 3", beside=PP2),
+        *see(
+            "transformer",
+            "--cp-comm-type a2a --recompute-granularity selective --no-clone-scatter-output-in-embedding "
+            "--config-logger-dir logs",
+        ),
+        *see("transformer.recompute_granularity", "--recompute-activations"),
+        *see("transformer.params_dtype", "--bf16 --fp16"),
+        *see(
+            "transformer",
+            "--no-gradient-accumulation-fusion --batch-invariant-mode --deterministic-mode --transformer-impl local",
+            elsewhere=True,
+        ),
+        *see("transformer.bias_activation_fusion", "--no-bias-swiglu-fusion", elsewhere=True),
+        *see("transformer", "--no-bias-dropout-fusion", on="biased", elsewhere=True),
+        *see("transformer.apply_rope_fusion", "--no-rope-fusion", elsewhere=True),
+        *see("transformer", "--sequence-parallel", beside="--tensor-model-parallel-size 2"),
+        *see(
+            "transformer",
+            "--expert-tensor-parallel-size 2 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion",
+            on="expert run",
+            elsewhere=True,
+        ),
+        *see("transformer.overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", beside=VPP2),
+        *see(
+            "transformer.microbatch_group_size_per_vp_stage",
+            "--microbatch-group-size-per-virtual-pipeline-stage 4",
+            beside=VPP2,
+        ),
+        *see(
+            "transformer",
+            "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64",
+            on="dense",
+            replaces=True,
+        ),
+        *see("transformer", "--account-for-embedding-in-pipeline-split", beside="--account-for-loss-in-pipeline-split"),
+        *see("transformer", "--account-for-loss-in-pipeline-split", beside="--account-for-embedding-in-pipeline-split"),
+        *see("transformer.layernorm_epsilon", "--norm-epsilon 1e-4", on="dense"),
+        *see("transformer", "--recompute-method block --recompute-num-layers 2", beside=FULL, replaces=True),
+        *see("transformer", "--distribute-saved-activations", beside=f"{FULL} --tensor-model-parallel-size 2"),
+        *see(
+            "transformer",
+            "--recompute-modules core_attn moe",
+            on="expert run",
+            beside="--recompute-granularity selective",
+        ),
+        *see("transformer", "--moe-ffn-hidden-size 16 --moe-router-topk 3", on="sparse", replaces=True),
+        *see("transformer", "--moe-router-pre-softmax", on="sparse"),
+        *see("transformer", "--moe-router-bias-update-rate 0.1", on="sigmoid run"),
+        *see("transformer", "--moe-shared-expert-intermediate-size 96", on="sigmoid", replaces=True),
+        *see("transformer.recompute_modules", "--moe-layer-recompute", on="expert run"),
+        *see("transformer", "--use-te-activation-func", beside="--no-bias-swiglu-fusion", elsewhere=True),
+        *see("ddp.grad_reduce_in_fp32", "--grad-reduce-in-bf16", beside="--bf16"),
+        *see(
+            "ddp",
+            "--use-distributed-optimizer --overlap-grad-reduce --check-for-large-grads --ddp-bucket-size 9000 "
+            "--ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation "
+            "--ddp-average-in-collective",
+        ),
+        *see("ddp", "--overlap-param-gather", beside=f"{DISTRIBUTED} --overlap-grad-reduce"),
+        *see("ddp", "--no-align-param-gather", beside=VPP2),
+        *see("ddp.nccl_ub", "--use-nccl-ub", elsewhere=True),
+        *see("ddp", "--disable-symmetric-registration", beside="--use-nccl-ub", elsewhere=True),
+        *see(
+            "optimizer",
+            "--no-pin-cpu-grads --no-pin-cpu-params --optimizer-offload-fraction 0.5 "
+            "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+            beside=OFFLOADED,
+            elsewhere=True,
+        ),
+        *see(
+            "optimizer",
+            "--main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+            "--optimizer-cpu-offload",
+            beside=PRECISE,
+            elsewhere=True,
+        ),
+        *see(
+            "optimizer",
+            "--decoupled-lr 1e-7 --apply-wd-to-qk-layernorm --optimizer sgd --adam-beta1 0.5 --adam-beta2 0.5 "
+            "--adam-eps 0.1 --clip-grad 0.5 --log-num-zeros-in-grad",
+        ),
+        *see("optimizer", "--decoupled-min-lr 1e-8", beside="--decoupled-lr 1e-7"),
+        *see("optimizer", "--use-precision-aware-optimizer", beside=DISTRIBUTED, elsewhere=True),
+        *see(
+            "optimizer",
+            "--loss-scale 8 --initial-loss-scale 8 --min-loss-scale 2 --loss-scale-window 7 --hysteresis 1",
+            beside="--fp16",
+        ),
+        *see("optimizer", "--sgd-momentum 0.5", beside="--optimizer sgd"),
+        *see("process.reduced_precision", "--disable-bf16-reduced-precision-matmul", beside="--bf16"),
+        *see("limits.ends", "--exit-interval 3 --exit-duration-in-mins 3"),
+        Row(
+            "--position-embedding-type yarn --rotary-scaling-factor 4",
+            "positions.frequencies",
+            "dense",
+            drops="--position-embedding-type",
+        ),
+        Row("--train-samples 640", "schedule.rates", drops="--train-iters"),
+        *(Row("", "error", "dense", drops=flag) for flag in ("--group-query-attention", "--swiglu", "--normalization")),
+        Row("", "transformer.add_bias_linear", "dense", drops="--disable-bias-linear"),
+    )
 }
 if Version(importlib.metadata.version("megatron-core")) >= Version("0.18"):
     ROWS["--ddp-num-buckets"] = Row("--ddp-num-buckets 3", "ddp.num_buckets")
@@ -482,11 +376,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 @pytest.fixture
 def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build the parser once: it is the same for every command line, and takes a while to make."""
-    listed = flags.list_flags()
-    parser = command_line._make_parser(listed)
-    monkeypatch.setattr(flags, "list_flags", lambda: listed)
-    monkeypatch.setattr(command_line, "_make_parser", lambda _: parser)
+    keep_one_parser(monkeypatch)
 
 
 def command_lines(row: Row, folders: dict[str, Path]) -> tuple[list[str], list[str]]:

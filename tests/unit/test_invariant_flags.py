@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.command_line import invariant_checks
+from megatron_rl.command_line import mode_checks
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import EngineKind
 from megatron_rl.shared.weights import families
@@ -89,7 +89,7 @@ def test_megatrons_mode_is_not_for_a_cpu(run: tuple[str, ...], words: str) -> No
 def test_megatrons_mode_is_refused_where_it_does_not_compute_the_model(
     platform: str, changes: dict[str, Any], refusal: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invariant_checks, "find_engine_refusal", lambda: refusal)
+    monkeypatch.setattr(mode_checks, "find_engine_refusal", lambda: refusal)
     settings: Any = SimpleNamespace(
         platform=platform,
         transformer=SimpleNamespace(batch_invariant_mode=True, params_dtype=torch.bfloat16),
@@ -97,11 +97,11 @@ def test_megatrons_mode_is_refused_where_it_does_not_compute_the_model(
         lora=SimpleNamespace(rank=changes.pop("rank", 0)),
         architecture=dataclasses.replace(QWEN3, **changes),
     )
-    found = list(invariant_checks.check_megatron_mode(settings))
+    found = list(mode_checks.check_megatron_mode(settings))
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
     settings.transformer.batch_invariant_mode = False
-    assert not list(invariant_checks.check_megatron_mode(settings))
+    assert not list(mode_checks.check_megatron_mode(settings))
 
 
 def test_engines_refuse_what_was_not_compared() -> None:

@@ -256,7 +256,7 @@ def test_every_patch_says_why_until_when_and_for_which_files() -> None:
 def test_the_command_checks_patches_and_takes_back(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_rl.commands.patch.read_catalog", lambda: [UPSTREAM])
+    monkeypatch.setattr("megatron_rl.commands.patched_tree.read_catalog", lambda: [UPSTREAM])
     before = snapshot(tree)
     assert cli.main(["patch", str(tree), "--check"]) == ExitCode.OK
     assert "run.sh: would be patched; it belongs to v1\nrun.py: would be patched; it belongs to no release" in said(

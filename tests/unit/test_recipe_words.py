@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_rl.errors import UsageError
-from megatron_rl.trainer.recipe import parsing, script
+from megatron_rl.trainer.recipe import hooks, script
 
 OURS = {"--prompts", "--lr", "--rollout-devices"}
 THEIRS = {"--lr", "--own", "--spec"}
@@ -19,18 +19,18 @@ WORDS = [
 def test_each_parser_gets_its_flags_with_their_values_and_both_get_those_that_both_know() -> None:
     unknown = ["--unknown", "x"]
     shared = ["--lr", "1e-3"]
-    assert parsing.select_words(WORDS, OURS, THEIRS) == [
+    assert hooks.select_words(WORDS, OURS, THEIRS) == [
         "--prompts", "p.jsonl", *shared, "--rollout-devices", "4", "-1", *unknown,
     ]  # fmt: skip
-    assert parsing.select_words(WORDS, THEIRS, OURS) == [*shared, "--own=3", "--spec", "module", "layer", *unknown]
+    assert hooks.select_words(WORDS, THEIRS, OURS) == [*shared, "--own=3", "--spec", "module", "layer", *unknown]
 
 
 def test_no_word_is_lost_and_none_is_read_twice_by_one_parser() -> None:
-    ours, theirs = parsing.select_words(WORDS, OURS, THEIRS), parsing.select_words(WORDS, THEIRS, OURS)
+    ours, theirs = hooks.select_words(WORDS, OURS, THEIRS), hooks.select_words(WORDS, THEIRS, OURS)
     assert set(ours) | set(theirs) == set(WORDS)
     assert len(ours) == len(set(ours))
-    assert parsing.select_words([], OURS, THEIRS) == []
-    assert parsing.select_words(["stray", "--lr", "1"], OURS, THEIRS) == ["stray", "--lr", "1"]
+    assert hooks.select_words([], OURS, THEIRS) == []
+    assert hooks.select_words(["stray", "--lr", "1"], OURS, THEIRS) == ["stray", "--lr", "1"]
 
 
 def make_module() -> argparse.Namespace:
@@ -49,28 +49,28 @@ def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def test_megatrons_parser_has_the_flags_of_megatron_and_those_that_the_recipe_adds() -> None:
-    assert parsing.list_their_names(make_module(), None) == {"--lr", "-h", "--help"}
-    assert parsing.list_their_names(make_module(), add_own) == {"--lr", "--own", "-h", "--help"}
+    assert hooks.list_their_names(make_module(), None) == {"--lr", "-h", "--help"}
+    assert hooks.list_their_names(make_module(), add_own) == {"--lr", "--own", "-h", "--help"}
 
 
 def test_megatrons_parser_reads_its_words_alone_and_its_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def parse(extra: parsing.ExtraArgs) -> argparse.Namespace:
+    def parse(extra: hooks.ExtraArgs) -> argparse.Namespace:
         parser = make_module().add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         assert extra is not None
         return extra(parser).parse_args()
 
     before = list(sys.argv)
-    theirs = parsing.list_their_names(make_module(), add_own)
-    args = parsing.parse_theirs(parse, ["--prompts", "x", "--lr", "0.5", "--own", "3"], theirs, add_own)
+    theirs = hooks.list_their_names(make_module(), add_own)
+    args = hooks.parse_theirs(parse, ["--prompts", "x", "--lr", "0.5", "--own", "3"], theirs, add_own)
     assert (args.lr, args.own) == (0.5, 3)
     with pytest.raises(UsageError, match=r"^Megatron's parser: argument --own: invalid int value: 'three'$"):
-        parsing.parse_theirs(parse, ["--own", "three"], theirs, add_own)
+        hooks.parse_theirs(parse, ["--own", "three"], theirs, add_own)
     assert sys.argv == before
     assert "usage" not in capsys.readouterr().err
 
 
 def test_a_failed_assertion_of_megatrons_about_arguments_is_an_error_with_its_text() -> None:
-    with pytest.raises(UsageError, match="refuses the recipe's arguments: heads do not divide"), parsing.refusals():
+    with pytest.raises(UsageError, match="refuses the recipe's arguments: heads do not divide"), hooks.refusals():
         raise AssertionError("heads do not divide")
 
 

@@ -3,10 +3,13 @@
 import ast
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
-import os
+import re
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +24,30 @@ from megatron_rl.sidecar.starting import StartNotes
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models
+from tests.command_lines import without
 
 SCRIPTED = "--rollout-engine scripted --rollout-folder /nowhere/run"
+ROWS = tomllib.loads(Path(__file__).with_name("sidecar_checks.toml").read_text(encoding="utf-8"))
 VLLM = "--rollout-folder /nowhere/run --reward exact --platform cpu --seq-length 64"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def draw(tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function that writes a model once, named as "KIND" or "KIND head_dim=N"."""
+
+    @functools.cache
+    def draw(name: str) -> Path:
+        kind, _, head_dim = name.partition(" head_dim=")
+        changes = {"head_dim": int(head_dim)} if head_dim else {}
+        return hf_models.draw(kind, tmp_path_factory.mktemp("models") / kind, **changes)
+
+    return draw
+
+
+@pytest.fixture(scope="module")
+def model(draw: Callable[[str], Path]) -> Path:
     """Write a model with heads of 32 columns, 8 of queries and 4 of keys, an MLP of 96; 256 positions."""
-    return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return draw("qwen3")
 
 
 def problems(words: str) -> list[str]:
@@ -47,43 +65,50 @@ def test_flags_become_settings_and_repeated_lists_are_joined(tmp_path: Path) -> 
     assert settings.folder == Path("/nowhere/run")
     assert settings.run == "run"
     assert settings.address == ("127.0.0.1", 0)
+    script = tmp_path / "s.json"
+    script.write_text("{}")
+    assert parse(f"{SCRIPTED} --reward exact --rollout-script {script}".split()).rollout.script == script
+
+
+@pytest.mark.parametrize("engines", ROWS)
+def test_a_wrong_value_is_refused_and_the_error_says_what_to_write(engines: str, draw: Callable[[str], Path]) -> None:
+    wrong = {}
+    for words, message in ROWS[engines].items():
+        found = problems(write_words(engines, words, draw))
+        if len(found) != 1 or message not in found[0]:
+            wrong[words] = found
+    assert wrong == {}
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("engines", "words"),
     [
-        ("--rollout-num-engines 1 --rollout-num-engines 2", "given twice, with 1 and 2"),
-        ("--rollout-num-engines 0", "--rollout-num-engines 0 must be at least 1"),
-        ("--rollout-num-threads 0", "--rollout-num-threads 0 must be at least 1"),
-        ("--rollout-max-in-flight -1", "--rollout-max-in-flight -1 must be at least 1"),
-        ("--rollout-num-engines many", "--rollout-num-engines many"),
-        ("--rollout-listen 127.0.0.1:99999", "must be HOST:PORT"),
-        ("--rollout-gateway-listen nowhere", "--rollout-gateway-listen nowhere must be HOST:PORT"),
-        ("--rollout-agent agent.py", "must name an agent: write --rollout-agent FILE.py:FUNCTION"),
-        ("--rollout-agent /no/agent.py:act", "--rollout-agent /no/agent.py cannot be read"),
-        (f"--rollout-agent {__file__}:act --rollout-env {__file__}:Game", "each say who writes between"),
-        ("--rollout-agent-timeout 0", "--rollout-agent-timeout 0 must be a finite duration above 0"),
-        ("--rollout-devices 0 1 2 --rollout-num-engines 2", "and names 3"),
-        ("--rollout-devices 1 1 --rollout-num-engines 2", "--rollout-devices 1 1 must be different numbers"),
-        ("--rollout-engine scripted --rollout-transport nccl", "does not reach a scripted engine"),
-        ("--reward-on-error perhaps", "--reward-on-error perhaps must be stop or a finite number"),
-        ("--reward-workers 0", "--reward-workers 0 must be at least 1"),
-        ("--reward-timeout 0", "--reward-timeout 0 must be a finite number of seconds above 0"),
-        ("--reward-timeout inf", "--reward-timeout inf"),
-        ("--reward-memory-gib 0.01", "--reward-memory-gib 0.01 must be at least 0.125"),
-        ("--reward-readable /no/such/path", "--reward-readable /no/such/path does not exist"),
-        ("--reward-environment NO_SUCH", "--reward-environment NO_SUCH: it is not set here"),
-        ("--reward-environment HOME", "--reward-environment HOME: functions have a value of their own"),
-        ("--rollout-script /no/script.json", "--rollout-script /no/script.json cannot be read"),
-        ("--reward gsm9k", "--reward gsm9k must be FILE.py:FUNCTION or one of"),
-        ("--reward exact=1 exact=2", "--reward exact is given 3 times"),
-        ("--num-layers 4", "unknown flag --num-layers"),
+        ("qwen3", "--seq-length 64"),
+        ("qwen3", "--seq-length 257 --rollout-max-model-len 256"),
+        ("qwen3", "--rollout-tensor-parallel-size 2 --rollout-max-model-len 256"),
+        ("qwen3", f"--rollout-python {sys.executable}"),
+        ("qwen3 head_dim=16", "--platform cuda"),
+        ("qwen3 head_dim=16", "--rollout-engine scripted"),
+        ("qwen3_5 head_dim=32", "--rollout-dtype bfloat16"),
+        ("qwen3_5 head_dim=32", "--platform cuda"),
+        ("gpt_oss head_dim=32", "--rollout-dtype bfloat16"),
+        ("gpt_oss head_dim=32", "--rollout-dtype float16 --platform cuda"),
+        ("llama_biased head_dim=32", "--rollout-max-model-len 640"),
     ],
 )
-def test_a_wrong_value_is_refused_and_the_error_says_what_to_write(words: str, message: str) -> None:
-    found = problems(f"{SCRIPTED} --reward exact {words}")
-    assert len(found) == 1, found
-    assert message in found[0]
+def test_words_that_fit_the_model_and_the_device_are_accepted(engines: str, words: str, draw) -> None:
+    assert parse(write_words(engines, words, draw).split())
+
+
+def write_words(engines: str, words: str, draw: Callable[[str], Path]) -> str:
+    """Return the words of a sidecar, with these in place of its own; a flag without a value is left out."""
+    flags = re.split(" (?=--)", words.replace("FILE", __file__)) if words else []
+    base = f"{SCRIPTED} --reward exact" if engines == "scripted" else f"{VLLM} --hf-model {draw(engines)}"
+    kept = base.split()
+    for flag in flags:
+        # Values of a list that is written twice are joined.
+        kept = kept if flag.startswith("--reward ") else without(kept, flag.split()[0])
+    return " ".join([*kept, *(flag for flag in flags if " " in flag)])
 
 
 @pytest.mark.parametrize(
@@ -167,53 +192,9 @@ def test_a_reward_file_that_may_define_the_function_is_accepted_without_being_ru
     assert parse(f"{SCRIPTED} --reward {tmp_path}/mine.py:score".split()).reward.functions
 
 
-@pytest.mark.parametrize(("platform", "transport"), [("cpu", "nccl"), ("cuda", "hccl"), ("npu", "nccl")])
-def test_weights_are_streamed_only_by_what_the_engines_devices_have(platform: str, transport: str, model: Path) -> None:
-    words = f"{VLLM} --hf-model {model} --platform {platform} --rollout-transport {transport}"
-    words = words.replace("--platform cpu ", "")
-    (found,) = problems(words)
-    assert f"--rollout-transport {transport} does not reach vLLM on {platform}" in found
-
-
-def test_a_script_is_for_scripted_engines_only(model: Path, tmp_path: Path) -> None:
-    script = tmp_path / "s.json"
-    script.write_text("{}")
-    (found,) = problems(f"{VLLM} --hf-model {model} --rollout-script {script}")
-    assert f"--rollout-script {script} is for --rollout-engine scripted, not vllm" in found
-    assert parse(f"{SCRIPTED} --reward exact --rollout-script {script}".split()).rollout.script == script
-
-
-def test_a_vllm_sidecar_needs_a_longest_sequence(model: Path) -> None:
-    words = f"--rollout-folder run --reward exact --platform cpu --hf-model {model}"
-    (found,) = problems(words)
-    assert "--rollout-max-model-len is missing" in found
-    assert parse(f"{words} --seq-length 64".split()).seq_length == 64
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--rollout-tensor-parallel-size 3",
-            "--rollout-tensor-parallel-size 3: the model's 8 attention heads and 4 heads of keys and values cannot",
-        ),
-        (
-            "--rollout-tensor-parallel-size 64",
-            "--rollout-tensor-parallel-size 64: the model's 8 attention heads and 96 columns of the MLP cannot",
-        ),
-        ("--rollout-max-model-len 257", "--rollout-max-model-len 257 is above the model's longest sequence, 256"),
-        ("--rollout-devices 0", "--rollout-devices 0 names accelerators, but the engines compute on the CPU"),
-        ("--rollout-python /no/python", "--rollout-python /no/python must be a program"),
-        (
-            "--rollout-tool-parser hermes",
-            "--rollout-tool-parser hermes reads turns of conversations: add --rollout-env",
-        ),
-        ("--rollout-reasoning-parser r1 --rollout-engine scripted", "--rollout-reasoning-parser r1 is for"),
-    ],
-)
-def test_engine_flags_that_do_not_fit_the_model_are_refused(words: str, message: str, model: Path) -> None:
-    assert any(line.startswith(message) for line in problems(f"{VLLM} --hf-model {model} {words}"))
-    assert parse(f"{VLLM} --hf-model {model} --rollout-tensor-parallel-size 2 --rollout-max-model-len 256".split())
+def test_a_parser_of_thoughts_is_for_vllm(model: Path) -> None:
+    found = problems(f"{VLLM} --hf-model {model} --rollout-reasoning-parser r1 --rollout-engine scripted")
+    assert any(line.startswith("--rollout-reasoning-parser r1 is for") for line in found)
 
 
 def test_engines_have_as_long_to_start_as_the_flag_says(model: Path, tmp_path: Path) -> None:
@@ -250,38 +231,6 @@ def test_flags_of_vllm_that_are_not_free_are_refused(text: str, message: str, mo
         parse([*SCRIPTED.split(), "--reward", "exact", f"--rollout-vllm-args={text}"])
 
 
-def test_a_length_above_the_models_is_said_of_the_flag_that_was_written(model: Path) -> None:
-    words = VLLM.replace("--seq-length 64", "--seq-length 257")
-    said = "--seq-length 257 is above the model's longest sequence, 256: write 256 or less"
-    assert problems(f"{words} --hf-model {model}") == [said]
-    assert parse(f"{words} --hf-model {model} --rollout-max-model-len 256".split())
-
-
-def test_a_head_size_without_a_cpu_kernel_is_refused_on_the_cpu_only(tmp_path: Path) -> None:
-    words = f"{VLLM} --hf-model {hf_models.draw('qwen3', tmp_path / 'model', head_dim=16)}"
-    (found,) = problems(words)
-    assert "the model's heads have 16 columns (head_dim), and vLLM's attention on a CPU takes 32, 48," in found
-    assert parse(words.replace("--platform cpu", "--platform cuda").split())
-    assert parse(f"{words} --rollout-engine scripted".split())
-
-
-def test_linear_layers_in_full_precision_are_refused_on_the_cpu_only(tmp_path: Path) -> None:
-    words = f"{VLLM} --hf-model {hf_models.draw('qwen3_5', tmp_path / 'model', head_dim=32)}"
-    (found,) = problems(words)
-    assert "vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is float32: write" in found
-    assert parse(f"{words} --rollout-dtype bfloat16".split())
-    assert parse(words.replace("--platform cpu", "--platform cuda").split())
-
-
-def test_sinks_in_float16_are_refused_on_the_cpu_only(tmp_path: Path) -> None:
-    """Refuse the dtype of which vLLM casts sinks at its first request, and keeps the result."""
-    words = f"{VLLM} --hf-model {hf_models.draw('gpt_oss', tmp_path / 'model', head_dim=32)} --rollout-dtype float16"
-    (found,) = problems(words)
-    assert "in float16 vLLM's attention on a CPU computes with a copy of the model's sinks" in found
-    assert parse(words.replace("dtype float16", "dtype bfloat16").split())
-    assert parse(words.replace("--platform cpu", "--platform cuda").split())
-
-
 def test_a_folder_in_scaled_blocks_is_refused_for_engines_only(tmp_path: Path) -> None:
     folder = hf_models.draw("qwen3", tmp_path / "model")
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -303,27 +252,12 @@ def test_supported_head_sizes_are_48_and_those_of_the_installed_vllm() -> None:
     assert set(CPU_HEAD_SIZES) == {48, *ast.literal_eval(answer.value)}
 
 
-def test_linear_rope_scaling_makes_the_longest_sequence_longer(tmp_path: Path) -> None:
-    folder = hf_models.draw("llama_biased", tmp_path / "model", head_dim=32)
-    assert parse(f"{VLLM} --hf-model {folder} --rollout-max-model-len 640".split())
-    (found,) = problems(f"{VLLM} --hf-model {folder} --rollout-max-model-len 641")
-    assert "longest sequence, 640" in found
-
-
 def test_a_model_that_cannot_be_read_is_said_with_all_else_and_alone_is_an_error_of_input() -> None:
     with pytest.raises(InputError, match="/no/model/config.json does not exist"):
         parse(f"{VLLM} --hf-model /no/model".split())
     found = problems(f"{VLLM} --hf-model /no/model --rollout-num-threads 0")
     assert len(found) == 2
     assert "/no/model/config.json does not exist" in found[1]
-
-
-def test_the_interpreter_of_vllm_must_be_executable(model: Path, tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\n")
-    assert "must be a program" in problems(f"{VLLM} --hf-model {model} --rollout-python {program}")[0]
-    os.chmod(program, 0o700)
-    assert parse(f"{VLLM} --hf-model {model} --rollout-python {program}".split())
 
 
 def test_a_message_gives_the_settings_that_its_flags_are_parsed_to(model: Path, tmp_path: Path) -> None:

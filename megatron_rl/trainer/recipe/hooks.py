@@ -4,26 +4,34 @@
 - `set_global_variables`: arguments, timers and writers are Megatron's.
 - `core_transformer_config_from_args`: packs, our flags and our checks have the last word.
 - `pretrain`: trains with GRPO.
+
+One command line is for two parsers, ours and the recipe's. Each is given the flags that it knows.
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_rl import platforms
-from megatron_rl.command_line.parse import find_platform_name
+from megatron_rl.command_line import parse as command_line
+from megatron_rl.command_line.flags import list_flags, list_own_flags
+from megatron_rl.command_line.other_projects import find_project, split_words
 from megatron_rl.command_line.run import RunSettings
-from megatron_rl.errors import PlatformError
+from megatron_rl.errors import PlatformError, UsageError
+from megatron_rl.flag import index_by_name
+from megatron_rl.platforms.megatron_configs import find_megatron_version
 from megatron_rl.platforms.megatron_patches import Patch, expect_parameters, install_patches, unknown_megatron
 from megatron_rl.trainer.loop.entry import Entry
-from megatron_rl.trainer.recipe import parsing
 
 # Megatron's checks of arguments ask a CUDA device for its generation. On some generations they require environment
 # variables; on the newest they require none.
@@ -31,6 +39,11 @@ _DEVICE_GENERATION = 10
 _CONFIG = "core_transformer_config_from_args"
 # The parameters of `pretrain` in every known version.
 _PRETRAIN = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
+# Flags that only the recipe's builder reads; our builder has its own layer, and refuses any other.
+_OF_THE_BUILDER = {"--spec"}
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
+"""A recipe's function that adds its own flags."""
 
 
 class Hooks:
@@ -40,7 +53,7 @@ class Hooks:
         """`words` are the flags of the command line, as they were written."""
         self._entry = entry
         self._words = list(words)
-        self._platform = platforms.select(find_platform_name(self._words))
+        self._platform = platforms.select(command_line.find_platform_name(self._words))
         self._settings: RunSettings | None = None
         self.exit_code: int | None = None
         """The exit code of the training; None until it has ended."""
@@ -67,17 +80,15 @@ class Hooks:
         if self._platform.device_type != "cuda":
             module.get_device_arch_version = lambda: _DEVICE_GENERATION  # type: ignore[attr-defined]
 
-        def parse_args(
-            extra_args_provider: parsing.ExtraArgs = None, ignore_unknown_args: bool = False
-        ) -> argparse.Namespace:
-            theirs = parsing.list_their_names(module, extra_args_provider)
-            self._settings = self._entry.parse(lambda: parsing.parse_ours(self._words, theirs))
+        def parse_args(extra_args_provider: ExtraArgs = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
+            theirs = list_their_names(module, extra_args_provider)
+            self._settings = self._entry.parse(lambda: parse_ours(self._words, theirs))
             if self._settings.run.print_config:
                 raise SystemExit(self._entry.train(self._settings))
-            return parsing.parse_theirs(parse, self._words, theirs, extra_args_provider)
+            return parse_theirs(parse, self._words, theirs, extra_args_provider)
 
         def validate_args(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
-            with parsing.refusals():
+            with refusals():
                 validate(args, defaults or {})
             for name, value in self._settled_args():
                 if hasattr(args, name):
@@ -113,8 +124,7 @@ class Hooks:
 
         @functools.wraps(module.pretrain)
         def pretrain(*arguments: Any, **keywords: Any) -> None:
-            from megatron_rl.trainer.recipe.model import Provided, build_recipe
-            from megatron_rl.trainer.recipe.writers import MegatronTimers
+            from megatron_rl.trainer.recipe.model import MegatronTimers, Provided, build_recipe
 
             bound = signature.bind(*arguments, **keywords).arguments
             args = self._get_args(bound)
@@ -206,3 +216,74 @@ def _find(name: str) -> Path | None:
         return None
     # Links are not followed: a tree may borrow its core.
     return Path(next(iter(spec.submodule_search_locations))).absolute().parent
+
+
+def parse_ours(words: Sequence[str], theirs: Collection[str]) -> RunSettings:
+    """Parse our settings. Report the flags that neither parser knows, but not those that only the recipe knows."""
+    ours = set(index_by_name(list_flags())) | {name for name in theirs if find_project(name) is not None}
+    ours -= _OF_THE_BUILDER
+    return command_line.parse_run(select_words(words, ours, theirs))
+
+
+def parse_theirs(
+    parse: Callable[..., argparse.Namespace], words: Sequence[str], theirs: Collection[str], extra: ExtraArgs
+) -> argparse.Namespace:
+    """Have Megatron's parser parse its flags, which it reads from `sys.argv`."""
+    ours = index_by_name(list_own_flags())
+    with _argv(select_words(words, theirs, ours)), _errors_of_argparse():
+        return parse(extra)
+
+
+def list_their_names(module: ModuleType, extra: ExtraArgs) -> set[str]:
+    """Return the flags of `megatron.training.arguments`, and those that the recipe adds."""
+    parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if extra is not None:
+        parser = extra(parser)
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turn a failed assertion of Megatron about its arguments into a UsageError with its text."""
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        reason = str(error) or "an assertion without a text"
+        raise UsageError(f"Megatron {find_megatron_version()} refuses the recipe's arguments: {reason}") from error
+
+
+def select_words(words: Sequence[str], names: Collection[str], others: Collection[str]) -> list[str]:
+    """Return the flags of `names` with their values, and the flags that are in neither list."""
+    selected: list[str] = []
+    for flag in split_words(words):
+        name = flag[0].partition("=")[0]
+        if name in names or name not in others:
+            selected += flag
+    return selected
+
+
+@contextlib.contextmanager
+def _argv(words: Sequence[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = [before[0], *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _errors_of_argparse() -> Iterator[None]:
+    """Turn the error that argparse prints into a UsageError."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        *_, last = said.getvalue().strip().splitlines() or [""]
+        raise UsageError(f"Megatron's parser: {last.partition('error: ')[2] or last}") from None
+    finally:
+        if sys.exc_info()[0] is None:
+            sys.stderr.write(said.getvalue())
