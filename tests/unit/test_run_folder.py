@@ -1,6 +1,8 @@
-"""The folder that a command reads, and its error for a folder that holds another kind of run."""
+"""The folder that a command reads, the errors for folders of other runs, and the warnings that a run leaves there."""
 
 import json
+import logging
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
-from megatron_rl.observe.run_folder import SavedConfig, Value
+from megatron_rl.observe.run_folder import SavedConfig, Value, keep_warnings
 
 
 def write_run(folder: Path, stage: str) -> Path:
@@ -56,3 +58,36 @@ def test_a_run_found_one_level_down_is_labelled_by_the_folder_that_was_named(tmp
     runs = [write_run(tmp_path / name / "run", "sft") for name in ("demo", "other")]
     labelled = run_folder.label_runs([str(run.parent) for run in runs], "metrics.jsonl")
     assert labelled == {"demo": runs[0], "other": runs[1]}
+
+
+def test_warnings_and_logged_ones_are_in_the_file_and_said_once(tmp_path, capfd, recwarn):
+    path, said = tmp_path / "warnings.log", []
+    with keep_warnings(path, said.append):
+        warnings.warn("this will be removed", FutureWarning, stacklevel=1)
+        logging.getLogger("some.package").warning("half of it is slow")
+        logging.getLogger("some.package").info("nothing to see")
+    text = path.read_text()
+    assert "FutureWarning: this will be removed" in text
+    assert "some.package WARNING half of it is slow" in text
+    assert "nothing to see" not in text
+    assert said == [f"other packages have warnings: {path} (--verbose shows them here)"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_warning_no_file_is_written(tmp_path):
+    with keep_warnings(tmp_path / "warnings.log", lambda text: None):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_warnings_are_printed_when_the_file_cannot_be_written(tmp_path, capfd):
+    with keep_warnings(tmp_path / "absent" / "warnings.log", lambda text: None):
+        logging.getLogger("some.package").warning("half of it is slow")
+    assert "half of it is slow" in capfd.readouterr().err
+
+
+def test_after_the_context_warnings_go_where_they_went_before(tmp_path):
+    before = logging.getLogger().handlers[:], warnings.showwarning
+    with keep_warnings(tmp_path / "warnings.log", lambda text: None):
+        assert warnings.showwarning is not before[1]
+    assert (logging.getLogger().handlers, warnings.showwarning) == before
