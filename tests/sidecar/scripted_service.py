@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -135,14 +135,17 @@ class Memory:
         return f"hash-{len(self.events)}", len(self.events)
 
 
-def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
+def submission(
+    version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0, max_tokens: int = 8, first: Sequence[int] = (5, 6)
+) -> wire.Submission:
+    """Make a submission whose prompts begin with the tokens `first` and end with their numbers."""
     prompts = [
-        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([5, 6, index]))
+        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([*first, index]))
         for index in range(plan.count_submitted())
     ]
     return wire.Submission(
         run="run", version=version, fingerprint=f"weights-{version}", plan=plan,
-        sampling=wire.Sampling(max_tokens=8), prompts=prompts, deadline_seconds=deadline,
+        sampling=wire.Sampling(max_tokens=max_tokens), prompts=prompts, deadline_seconds=deadline,
     )  # fmt: skip
 
 

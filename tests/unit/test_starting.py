@@ -82,54 +82,84 @@ def test_the_model_is_described_by_its_size_its_precision_and_its_layout():
     )
 
 
-def test_engines_that_start_are_said_once_when_they_begin_and_once_when_they_are_ready(tmp_path):
-    path = tmp_path / FILE_NAME
-    news = News(path)
-    begun = news._begun
-    assert [*news.lines(begun + 1)] == []
-    StartProgress(engines={"engine-0": None, "engine-1": None}).write(path)
-    assert [*news.lines(begun + 2)] == ["engines: engine-0, engine-1 start and load the model"]
-    assert [*news.lines(begun + 3)] == []
-    StartProgress(engines={"engine-0": None, "engine-1": 12.5}).write(path)
-    assert [*news.lines(begun + 14)] == ["engines: engine-1 ready after 12.5 s, 1 of 2"]
-    assert [*news.lines(begun + 28)] == []
-    (line,) = news.lines(begun + 30)
-    assert line.startswith("engines: 1 of 2 ready, waiting for engine-0 (what they print is in ")
-    assert [*news.lines(begun + 31)] == []
-    StartProgress(engines={"engine-0": 33.0, "engine-1": 12.5}).write(path)
-    assert [*news.lines(begun + 34)] == ["engines: engine-0 ready after 33.0 s, 2 of 2"]
-    assert [*news.lines(begun + 1000)] == []
+BEGUN, ONE = {"engine-0": None, "engine-1": None}, {"engine-0": None, "engine-1": 12.5}
+OF_ENGINES = {"engine-0": {"model": 3.0, "graphs": 6.0}, "engine-1": {"model": 4.0, "graphs": 8.5}}
+PARTS = {REWARDS: 1.25, FLAGS: 0.0, ENGINES: 31.0, TOKENIZER: 2.0}
+WARNINGS = ["--reward f: it failed", "--reward g: it failed"]
 
 
-def test_a_sidecar_that_writes_nothing_is_said_to_be_waited_for(tmp_path):
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [
+            (1, None, []),
+            (2, StartProgress(engines=BEGUN), ["engines: engine-0, engine-1 start and load the model"]),
+            (3, None, []),
+            (14, StartProgress(engines=ONE), ["engines: engine-1 ready after 12.5 s, 1 of 2"]),
+            (28, None, []),
+            (30, None, ["engines: 1 of 2 ready, waiting for engine-0 (what they print is in LOGS)"]),
+            (31, None, []),
+            (34, StartProgress(engines=ONE | {"engine-0": 33.0}), ["engines: engine-0 ready after 33.0 s, 2 of 2"]),
+            (1000, None, []),
+        ],
+        [(16, None, ["sidecar: waiting for its process, 16 s so far"]), (17, None, [])],
+        [
+            (
+                3,
+                StartProgress(engines={"engine-0": 2.0}, parts={REWARDS: None, ENGINES: 2.0, TOKENIZER: None}),
+                ["engines: engine-0 start and load the model", "engines: engine-0 ready after 2.0 s, 1 of 1"],
+            ),
+            (18, None, ["sidecar: waiting for rewards, tokenizer, 18 s so far"]),
+            (19, None, []),
+        ],
+        [
+            (
+                0,
+                StartProgress(engines=dict.fromkeys(OF_ENGINES, 31.0), parts=PARTS, engine_parts=OF_ENGINES),
+                [
+                    "engines: engine-0, engine-1 start and load the model",
+                    "engines: engine-0, engine-1 ready after 31.0 s, 2 of 2",
+                    "sidecar: its parts, side by side: rewards 1.2 s, flags of vLLM 0.0 s, engines 31.0 s, tokenizer "
+                    "2.0 s; engine-1: model 4.0 s, graphs 8.5 s",
+                ],
+            ),
+            (1000, None, []),
+        ],
+        [
+            (
+                0,
+                StartProgress(engines={"engine-0": None}, warnings=WARNINGS[:1]),
+                ["warning: --reward f: it failed", "engines: engine-0 start and load the model"],
+            ),
+            (1, None, []),
+            (2, StartProgress(engines={"engine-0": None}, warnings=WARNINGS), ["warning: --reward g: it failed"]),
+        ],
+        [
+            (
+                0,
+                StartProgress(engines={f"engine-{number}": None for number in range(64)}),
+                ["engines: engine-0 and 63 others start and load the model"],
+            )
+        ],
+    ],
+    ids=[
+        "engines are said once when they begin and once when they are ready",
+        "a sidecar that writes nothing is waited for",
+        "rewards that take longer than engines are waited for",
+        "a start that is over is told once by its parts, with those of its slowest engine",
+        "each warning of rewards is printed once whenever it comes",
+        "many engines are counted and not listed",
+    ],
+)
+def test_the_news_of_a_start_are_told_once_and_silence_is_broken_by_what_is_waited_for(tmp_path, moments):
+    """Tell the news at moments in seconds, after the sidecar has written its progress, if it has."""
     news = News(tmp_path / FILE_NAME)
     begun = news._begun
-    assert [*news.lines(begun + 16)] == ["sidecar: waiting for its process, 16 s so far"]
-    assert [*news.lines(begun + 17)] == []
-
-
-def test_rewards_that_take_longer_than_engines_are_said_to_be_waited_for(tmp_path):
-    path = tmp_path / FILE_NAME
-    StartProgress(engines={"engine-0": 2.0}, parts={REWARDS: None, ENGINES: 2.0, TOKENIZER: None}).write(path)
-    news = News(path)
-    begun = news._begun
-    assert len([*news.lines(begun + 3)]) == 2
-    assert [*news.lines(begun + 18)] == ["sidecar: waiting for rewards, tokenizer, 18 s so far"]
-    assert [*news.lines(begun + 19)] == []
-
-
-def test_a_start_that_is_over_is_told_once_by_its_parts_with_those_of_its_slowest_engine(tmp_path):
-    path = tmp_path / FILE_NAME
-    news = News(path)
-    parts = {REWARDS: 1.25, FLAGS: 0.0, ENGINES: 31.0, TOKENIZER: 2.0}
-    of_engines = {"engine-0": {"model": 3.0, "graphs": 6.0}, "engine-1": {"model": 4.0, "graphs": 8.5}}
-    StartProgress(engines=dict.fromkeys(of_engines, 31.0), parts=parts, engine_parts=of_engines).write(path)
-    *_, last = news.lines(news._begun)
-    assert last == (
-        "sidecar: its parts, side by side: rewards 1.2 s, flags of vLLM 0.0 s, engines 31.0 s, tokenizer 2.0 s; "
-        "engine-1: model 4.0 s, graphs 8.5 s"
-    )
-    assert [*news.lines(news._begun + 1000)] == []
+    for seconds, progress, lines in moments:
+        if progress is not None:
+            progress.write(tmp_path / FILE_NAME)
+        logs = str(tmp_path / "logs")
+        assert [line.replace(logs, "LOGS") for line in news.lines(begun + seconds)] == lines, seconds
 
 
 def test_the_parts_of_a_start_follow_one_another_and_short_ones_are_not_shown():
@@ -158,24 +188,6 @@ def test_a_sidecar_waits_for_the_rows_that_it_tries_its_rewards_on_and_removes_t
     (request,) = asyncio.run(take())
     assert (request.index, request.row, request.columns, len(request.completions)) == (7, "file:3", {"answer": "4"}, 2)
     assert not path.exists()
-
-
-def test_each_warning_of_rewards_is_printed_once_whenever_it_comes(tmp_path):
-    warnings = ["--reward f: it failed", "--reward g: it failed"]
-    StartProgress(engines={"engine-0": None}, warnings=warnings[:1]).write(tmp_path / FILE_NAME)
-    news = News(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun)] == [
-        "warning: --reward f: it failed", "engines: engine-0 start and load the model",
-    ]  # fmt: skip
-    assert [*news.lines(news._begun + 1)] == []
-    StartProgress(engines={"engine-0": None}, warnings=warnings).write(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun + 2)] == ["warning: --reward g: it failed"]
-
-
-def test_many_engines_are_counted_and_not_listed(tmp_path):
-    StartProgress(engines={f"engine-{number}": None for number in range(64)}).write(tmp_path / FILE_NAME)
-    news = News(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun)] == ["engines: engine-0 and 63 others start and load the model"]
 
 
 class Recorded:

@@ -18,14 +18,13 @@ def write_rank(run: Path) -> None:
     """Write two iterations of 10 s: a publish of 1 s, a forward pass of 4 s."""
     now = 0.0
     recorder = Recorder(lambda: now)
-    file = TraceFile(run, "rank-0", {"offset": 0.0})
-    for version in range(2):
-        recorder.add(recorder.kind("main", "publish"), now, now + 1)
-        recorder.add(recorder.kind("main", "schedule"), now + 1, now + 10)
-        recorder.add(recorder.kind("compute", "forward", role="policy", chunk=0), now + 2, now + 6, 3, 640)
-        now += 10
-        file.write(version, recorder.take())
-    file.close()
+    with TraceFile(run, "rank-0", {"offset": 0.0}) as file:
+        for version in range(2):
+            recorder.add(recorder.kind("main", "publish"), now, now + 1)
+            recorder.add(recorder.kind("main", "schedule"), now + 1, now + 10)
+            recorder.add(recorder.kind("compute", "forward", role="policy", chunk=0), now + 2, now + 6, 3, 640)
+            now += 10
+            file.write(version, recorder.take())
 
 
 def write_sidecar(run: Path) -> None:
@@ -38,9 +37,8 @@ def write_sidecar(run: Path) -> None:
         recorder.add(queue, 0, begin, prompt)
         recorder.add(generate, begin, end, prompt, 100)
     now = 20.0
-    file = TraceFile(run, "sidecar", {"offset": 0.0})
-    file.write(0, recorder.take(), engines={"engine-0": 8})
-    file.close()
+    with TraceFile(run, "sidecar", {"offset": 0.0}) as file:
+        file.write(0, recorder.take(), engines={"engine-0": 8})
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-class LineFile:
+class LineFile(Closing):
     """A file of JSON lines, open for appending until `close`."""
 
     def __init__(self, path: Path) -> None:
