@@ -387,17 +387,6 @@ def test_the_command_prints_the_curves_of_runs_and_draws_them(tmp_path, capsys):
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_the_command_draws_the_run_in_the_folder_that_save_was_given_and_lists_several(tmp_path, capsys):
-    runs = [tmp_path / "save" / "rollout" / name for name in ("first", "second")]
-    write_metrics(runs[0] / "metrics.jsonl", range(6))
-    write_metrics(tmp_path / "other" / "metrics.jsonl", range(6))
-    assert cli.main(["picture", str(tmp_path / "save"), str(tmp_path / "other")]) == ExitCode.OK
-    assert "reward   * first   o other" in capsys.readouterr().out
-    write_metrics(runs[1] / "metrics.jsonl", range(6))
-    assert cli.main(["picture", f"mine={tmp_path / 'save'}"]) == ExitCode.USAGE
-    assert f"has 2 runs: name one of\n  {runs[0]}\n  {runs[1]}\n" in capsys.readouterr().err
-
-
 def test_the_command_names_what_it_cannot_draw(tmp_path, capsys):
     write_metrics(tmp_path / "a" / "run" / "metrics.jsonl", range(2))
     write_metrics(tmp_path / "b" / "run" / "metrics.jsonl", range(2))

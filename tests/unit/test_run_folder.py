@@ -11,6 +11,7 @@ from megatron_rl import cli
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
 from megatron_rl.observe.run_folder import SavedConfig, Value, keep_warnings
+from megatron_rl.shared.records.audit_log import AuditLog
 
 
 def write_run(folder: Path, stage: str) -> Path:
@@ -40,24 +41,25 @@ def test_a_run_of_rollouts_without_its_audit_log_is_said_to_lack_it(tmp_path, ca
     assert "sft" not in said
 
 
-@pytest.mark.parametrize("command", ["explain", "picture"])
-def test_a_command_finds_the_run_one_level_down(tmp_path, capsys, command):
-    write_run(tmp_path / "demo" / "run", "sft")
-    assert cli.main([command, str(tmp_path / "demo")]) == ExitCode.OK
-    assert "iteration" in capsys.readouterr().out
-
-
-def test_a_folder_with_several_runs_lists_them(tmp_path, capsys):
-    runs = [write_run(tmp_path / "demo" / name, "sft") for name in ("first", "second")]
-    assert cli.main(["explain", str(tmp_path / "demo")]) == ExitCode.USAGE
-    text = capsys.readouterr().err
-    assert all(str(run) in text for run in runs)
+@pytest.mark.parametrize("place", ["", "rollout"], ids=["one level up", "the folder that --save was given"])
+@pytest.mark.parametrize("command", ["audit", "explain", "picture"])
+def test_a_command_finds_the_run_below_its_folder_and_lists_several(tmp_path, capsys, command, place):
+    runs = [tmp_path / "save" / place / name for name in ("first", "second")]
+    for run, code in zip(runs, (ExitCode.OK, ExitCode.USAGE), strict=True):
+        write_run(run, "grpo")
+        AuditLog(run / "audit.jsonl", "run").close()
+        assert cli.main([command, str(tmp_path / "save")]) == code
+    said = capsys.readouterr()
+    assert "iteration" in said.out
+    assert f"{tmp_path / 'save'} has 2 runs: name one of\n  {runs[0]}\n  {runs[1]}\n" in said.err
 
 
 def test_a_run_found_one_level_down_is_labelled_by_the_folder_that_was_named(tmp_path):
     runs = [write_run(tmp_path / name / "run", "sft") for name in ("demo", "other")]
     labelled = run_folder.label_runs([str(run.parent) for run in runs], "metrics.jsonl")
     assert labelled == {"demo": runs[0], "other": runs[1]}
+    saved = write_run(tmp_path / "save" / "rollout" / "first", "grpo")
+    assert run_folder.label_runs([str(tmp_path / "save")], "metrics.jsonl") == {"first": saved}
 
 
 def test_warnings_and_logged_ones_are_in_the_file_and_said_once(tmp_path, capfd, recwarn):
