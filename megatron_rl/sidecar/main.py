@@ -114,7 +114,7 @@ async def run(settings: SidecarSettings) -> None:
                 starting.ENGINES: supervisor.start(num_engines),
                 starting.TOKENIZER: asyncio.to_thread(_build_decode, settings),
             }
-            made = await _unless(ended, notes.parts.run(actions))
+            made = await _unless(ended, notes.run(actions))
         if made is None or ended.is_set():
             return
         if hosts is not None:

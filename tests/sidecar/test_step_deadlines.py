@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights import folders
-from megatron_rl.sidecar.pace import FACTOR, NUM_KEPT, Pace
+from megatron_rl.sidecar.attempts import FACTOR, NUM_KEPT, Pace
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.streams import StreamPlace
 from megatron_rl.sidecar.supervisor import Supervisor

@@ -25,7 +25,7 @@ from megatron_rl.sidecar.starting import (
     TOKENIZER,
     TRIALS_FILE,
     News,
-    StartParts,
+    StartNotes,
     StartProgress,
     take_trials,
     write_trials,
@@ -190,6 +190,9 @@ def test_a_sidecar_waits_for_the_rows_that_it_tries_its_rewards_on_and_removes_t
     assert not path.exists()
 
 
+NO_FILE = Path("unused")
+
+
 class Recorded:
     """Actions that end when they are told to, and note how they ended."""
 
@@ -212,7 +215,7 @@ class Recorded:
 
 def test_all_parts_run_at_once_and_their_results_and_seconds_come_by_name():
     recorded, clock = Recorded(), iter((100.0, 101.0, 104.04))
-    parts = StartParts(clock=lambda: next(clock))
+    parts = StartNotes(NO_FILE, clock=lambda: next(clock))
 
     async def run() -> dict[str, str]:
         running = asyncio.create_task(parts.run({"a": recorded.act("a", is_held=True), "b": recorded.act("b")}))
@@ -236,7 +239,7 @@ def test_of_two_errors_the_first_in_the_order_is_raised_though_it_comes_later():
     }
 
     async def run() -> None:
-        running = asyncio.create_task(StartParts().run(actions))
+        running = asyncio.create_task(StartNotes(NO_FILE).run(actions))
         while recorded.ended != ["engines"]:
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
@@ -256,7 +259,7 @@ def test_an_error_is_raised_at_once_if_all_before_it_are_done_and_the_others_end
         "engines": recorded.act("engines", is_held=True),
     }
     with pytest.raises(UsageError, match="a flag"):
-        asyncio.run(StartParts().run(actions))
+        asyncio.run(StartNotes(NO_FILE).run(actions))
     assert recorded.ended == ["rewards", "flags", "engines"]
 
 
@@ -264,7 +267,9 @@ def test_parts_that_are_cancelled_have_ended_when_the_cancelled_start_ends():
     recorded = Recorded()
 
     async def run() -> None:
-        running = asyncio.create_task(StartParts().run({name: recorded.act(name, is_held=True) for name in ("a", "b")}))
+        running = asyncio.create_task(
+            StartNotes(NO_FILE).run({name: recorded.act(name, is_held=True) for name in ("a", "b")})
+        )
         while len(recorded.go) < 2:
             await asyncio.sleep(0)
         running.cancel()
