@@ -15,7 +15,7 @@ from megatron_rl.sidecar.recorder import SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from tests import virtual_time
-from tests.sidecar.scripted_service import Memory, RewardLength, weights
+from tests.sidecar.scripted_service import Memory, RewardLength, submission, weights
 
 FOREVER = 1e9
 
@@ -95,15 +95,7 @@ async def _run(folder: Path, run: Divided) -> float:
 
 async def _iterate(run: Divided, service: RolloutService, ranks: list["_Rank"], version: int) -> None:
     await service.publish(weights(version))
-    prompts = [
-        wire.Prompt(index=index, row=f"{version}-{index}", tokens=wire.encode_tokens([version, index]))
-        for index in range(run.num_prompts)
-    ]
-    submission = wire.Submission(
-        run="run", version=version, fingerprint=f"weights-{version}", plan=run.plan,
-        sampling=wire.Sampling(max_tokens=run.lengths[1]), prompts=prompts, deadline_seconds=FOREVER,
-    )  # fmt: skip
-    await service.submit(submission)
+    await service.submit(submission(version, run.plan, FOREVER, run.lengths[1], (version,)))
     await asyncio.gather(*(rank.train(version) for rank in ranks))
     await asyncio.sleep(run.update_seconds)
     service.complete(version)

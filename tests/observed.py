@@ -24,7 +24,6 @@ def metrics_record(version, seconds=1.0):
 
 
 def write_metrics(path, versions, seconds=1.0):
-    file = MetricsFile(path)
-    for version in versions:
-        file.write(metrics_record(version, seconds))
-    file.close()
+    with MetricsFile(path) as file:
+        for version in versions:
+            file.write(metrics_record(version, seconds))

@@ -15,7 +15,7 @@ from megatron_rl.sidecar.in_flight.forecast import Opening
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from tests import virtual_time
-from tests.sidecar.scripted_service import Memory, RewardLength, weights
+from tests.sidecar.scripted_service import Memory, RewardLength, submission, weights
 
 FOREVER = 1e9
 
@@ -118,18 +118,10 @@ async def _iterate(
 ) -> PacedIteration:
     await service.publish(weights(version))
     clock = asyncio.get_running_loop().time
-    prompts = [
-        wire.Prompt(index=index, row=f"{version}-{index}", tokens=wire.encode_tokens([version, index]))
-        for index in range(case.plan.count_submitted())
-    ]
-    most_tokens = case.lengths[1]
-    submission = wire.Submission(
-        run="run", version=version, fingerprint=f"weights-{version}", plan=case.plan,
-        sampling=wire.Sampling(max_tokens=most_tokens), prompts=prompts, deadline_seconds=FOREVER,
-    )  # fmt: skip
-    await service.submit(submission)
+    asked_for = submission(version, case.plan, FOREVER, case.lengths[1], (version,))
+    await service.submit(asked_for)
     opening, begun = pacer.opening, clock()
-    digest, lengths = hashlib.sha256(), [[0]] * len(prompts)
+    digest, lengths = hashlib.sha256(), [[0]] * len(asked_for.prompts)
     num_slots = divide(case.plan).slots_per_replica
     # The trainer asks for a slot while it computes the one before.
     asked = asyncio.create_task(service.slot(version, 0, 0, FOREVER))
@@ -143,5 +135,6 @@ async def _iterate(
             asked = asyncio.create_task(service.slot(version, 0, index + 1, FOREVER))
         await asyncio.sleep(case.train_seconds / num_slots)
     ended = clock()
-    service.complete(version, train_seconds=told)
+    mismatch = wire.Mismatch(mean=0.0, largest=0.0, bound=None)
+    service.complete(version, None if told is None else wire.Trained(version=version, mismatch=mismatch, seconds=told))
     return PacedIteration(ended - begun, opening, digest.hexdigest(), lengths)

@@ -17,6 +17,8 @@ from megatron_rl.shared.protocol.wire import (
     encode_log_probs,
     encode_tokens,
 )
+from megatron_rl.shared.records.audit_events import EngineReport
+from megatron_rl.shared.records.audit_log import AuditLog
 
 FINGERPRINT = "f" * 64
 
@@ -89,3 +91,12 @@ def with_response(group: Group, number: int, **changes: Any) -> Group:
     responses = list(group.responses)
     responses[number] = msgspec.structs.replace(responses[number], **changes)
     return msgspec.structs.replace(group, responses=responses)
+
+
+def record_begin(log: AuditLog, submission: Submission) -> None:
+    """Record that an engine holds the version of a submission, and the submission."""
+    version, fingerprint = submission.version, submission.fingerprint
+    log.record_publish(
+        version, fingerprint, [EngineReport(engine="engine-0", version=version, fingerprint=fingerprint)]
+    )
+    log.record_submission(submission)

@@ -46,7 +46,7 @@ PROCESSES = (
     "tests/unit/test_interrupts.py",
     "tests/unit/test_launcher.py",
     "tests/unit/test_launch.py",
-    "tests/unit/test_engine_connections.py",
+    "tests/unit/test_listening.py",
     "tests/unit/test_invariant_flags.py",
     "tests/unit/test_remote_host.py",
     "tests/unit/test_watch.py",

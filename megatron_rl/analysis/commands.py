@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.analysis import perfetto
+from megatron_rl.analysis import perfetto, write_out
 from megatron_rl.analysis.device_advice import advise
 from megatron_rl.analysis.explain import describe_lack_of_records, describe_lack_of_time, list_findings
 from megatron_rl.analysis.ledger import ENGINE_CAUSES, RANK_CAUSES, Account, compute_ledger
 from megatron_rl.analysis.report.data import ReportData
-from megatron_rl.analysis.report.page import build_page, load_library, write_page
+from megatron_rl.analysis.report.page import build_page, load_library
 from megatron_rl.analysis.report.server import ReportServer
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe import metrics
@@ -114,7 +114,8 @@ def report(argv: list[str]) -> int:
     library = load_library()
     if arguments.out is not None:
         rollouts = [data.read_rollouts(run) for run in range(len(data))]
-        write_page(arguments.out, build_page(library, data.read(), rollouts))
+        page = build_page(library, data.read(), rollouts)
+        write_out(arguments.out, lambda path: path.write_text(page, encoding="utf-8"))
         print(f"written to {arguments.out}")
     if arguments.serve is not None:
         with contextlib.suppress(KeyboardInterrupt), ReportServer(data, build_page(library), arguments.serve) as server:
@@ -137,13 +138,8 @@ def trace(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     _add_last(parser)
     arguments = parser.parse_args(argv)
-    events = perfetto.convert(_read_last(arguments))
-    unfinished = arguments.out.with_name(f".{arguments.out.name}")
-    try:
-        unfinished.write_bytes(msgspec.json.encode(events))
-        unfinished.replace(arguments.out)
-    except OSError as error:
-        raise InputError(f"--out {arguments.out} cannot be written: {error.strerror}") from None
+    events = msgspec.json.encode(perfetto.convert(_read_last(arguments)))
+    write_out(arguments.out, lambda path: path.write_bytes(events))
     print(f"written to {arguments.out}: open it in https://ui.perfetto.dev")
     return ExitCode.OK
 

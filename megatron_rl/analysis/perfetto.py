@@ -4,10 +4,10 @@ Every process of the run is a process of the trace, and every lane a thread. Gro
 several threads. Counters show how many responses each engine had in flight, and how many groups waited for an engine.
 """
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.analysis.report.traces import stack
 from megatron_rl.observe.trace import COMPUTE, GROUPS, MAIN, SERVICE, Process, Span, Trace
 
 Event = dict[str, Any]
@@ -37,12 +37,16 @@ def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
     threads = [*known, *sorted(lane for lane in lanes if lane not in known)]
     thread = 0
     for lane in threads:
-        rows = _spread(lanes[lane]) if lane.startswith(GROUPS) else [lanes[lane]]
-        for index, row in enumerate(rows, start=1):
+        rows: dict[int, list[Span]] = {0: lanes[lane]}
+        if lane.startswith(GROUPS):
+            rows = {}
+            for row, span in stack(lanes[lane]):
+                rows.setdefault(row, []).append(span)
+        for row, spans in rows.items():
             thread += 1
-            yield _name("thread_name", number, thread, lane if len(rows) == 1 else f"{lane} {index}")
+            yield _name("thread_name", number, thread, lane if len(rows) == 1 else f"{lane} {row + 1}")
             yield {**_name("thread_sort_index", number, thread, ""), "args": {"sort_index": thread}}
-            for span in row:
+            for span in spans:
                 yield _event(span, number, thread, start)
     yield from _counters(lanes, number, start)
 
@@ -50,21 +54,6 @@ def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
 def _lane(span: Span) -> str:
     """Name the lane that shows a span; groups have one for each engine and for each other step."""
     return span.lane if span.lane != GROUPS else f"{GROUPS}: {span.details.get('engine', span.name)}"
-
-
-def _spread(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over the fewest rows without an overlap in any."""
-    rows: list[list[Span]] = []
-    free: list[tuple[float, int]] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        if free and free[0][0] <= span.begin:
-            _, row = heapq.heappop(free)
-        else:
-            row = len(rows)
-            rows.append([])
-        rows[row].append(span)
-        heapq.heappush(free, (span.end, row))
-    return rows
 
 
 def _event(span: Span, number: int, thread: int, start: float) -> Event:

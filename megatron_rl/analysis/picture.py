@@ -9,12 +9,12 @@ it another name than the folder's.
 
 import argparse
 import importlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
+from megatron_rl.analysis import write_out
+from megatron_rl.errors import ExitCode, PlatformError, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.run_folder import label_runs
 from megatron_rl.observe.summary import Points, evaluations_of, results_of, rewards_of, text_curves, time_by_span
@@ -68,14 +68,7 @@ def _check_format(out: Path) -> None:
 
 def save_figure(figure: Any, out: Path) -> None:
     """Write a picture, which appears only when it is complete."""
-    unfinished = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(unfinished, dpi=150)
-        unfinished.replace(out)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise InputError(f"--out {out} cannot be written: {error.strerror}") from None
+    write_out(out, lambda path: figure.savefig(path, dpi=150))
 
 
 def make_figure() -> Any:

@@ -28,8 +28,15 @@ from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner, Recorded, measure_difference
 from megatron_rl.drift.trainer import compute
 from megatron_rl.errors import ExitCode, InputError, UsageError
-from megatron_rl.observe.drift_file import DriftFindings, Side, write_findings
-from megatron_rl.observe.run_folder import CONFIG_FILE, SavedConfig, find_run, read_saved_config
+from megatron_rl.observe.run_folder import (
+    CONFIG_FILE,
+    DriftFindings,
+    SavedConfig,
+    Side,
+    find_run,
+    read_saved_config,
+    write_findings,
+)
 from megatron_rl.shared.protocol.wire import Sampling, decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_log import FILE_NAME
 from megatron_rl.shared.records.audit_samples import Sample, choose_samples, read_kept

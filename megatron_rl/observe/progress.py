@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -60,9 +59,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

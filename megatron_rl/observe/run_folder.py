@@ -1,4 +1,4 @@
-"""The folder of a run: how it is found and named, the configuration that it was started with, and its warnings."""
+"""The folder of a run: how it is found and named, its configuration, the findings of drift, and its warnings."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ CONFIG_FILE = "config.json"
 WARNINGS_FILE = "warnings.log"
 DRIFT_FILE = "drift.json"
 
+T = TypeVar("T")
 
 _PLACES = ("", "*/", "rollout/*/")
 """Places of runs below a folder: itself, one level down as in a demo's folder, and in the folder of --save."""
@@ -114,8 +115,12 @@ def write_saved_config(path: Path, config: SavedConfig) -> None:
 
 def read_saved_config(path: Path) -> SavedConfig | None:
     """Read the file; None if it does not exist, as in the folder of a run that wrote none."""
+    return _read_file(path, SavedConfig)
+
+
+def _read_file(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SavedConfig)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -153,6 +158,39 @@ def list_given(config: SavedConfig) -> list[tuple[str, str, str, str]]:
 def _text_at(config: SavedConfig | None, section: str, name: str) -> str | None:
     value: Any = None if config is None else config.sections.get(section, {}).get(name)
     return None if value is None else value.text
+
+
+# The findings of `megatron-rl drift`, for the report.
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """The findings about an engine, or about the trainer."""
+
+    name: str
+    dtype: str
+    difference: float
+    """The mean difference of its log-probs from exact ones."""
+    largest: str
+    """The part with the largest effect."""
+    causes: list[str]
+    """The parts that are off by more than rounding, each with its layer and the reason."""
+
+
+class DriftFindings(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: str
+    num_tokens: int
+    sides: list[Side]
+    difference: float | None = None
+    """The mean difference of the engine's log-probs from the trainer's; None if the trainer was left out."""
+
+
+def write_findings(run: Path, findings: DriftFindings) -> None:
+    """Write the file, in place of an earlier call's."""
+    write_private(run / DRIFT_FILE, msgspec.json.format(msgspec.json.encode(findings)) + b"\n")
+
+
+def read_findings(run: Path) -> DriftFindings | None:
+    return _read_file(run / DRIFT_FILE, DriftFindings)
 
 
 # The warnings.

@@ -92,14 +92,6 @@ class Counters:
     evaluations: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _IterationStart:
-    since: float
-    """The time of the start on the recorder's clock, in seconds."""
-    cut: asyncio.Event | None
-    """The event that cuts off the last groups."""
-
-
 class GroupMaker:
     """Makes the groups of iterations and of evaluations."""
 
@@ -135,8 +127,9 @@ class GroupMaker:
     async def _make_groups(self, assignment: Assignment, work: Work) -> int:
         """Make the groups and return the number of cancelled ones, which a task group does not report."""
         changed = asyncio.Event()
+        # The event that cuts off the last groups.
         cut = asyncio.Event() if may_be_cut(assignment) else None
-        start = _IterationStart(self._recorder.now(), cut)
+        since = self._recorder.now()
         running: dict[int, asyncio.Task[None]] = {}
         sampling: set[int] = set()
         num_lost = num_finished = 0
@@ -161,7 +154,7 @@ class GroupMaker:
                         index = prompt.index
                         sampling.add(index)
                         running[index] = tasks.create_task(
-                            self._make_group(assignment, prompt, work, end_sampling, start)
+                            self._make_group(assignment, prompt, work, end_sampling, since, cut)
                         )
                         running[index].add_done_callback(functools.partial(end, index))
                     for index in [index for index in running if not work.is_wanted(index)]:
@@ -186,9 +179,10 @@ class GroupMaker:
         prompt: wire.Prompt,
         work: Work,
         end_sampling: Callable[[int], None],
-        start: _IterationStart,
+        since: float,
+        cut: asyncio.Event | None,
     ) -> None:
-        group, chats = await self._sample(assignment, prompt, start)
+        group, chats = await self._sample(assignment, prompt, since, cut)
         # Scoring overlaps with the next group's sampling.
         end_sampling(prompt.index)
         sampled = self._recorder.now()
@@ -206,7 +200,7 @@ class GroupMaker:
         self._counters.tokens += sum(len(response.tokens) // 4 for response in group.responses)
 
     async def _sample(
-        self, assignment: Assignment, prompt: wire.Prompt, start: _IterationStart
+        self, assignment: Assignment, prompt: wire.Prompt, since: float, cut: asyncio.Event | None
     ) -> tuple[wire.Group, Chats | None]:
         is_evaluation = isinstance(assignment, wire.Evaluation)
         request = GroupRequest(
@@ -216,9 +210,9 @@ class GroupMaker:
             seed=derive_first_seed(assignment, prompt.index),
             sampling=assignment.sampling,
             can_wait=is_evaluation,
-            cut=start.cut,
+            cut=cut,
             prompt=prompt.index,
-            since=start.since,
+            since=since,
         )
         chats: Chats | None = None
         for attempt in range(1, attempts.GROUP + 1):

@@ -56,6 +56,12 @@ async def _report(_: Request, error: Exception) -> Response:
     return JSONResponse(msgspec.to_builtins(ErrorAnswer(error=str(error), code=code)), status_code=status)
 
 
+async def _receive(request: Request, service: RolloutService, kind: type[T]) -> T:
+    """Renew the lease of a trainer's request, and return its message."""
+    service.renew_lease(_read_lease(request))
+    return await _body(request, kind)
+
+
 async def _body(request: Request, kind: type[T]) -> T:
     data = bytearray()
     async for chunk in request.stream():
@@ -85,8 +91,7 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/publish")
     async def publish(request: Request) -> dict[str, Any]:
         """Publish a version; answer when every engine holds it, or none does. Body: Weights."""
-        service.renew_lease(_read_lease(request))
-        weights = await _body(request, wire.Weights)
+        weights = await _receive(request, service, wire.Weights)
         published = await service.publish(weights)
         return {
             "version": weights.version,
@@ -97,16 +102,14 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/probe")
     async def probed(request: Request) -> dict[str, int]:
         """Take the trainer's log-probs of a probe, for which the publish of its version waits. Body: ProbeAnswer."""
-        service.renew_lease(_read_lease(request))
-        answer = await _body(request, wire.ProbeAnswer)
+        answer = await _receive(request, service, wire.ProbeAnswer)
         service.probed(answer)
         return {"version": answer.version}
 
     @app.post("/v1/iterations")
     async def submit(request: Request) -> dict[str, int]:
         """Start an iteration and answer at once; slots come as groups finish. Body: Submission."""
-        service.renew_lease(_read_lease(request))
-        submission = await _body(request, wire.Submission)
+        submission = await _receive(request, service, wire.Submission)
         await service.submit(submission)
         return {"version": submission.version}
 
@@ -128,22 +131,14 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """
         service.renew_lease(_read_lease(request))
         trained = await _body(request, wire.Trained) if int(request.headers.get("content-length", "0")) else None
-        ended = service.complete(
-            version,
-            None if trained is None else trained.mismatch,
-            None if trained is None or isinstance(trained.plug_ins, msgspec.UnsetType) else trained.plug_ins,
-            None if trained is None or isinstance(trained.seconds, msgspec.UnsetType) else trained.seconds,
-            await service.engines.count_drafts(),
-            None if trained is None or isinstance(trained.objective, msgspec.UnsetType) else trained.objective,
-        )
+        ended = service.complete(version, trained, await service.engines.count_drafts())
         answer: dict[str, Any] = msgspec.to_builtins(ended)
         return answer
 
     @app.post("/v1/iterations/{version}/refuse")
     async def refuse(request: Request, version: int) -> dict[str, int]:
         """Fail an iteration whose tokens are too far from the trainer's policy. Body: Trained."""
-        service.renew_lease(_read_lease(request))
-        trained = await _body(request, wire.Trained)
+        trained = await _receive(request, service, wire.Trained)
         await service.refuse(version, trained.mismatch)
         return {"version": version}
 
@@ -155,8 +150,7 @@ def _evaluation_routes(app: FastAPI, service: RolloutService) -> None:
 
         Body: Evaluation.
         """
-        service.renew_lease(_read_lease(request))
-        evaluation = await _body(request, wire.Evaluation)
+        evaluation = await _receive(request, service, wire.Evaluation)
         await service.evaluate(evaluation)
         return {"version": evaluation.version}
 
@@ -181,8 +175,7 @@ def _host_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/v1/hosts/{name}/lost")
     async def leave_out(request: Request, name: str) -> dict[str, str]:
         """Note that a version was not delivered to a host; its engines wait for the next. Body: LeftOut."""
-        service.renew_lease(_read_lease(request))
-        told = await _body(request, LeftOut)
+        told = await _receive(request, service, LeftOut)
         if service.hosts is None:
             raise InputError(f"unknown host {name!r}: this sidecar has no other hosts")
         service.hosts.leave_out(name, told.version, told.reason)

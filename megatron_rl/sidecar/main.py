@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.config.hardware import CoreShares, count_cores, share_cores
+from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
@@ -90,7 +90,7 @@ async def run(settings: SidecarSettings) -> None:
         stack.callback(recorder.close)
         trace = SidecarTrace(
             folder if settings.trace == "on" else None,
-            lambda: dict.fromkeys(supervisor.names(), _count_sampled_at_a_time(settings.rollout, pacer)),
+            lambda: dict.fromkeys(supervisor.names(), min(settings.rollout.max_num_seqs, pacer.opening.num_in_flight)),
         )
         stack.callback(trace.close)
         notes = StartNotes(folder / starting.FILE_NAME, [] if pool is None else pool.warnings)
@@ -98,7 +98,9 @@ async def run(settings: SidecarSettings) -> None:
         if ended.is_set():
             return
         factory = _build_factory(settings, stack, notes, hosts)
-        supervisor = Supervisor(factory, _supervisor_config(settings), trace.recorder)
+        rollout = settings.rollout
+        limits = SupervisorConfig(max_responses=_count_in_flight(rollout), lost_seconds=60 * rollout.lost_minutes)
+        supervisor = Supervisor(factory, limits, trace.recorder)
         pacer = _pace(supervisor, settings)
         supervisor.on_joined = recorder.joined
         stack.push_async_callback(supervisor.close)
@@ -112,7 +114,7 @@ async def run(settings: SidecarSettings) -> None:
                 starting.ENGINES: supervisor.start(num_engines),
                 starting.TOKENIZER: asyncio.to_thread(_build_decode, settings),
             }
-            made = await _unless(ended, notes.parts.run(actions))
+            made = await _unless(ended, notes.run(actions))
         if made is None or ended.is_set():
             return
         if hosts is not None:
@@ -203,7 +205,11 @@ def _build_factory(
         vocab_size = None if architecture is None else architecture.vocab_size
         return ScriptedFactory(read_script(rollout.script, vocab_size, rollout.max_num_seqs))
     assert settings.hf_model is not None
-    num_threads = rollout.num_threads or _share_cores(rollout).threads_of_worker
+    # Of a sidecar that is started alone, all cores of the host belong to its engines.
+    num_workers = rollout.num_engines * rollout.tensor_parallel_size
+    num_threads = (
+        rollout.num_threads or share_cores(count_cores(), num_ranks=0, num_workers=num_workers).threads_of_worker
+    )
     config = configure_server(
         rollout,
         settings.hf_model,
@@ -235,19 +241,9 @@ async def _check_flags(rollout: RolloutConfig) -> None:
         await check_with_vllm(python, words, find_packages(python, Path(folder)))
 
 
-def _share_cores(rollout: RolloutConfig) -> CoreShares:
-    """Share out the host's cores for a sidecar that is started alone: all of them belong to its engines."""
-    return share_cores(count_cores(), num_ranks=0, num_workers=rollout.num_engines * rollout.tensor_parallel_size)
-
-
 def _device_sets(settings: SidecarSettings) -> tuple[tuple[int, ...], ...]:
     devices, size = settings.rollout.devices or [], settings.rollout.tensor_parallel_size
     return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
-
-
-def _supervisor_config(settings: SidecarSettings) -> SupervisorConfig:
-    rollout = settings.rollout
-    return SupervisorConfig(max_responses=_count_in_flight(rollout), lost_seconds=60 * rollout.lost_minutes)
 
 
 def _count_in_flight(rollout: RolloutConfig) -> int:
@@ -263,10 +259,6 @@ def _pace(supervisor: Supervisor, settings: SidecarSettings) -> Pacer:
     supervisor.pool.pacing = pacer
     pacer.on_room = supervisor.pool.engines_changed
     return pacer
-
-
-def _count_sampled_at_a_time(rollout: RolloutConfig, pacer: Pacer) -> int:
-    return min(rollout.max_num_seqs, pacer.opening.num_in_flight)
 
 
 def _build_decode(settings: SidecarSettings) -> Decode:

@@ -8,8 +8,8 @@ group. A group cannot lose a member, so the others are cut off soon after the fi
 No engine is tagged with the version before all have loaded it. None takes groups before all have come to the last bar:
 if one fails, none is READY. Invariants:
 
-- each step has a deadline, which follows from its latest durations (`pace.py`); the error of a step names the engines
-  and the reason;
+- each step has a deadline, which follows from its latest durations (`attempts.py`); the error of a step names the
+  engines and the reason;
 - the attempt fails if an engine is lost while the other engines or the trainer are awaited;
 - three fingerprints equal the announced one: that of the weights that an engine digested, that of its tag, and that of
   the token that it samples with the probe;
@@ -34,6 +34,7 @@ from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol import probe, wire
 from megatron_rl.shared.protocol.probe import Difference, find_coarsest_dtype
 from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, Response, Weights, decode_log_probs, decode_tokens
+from megatron_rl.sidecar.attempts import Pace
 from megatron_rl.sidecar.engines import (
     Engine,
     EngineLost,
@@ -43,7 +44,6 @@ from megatron_rl.sidecar.engines import (
     WeightsNotWritten,
     WrongWeights,
 )
-from megatron_rl.sidecar.pace import Pace
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ _REASON_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class StepDeadlines:
-    """The most seconds that each step may take, on every engine; less once it has been measured (`pace.Pace`)."""
+    """The most seconds that each step may take, on every engine; less once it has been measured (`attempts.Pace`)."""
 
     pause: float = 60
     load: float = 600

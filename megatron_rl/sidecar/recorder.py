@@ -59,15 +59,14 @@ class RunRecorder:
         """Record the mismatch that the trainer measured, before it completes or refuses the iteration."""
         self.audit.record_mismatch(version, mismatch)
 
-    def trained_with(self, version: int, plug_ins: Mapping[str, str]) -> None:
-        """Record the trainer's plug-ins, before it completes the iteration."""
-        self.audit.record_plug_ins(version, plug_ins)
-
-    def stated_objective(self, version: int, objective: Mapping[str, str]) -> None:
-        """Record the trainer's objective, if it is not the one that this process recorded last."""
-        if objective != self._objective:
-            self.audit.record_objective(version, objective)
-            self._objective = dict(objective)
+    def trained(self, version: int, trained: wire.Trained) -> None:
+        """Record the trainer's report, before it completes the iteration; an objective only if it has changed."""
+        self.judged(version, trained.mismatch)
+        if isinstance(trained.plug_ins, dict):
+            self.audit.record_plug_ins(version, trained.plug_ins)
+        if isinstance(trained.objective, dict) and trained.objective != self._objective:
+            self.audit.record_objective(version, trained.objective)
+            self._objective = trained.objective
 
     def begin(self, submission: wire.Submission) -> tuple[list[wire.Group], list[Claim]]:
         """Begin an iteration; return the groups and claims that an earlier attempt at it left."""

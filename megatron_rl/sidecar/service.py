@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import SERVICE
 from megatron_rl.shared.protocol import wire
@@ -294,25 +296,18 @@ class RolloutService:
     def complete(
         self,
         version: int,
-        mismatch: wire.Mismatch | None = None,
-        plug_ins: Mapping[str, str] | None = None,
-        train_seconds: float | None = None,
+        trained: wire.Trained | None = None,
         drafts: wire.Drafts | None = None,
-        objective: Mapping[str, str] | None = None,
     ) -> wire.Ended:
-        """End an iteration that the trainer has trained on, for as many seconds as `wire.Trained` says.
+        """End an iteration that the trainer has trained on, as it reports.
 
         With the hash of the audit log's head, the trainer can prove later that the log up to that line is unchanged.
         """
         iteration = self._find_iteration(version)
         was_over = iteration.is_over
         try:
-            if mismatch is not None and not was_over:
-                self._records.judged(version, mismatch)
-            if plug_ins and not was_over:
-                self._records.trained_with(version, plug_ins)
-            if objective is not None and not was_over:
-                self._records.stated_objective(version, objective)
+            if trained is not None and not was_over:
+                self._records.trained(version, trained)
             iteration.complete()
         except AppendFailed as error:
             self._fail(iteration, str(error))
@@ -326,7 +321,7 @@ class RolloutService:
         if self._pacer is not None:
             num_in_flight = self._pacer.opening.num_in_flight
             if not was_over:
-                self._pacer.end(train_seconds)
+                self._pacer.end(None if trained is None or trained.seconds is msgspec.UNSET else trained.seconds)
         census = iteration.census()
         self._seen = (census.num_without_signal, census.num_considered)
         head, line = self._records.head()

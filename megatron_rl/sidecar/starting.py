@@ -171,14 +171,19 @@ def _named(engines: Iterable[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} others"
 
 
-class StartParts:
-    """Parts of a start, with the seconds until each was done."""
+class StartNotes:
+    """The parts of a start, and their progress, which is written to a file whenever it changes."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._begun = clock()
+    def __init__(self, path: Path, warnings: Sequence[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count seconds; `warnings` are those of the rewards, and grow while these start."""
         self.seconds: dict[str, float | None] = {}
         """The seconds from the start to the end of each part; None for one that is not done."""
+        self._path = path
+        self._warnings = warnings
+        self._clock = clock
+        self._begun = clock()
+        self._engine_parts: dict[str, dict[str, float]] = {}
+        self._written = StartProgress()
 
     async def run(self, actions: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
         """Run the actions and return their results, by name."""
@@ -191,25 +196,10 @@ class StartParts:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    def measure(self) -> float:
-        return round(self._clock() - self._begun, 1)
-
     async def _timed(self, name: str, action: Coroutine[Any, Any, Any]) -> Any:
         result = await action
-        self.seconds[name] = self.measure()
+        self.seconds[name] = self._measure()
         return result
-
-
-class StartNotes:
-    """The progress of a start, written to a file whenever it changes."""
-
-    def __init__(self, path: Path, warnings: Sequence[str]) -> None:
-        """Begin to count seconds; `warnings` are those of the rewards, and grow while these start."""
-        self.parts = StartParts()
-        self._path = path
-        self._warnings = warnings
-        self._engine_parts: dict[str, dict[str, float]] = {}
-        self._written = StartProgress()
 
     def note_engine(self, name: str, seconds: Mapping[str, float]) -> None:
         self._engine_parts[name] = {part: round(value, 1) for part, value in seconds.items()}
@@ -230,8 +220,11 @@ class StartNotes:
         finally:
             task.cancel()
 
+    def _measure(self) -> float:
+        return round(self._clock() - self._begun, 1)
+
     def _note(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        now, known = self.parts.measure(), self._written.engines
+        now, known = self._measure(), self._written.engines
         engines = {
             name: None if engine["state"] == EngineState.STARTING else known.get(name) or now
             for name, engine in found.items()
@@ -239,7 +232,7 @@ class StartNotes:
         progress = StartProgress(
             engines=engines,
             warnings=list(self._warnings),
-            parts=dict(self.parts.seconds),
+            parts=dict(self.seconds),
             engine_parts=dict(self._engine_parts),
         )
         # A failed start ends all engines, and reports the reason itself.

@@ -23,7 +23,7 @@ from typing import Any
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol.wire import Drafts, ProbeAnswer, Response, Weights
-from megatron_rl.sidecar import streams
+from megatron_rl.sidecar import attempts, streams
 from megatron_rl.sidecar.engines import Engine, EngineLost, EngineState, GroupRequest, NotGiven
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.members import UP, EngineFactory, Member, Members, SupervisedEngine, cancel
@@ -40,7 +40,6 @@ from megatron_rl.sidecar.publication import (
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
 _POLL_SECONDS = 0.05
 _LEAST_SECONDS_BETWEEN_LOOKS = 0.02
 """A look costs about a millisecond: a thousand engines are looked at each 20 seconds."""
@@ -208,7 +207,7 @@ class Supervisor:
         An engine that holds other weights than it reports ends the publish, because its other reports cannot be trusted
         either.
         """
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, attempts.PUBLISH + 1):
             members = await self._present(weights)
             engines = [member.engine for member in members]
             if weights.is_streamed:
@@ -229,7 +228,7 @@ class Supervisor:
                 if failure.is_for_nothing:
                     raise PublishFailed(f"version {weights.version} was not published: {failure}") from None
                 _log.warning("attempt %d to publish version %d: %s", attempt, weights.version, failure)
-                if attempt == _ATTEMPTS or weights.is_streamed:
+                if attempt == attempts.PUBLISH or weights.is_streamed:
                     for name, error in failure.errors.items():
                         self._revive(self._members[name], str(error))
                     is_begun = not weights.is_streamed or not isinstance(failure, NotBegun)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from megatron_rl.analysis.report.data import ReportData
-from megatron_rl.analysis.report.page import build_page, load_library, write_page
+from megatron_rl.analysis.report.page import build_page, load_library
 from megatron_rl.analysis.report.server import ReportServer
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
@@ -42,7 +42,8 @@ def write_configs(*folders):
 
 def page_of(folders, path):
     data = ReportData(folders, peak_tflops=1.0)
-    write_page(path, build_page(load_library(), data.read(), [data.read_rollouts(run) for run in range(len(data))]))
+    page = build_page(load_library(), data.read(), [data.read_rollouts(run) for run in range(len(data))])
+    path.write_text(page, encoding="utf-8")
     return path
 
 

@@ -1,7 +1,8 @@
-"""One real vLLM server for all tests of a session; it takes some twenty seconds to start."""
+"""Coroutines as tests, and one real vLLM server for all tests of a session; it takes some twenty seconds to start."""
 
 import asyncio
 import dataclasses
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,9 +16,25 @@ from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from tests.sidecar import vllm_models
+from tests.sidecar.fake_engines import FakeFactory
 from tests.sidecar.vllm_models import Models
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+    asyncio.run(pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@pytest.fixture
+def factory() -> FakeFactory:
+    return FakeFactory()
 
 
 def _kernels() -> dict[str, str]:

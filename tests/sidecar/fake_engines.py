@@ -171,13 +171,13 @@ def request(number: int, group_size: int = 2) -> GroupRequest:
     return GroupRequest(f"group-{number}", (1, 2, number), group_size, 1000 * number, Sampling(max_tokens=8))
 
 
-def answer(
+async def answer(
     weights: Weights, sampled_with: str = "", bound: float | None = None, agreement: float | None = None
 ) -> ProbeAnswer:
     """Return the trainer's answer for these weights: the answer of a fake engine with them."""
     of_weights = ScriptedEngine("trainer")
     of_weights._sampled_with = sampled_with or weights.fingerprint
-    log_probs = asyncio.run(of_weights.probe(())).log_probs
+    log_probs = (await of_weights.probe(())).log_probs
     return ProbeAnswer(
         run="run", version=weights.version, fingerprint=weights.fingerprint, dtype="float32", bound=bound,
         agreement=agreement, log_probs=encode_log_probs(log_probs),

@@ -1,6 +1,10 @@
 """The parts of the service's tests: scripted engines, a reward, a memory in place of a journal."""
 
+import asyncio
+import contextlib
 import dataclasses
+import random
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +15,9 @@ from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines import EngineLost, GroupRequest
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
+from megatron_rl.sidecar.group_maker import Scorer
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
+from megatron_rl.sidecar.service import RolloutService
 
 PLAN = wire.Plan(num_prompts=8, group_size=2, num_replicas=2, micro_batch_size=4)
 
@@ -90,11 +96,8 @@ class Memory:
     def judged(self, version, mismatch) -> None:
         self.events.append(("judged", version, mismatch))
 
-    def trained_with(self, version, plug_ins) -> None:
-        self.events.append(("trained with", version, dict(plug_ins)))
-
-    def stated_objective(self, version, objective) -> None:
-        self.events.append(("stated objective", version, dict(objective)))
+    def trained(self, version, trained) -> None:
+        self.events.append(("trained", version, trained))
 
     def begin(self, submission) -> tuple[list[wire.Group], list[Claim]]:
         self.events.append(("submitted", submission.version))
@@ -132,14 +135,17 @@ class Memory:
         return f"hash-{len(self.events)}", len(self.events)
 
 
-def submission(version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0) -> wire.Submission:
+def submission(
+    version: int = 0, plan: wire.Plan = PLAN, deadline: float = 20.0, max_tokens: int = 8, first: Sequence[int] = (5, 6)
+) -> wire.Submission:
+    """Make a submission whose prompts begin with the tokens `first` and end with their numbers."""
     prompts = [
-        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([5, 6, index]))
+        wire.Prompt(index=index, row=f"row-{index}", tokens=wire.encode_tokens([*first, index]))
         for index in range(plan.count_submitted())
     ]
     return wire.Submission(
         run="run", version=version, fingerprint=f"weights-{version}", plan=plan,
-        sampling=wire.Sampling(max_tokens=8), prompts=prompts, deadline_seconds=deadline,
+        sampling=wire.Sampling(max_tokens=max_tokens), prompts=prompts, deadline_seconds=deadline,
     )  # fmt: skip
 
 
@@ -163,3 +169,38 @@ def weights(version: int = 0, run: str = "run") -> wire.Weights:
 
 def engine(name: str = "0", **script: Any) -> ScriptedEngine:
     return ScriptedEngine(name, Script(**{"lengths": (1, 8), **script}))
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *engines: ScriptedEngine, memory: Any = None, scorer: Scorer | None = None
+) -> AsyncIterator[RolloutService]:
+    """Start a service that holds version 0, for the length of a test."""
+    service = RolloutService(Engines(*(engines or (engine(),))), scorer or RewardLength(), memory or Memory())
+    await service.take_lease("run")
+    await service.publish(weights())
+    try:
+        async with asyncio.timeout(600):
+            yield service
+    finally:
+        await service.close()
+
+
+async def all_slots(service: RolloutService, version: int = 0, num_ranks: int = 3) -> dict[tuple[int, int], wire.Slot]:
+    """Ask for every slot from every rank of every replica, in an order of its own."""
+    places = [(replica, index) for replica in range(2) for index in range(2)]
+    answers: dict[tuple[int, int], set[bytes]] = {place: set() for place in places}
+
+    async def rank(seed: int) -> None:
+        for place in random.Random(seed).sample(places, len(places)):
+            answer = await service.slot(version, *place, patience=10)
+            assert answer is not None
+            answers[place].add(answer)
+
+    await asyncio.gather(*(rank(seed) for seed in range(num_ranks)))
+    assert all(len(different) == 1 for different in answers.values())
+    return {place: wire.decode(different.pop(), wire.Slot) for place, different in answers.items()}
+
+
+def trained(slots: dict[tuple[int, int], wire.Slot]) -> list[int]:
+    return sorted(part.prompt_index for slot in slots.values() for part in slot.parts)

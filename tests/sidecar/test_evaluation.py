@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_rl.errors import InputError
@@ -15,20 +16,22 @@ from megatron_rl.sidecar.engines import EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
-from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import Conflict, RolloutService
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from tests.sidecar.scripted_service import (
     Engines,
     Memory,
     RewardLength,
+    all_slots,
     engine,
     evaluation,
+    serving,
     submission,
+    trained,
     weights,
-)
-from tests.sidecar.test_http import serving, started
-from tests.sidecar.test_service import all_slots, serve, trained
+)  # fmt: skip
+from tests.sidecar.test_http import started, started_server
+from tests.sidecar.test_recorder import recording
 from tests.sidecar.vllm_models import Models, Reference, in_shared_memory
 
 
@@ -37,10 +40,10 @@ def decoded(data: bytes | None) -> wire.Evaluated:
     return wire.decode(data, wire.Evaluated)
 
 
-def test_an_evaluation_scores_every_prompt_in_order_with_seeds_of_its_own() -> None:
+async def test_an_evaluation_scores_every_prompt_in_order_with_seeds_of_its_own() -> None:
     asked = evaluation(group_size=3, sampling=wire.Sampling(max_tokens=8, temperature=0.7))
-
-    async def check(service: RolloutService) -> None:
+    memory = Memory()
+    async with serving(engine("0", delay=lambda r: 0.01 * (r.seed % 3)), engine("1"), memory=memory) as service:
         await service.evaluate(asked)
         answer = decoded(await service.evaluated(0, 10))
         assert (answer.run, answer.version, answer.fingerprint) == ("run", 0, "weights-0")
@@ -49,16 +52,13 @@ def test_an_evaluation_scores_every_prompt_in_order_with_seeds_of_its_own() -> N
             seed = derive_evaluation_seed("run", 0, index)
             assert [response.seed for response in group.responses] == [seed, seed + 1, seed + 2]
             assert [r.reward for r in group.responses] == [len(r.tokens) / 4 for r in group.responses]
-
-    memory = serve(check, engine("0", delay=lambda r: 0.01 * (r.seed % 3)), engine("1"))
     assert memory.events == [("published", 0), ("evaluated", 0)]
     assert memory.groups == []
 
 
-def test_the_same_evaluation_again_is_not_sampled_again_and_another_one_has_to_wait() -> None:
+async def test_the_same_evaluation_again_is_not_sampled_again_and_another_one_has_to_wait() -> None:
     one = engine("0", delay=lambda r: 0.05)
-
-    async def check(service: RolloutService) -> None:
+    async with serving(one) as service:
         await service.evaluate(evaluation())
         await service.evaluate(evaluation())
         with pytest.raises(Conflict, match=r"evaluation of version 0 is running, 6 of 6 groups are not finished: wait"):
@@ -70,11 +70,10 @@ def test_the_same_evaluation_again_is_not_sampled_again_and_another_one_has_to_w
         await service.evaluate(evaluation(num_prompts=2))
         assert len(decoded(await service.evaluated(0, 10)).groups) == 2
 
-    serve(check, one)
 
-
-def test_an_evaluation_beside_an_iteration_mixes_nothing_into_its_slots() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_an_evaluation_beside_an_iteration_mixes_nothing_into_its_slots() -> None:
+    memory = Memory()
+    async with serving(engine("0", delay=lambda r: 0.01), engine("1"), memory=memory) as service:
         await service.submit(submission())
         await service.evaluate(evaluation())
         slots, data = await asyncio.gather(all_slots(service), service.evaluated(0, 10))
@@ -83,32 +82,26 @@ def test_an_evaluation_beside_an_iteration_mixes_nothing_into_its_slots() -> Non
         assert rows == {f"row-{index}" for index in range(8)}
         assert [group.prompt.row for group in decoded(data).groups] == [f"held-out-{index}" for index in range(6)]
         service.complete(0)
-
-    memory = serve(check, engine("0", delay=lambda r: 0.01), engine("1"))
     assert all(group.prompt.row.startswith("row-") for group in memory.groups)
     assert len(memory.groups) == 8
 
 
-def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
-    async def check() -> None:
-        order: list[bool] = []
-        has_asked = asyncio.Event()
+async def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
+    order: list[bool] = []
+    has_asked = asyncio.Event()
 
-        class Watched(ScriptedEngine):
-            async def generate(self, request):
-                order.append(request.can_wait)
-                await has_asked.wait()
-                return await super().generate(request)
+    class Watched(ScriptedEngine):
+        async def generate(self, request):
+            order.append(request.can_wait)
+            await has_asked.wait()
+            return await super().generate(request)
 
-        one = Watched("0", engine("0").script)
-        assert one.state is EngineState.READY
-        pool = EnginePool(lambda: [one], 2, lambda engine, error: None, lambda: None)
-        engines = Engines(one)
-        engines.generate = pool.generate
-        engines.max_in_flight = 64
-        service = RolloutService(engines, RewardLength(), Memory())
-        await service.take_lease("run")
-        await service.publish(weights())
+    one = Watched("0", engine("0").script)
+    assert one.state is EngineState.READY
+    pool = EnginePool(lambda: [one], 2, lambda engine, error: None, lambda: None)
+    async with serving(one) as service:
+        service.engines.generate = pool.generate
+        service.engines.max_in_flight = 64
         await service.evaluate(evaluation())
         while pool.num_waiting < 4:
             await asyncio.sleep(0)
@@ -118,15 +111,12 @@ def test_an_evaluation_waits_while_training_wants_the_engines() -> None:
             await asyncio.sleep(0)
         has_asked.set()
         await service.evaluated(0, 10)
-        await service.close()
-        # Two were in flight before training asked for any.
-        assert order == [True, True, *[False] * 8, *[True] * 4]
-
-    asyncio.run(asyncio.wait_for(check(), 600))
+    # Two were in flight before training asked for any.
+    assert order == [True, True, *[False] * 8, *[True] * 4]
 
 
-def test_nothing_is_published_while_an_evaluation_runs_and_a_new_trainer_ends_it() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_nothing_is_published_while_an_evaluation_runs_and_a_new_trainer_ends_it() -> None:
+    async with serving(engine("0", delay=lambda r: 5.0)) as service:
         await service.evaluate(evaluation())
         with pytest.raises(Conflict, match=r"wait for it with GET /v1/evaluations/0 before publishing"):
             await service.publish(weights(1))
@@ -134,8 +124,6 @@ def test_nothing_is_published_while_an_evaluation_runs_and_a_new_trainer_ends_it
         with pytest.raises(EvaluationFailed, match="another trainer holds the lease now"):
             await service.evaluated(0, 1)
         await service.publish(weights(1))
-
-    serve(check, engine("0", delay=lambda r: 5.0))
 
 
 @pytest.mark.parametrize(
@@ -146,27 +134,23 @@ def test_nothing_is_published_while_an_evaluation_runs_and_a_new_trainer_ends_it
         ((engine("0"),), Memory(full=True), {}, "the audit log cannot be written"),
     ],
 )
-def test_an_evaluation_that_cannot_be_finished_fails_by_name_and_training_continues(
+async def test_an_evaluation_that_cannot_be_finished_fails_by_name_and_training_continues(
     engines, memory, changes, reason
 ) -> None:
-    async def check(service: RolloutService) -> None:
+    async with serving(*engines, memory=memory) as service:
         await service.evaluate(evaluation(**changes))
         with pytest.raises(EvaluationFailed, match=f"the evaluation of version 0 failed: .*{reason}"):
             await service.evaluated(0, 10)
         assert service.status()["evaluation"]["is_over"]
         await service.publish(weights(1))
 
-    serve(check, *engines, memory=memory)
 
-
-def test_an_evaluation_sampled_with_other_weights_fails() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_an_evaluation_sampled_with_other_weights_fails() -> None:
+    async with serving(engine("0", keeps_old_weights=True)) as service:
         await service.publish(weights(1))
         await service.evaluate(evaluation(1))
         with pytest.raises(EvaluationFailed, match="fingerprint is 'weights-0'.*sampled 3 times"):
             await service.evaluated(1, 10)
-
-    serve(check, engine("0", keeps_old_weights=True))
 
 
 @pytest.mark.parametrize(
@@ -177,14 +161,12 @@ def test_an_evaluation_sampled_with_other_weights_fails() -> None:
         (lambda s: s.evaluated(3, 0), "version 3 is not being evaluated, there was none: POST /v1/evaluations first"),
     ],
 )
-def test_an_evaluation_out_of_turn_is_refused_with_what_to_do(
+async def test_an_evaluation_out_of_turn_is_refused_with_what_to_do(
     act: Callable[[RolloutService], Awaitable[None]], message: str
 ) -> None:
-    async def check(service: RolloutService) -> None:
+    async with serving() as service:
         with pytest.raises(Conflict, match=message):
             await act(service)
-
-    serve(check)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +187,6 @@ def test_an_evaluation_out_of_turn_is_refused_with_what_to_do(
 def test_sampling_that_an_engine_would_quietly_change_is_refused_by_its_value_at_both_ends(
     make, sampling, message
 ) -> None:
-    import msgspec
-
     bad = wire.Sampling(**{"max_tokens": 8, **sampling})
     with pytest.raises(InputError, match=message):
         msgspec.structs.replace(make(), sampling=bad)
@@ -232,7 +212,7 @@ def test_an_evaluation_with_a_senseless_value_is_refused(changes, message: str) 
 
 
 def test_a_client_gets_an_evaluation_while_an_iteration_runs(tmp_path: Path) -> None:
-    with serving(tmp_path, engine("0", delay=lambda r: 0.02), engine("1")) as server, started(server) as client:
+    with started_server(tmp_path, engine("0", delay=lambda r: 0.02), engine("1")) as server, started(server) as client:
         client.submit(submission())
         answer = client.evaluate(evaluation())
         assert [group.prompt.index for group in answer.groups] == list(range(6))
@@ -246,7 +226,7 @@ def test_a_client_gets_an_evaluation_while_an_iteration_runs(tmp_path: Path) -> 
 
 
 def test_a_client_is_told_why_an_evaluation_failed(tmp_path: Path) -> None:
-    with serving(tmp_path, engine("0", delay=lambda r: 5.0)) as server, started(server) as client:
+    with started_server(tmp_path, engine("0", delay=lambda r: 5.0)) as server, started(server) as client:
         with pytest.raises(EvaluationLost, match="6 of 6 groups are not finished after 0.3 s"):
             client.evaluate(evaluation(deadline_seconds=0.3))
         client.publish(weights(1), 10)
@@ -282,24 +262,15 @@ def test_a_greedy_evaluation_on_vllm_gives_the_tokens_that_transformers_would_ch
     assert reference.error_over_bound(pairs) <= 1
 
 
-def test_an_evaluation_is_in_the_audit_log_and_of_the_version_that_was_published(tmp_path: Path) -> None:
-    async def run() -> None:
-        recorder = RunRecorder(tmp_path, "run")
-        service = RolloutService(Engines(engine("0")), RewardLength(), recorder)
-        await service.take_lease("run")
-        await service.publish(weights())
+async def test_an_evaluation_is_in_the_audit_log_and_of_the_version_that_was_published(tmp_path: Path) -> None:
+    async with recording(tmp_path) as (service, recorder):
         await service.evaluate(evaluation())
         groups = decoded(await service.evaluated(0, 10)).groups
-        rewards = [response.reward for group in groups for response in group.responses]
         recorder.audit.record_evaluation(evaluation(1), groups)
-        await service.close()
-        recorder.close()
-        report = verify(tmp_path)
-        recorded = report.evaluations[0]
-        assert (recorded.version, recorded.num_prompts, recorded.num_responses) == (0, 6, 6)
-        assert recorded.mean_reward == sum(rewards) / 6
-        assert [str(breach.name) for breach in report.breaches] == ["version not published"]
-        assert "version 1 is evaluated but was not published last" in report.breaches[0].detail
-
-    asyncio.run(run())
+    report = verify(tmp_path)
+    recorded = report.evaluations[0]
+    assert (recorded.version, recorded.num_prompts, recorded.num_responses) == (0, 6, 6)
+    assert recorded.mean_reward == sum(response.reward for group in groups for response in group.responses) / 6
+    assert [str(breach.name) for breach in report.breaches] == ["version not published"]
+    assert "version 1 is evaluated but was not published last" in report.breaches[0].detail
     assert not list((tmp_path / "journal").glob("*.journal"))

@@ -87,7 +87,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *engines: ScriptedEngine) -> Iterator[Server]:
+def started_server(folder: Path, *engines: ScriptedEngine) -> Iterator[Server]:
     server = Server(folder / "socket", engines or (engine("0"), engine("1")))
     server.start()
     try:
@@ -105,7 +105,7 @@ def started(server: Server) -> RolloutClient:
 
 
 def test_ranks_in_many_threads_get_the_same_bytes_for_the_same_slot(tmp_path: Path) -> None:
-    with serving(tmp_path, engine("0", delay=lambda r: 0.02), engine("1")) as server, started(server) as client:
+    with started_server(tmp_path, engine("0", delay=lambda r: 0.02), engine("1")) as server, started(server) as client:
         lease = client.take_lease("run")
         client.publish(weights(), 10)
 
@@ -130,7 +130,7 @@ def test_ranks_in_many_threads_get_the_same_bytes_for_the_same_slot(tmp_path: Pa
 
 def test_a_failed_iteration_reaches_every_rank_with_its_reason(tmp_path: Path) -> None:
     faults = {f"run-0-{i}": "die" for i in range(8)}
-    with serving(tmp_path, engine("0", group_faults=faults)) as server, started(server) as client:
+    with started_server(tmp_path, engine("0", group_faults=faults)) as server, started(server) as client:
         client.submit(submission())
         for place in ((0, 0), (1, 1)):
             with pytest.raises(IterationLost, match="no engine is left"):
@@ -157,7 +157,7 @@ def test_a_rank_tells_errors_of_the_service_apart_after_their_classes_were_renam
     async def fail(_: object) -> None:
         raise renamed("the reason")
 
-    with serving(tmp_path) as server, started(server) as client:
+    with started_server(tmp_path) as server, started(server) as client:
         assert server.service is not None
         server.service.submit = fail  # type: ignore[method-assign, assignment]
         with pytest.raises(expected) as caught:
@@ -166,7 +166,7 @@ def test_a_rank_tells_errors_of_the_service_apart_after_their_classes_were_renam
 
 
 def test_without_the_token_every_route_but_health_answers_401(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, server.raw() as raw:
+    with started_server(tmp_path) as server, server.raw() as raw:
         assert server.service is not None
         app = build_application(server.service, TOKEN, shutdown=lambda: None)
         routes = [
@@ -192,7 +192,7 @@ def test_a_thousand_malformed_requests_are_answered_and_change_nothing(tmp_path:
         "/v1/iterations/0/slots/0/0",
         "/v1/iterations/x/slots/-1/99999999999999999",
     ]
-    with serving(tmp_path) as server, started(server) as client, server.raw() as raw:
+    with started_server(tmp_path) as server, started(server) as client, server.raw() as raw:
         before = client.status()
         seen: dict[int, int] = {}
         for number in range(1000):
@@ -224,7 +224,7 @@ def test_threads_share_a_client_and_one_that_waits_keeps_no_other_waiting(tmp_pa
             await asyncio.to_thread(let_go.wait, 60)
             return await super().generate(request)
 
-    with serving(tmp_path, Held("0", engine().script)) as server, started(server) as client:
+    with started_server(tmp_path, Held("0", engine().script)) as server, started(server) as client:
         client.submit(submission())
         with ThreadPoolExecutor(8) as pool:
             waits = [pool.submit(client.slot, 0, replica, index, 10) for replica in range(2) for index in range(2)]
@@ -300,7 +300,7 @@ LATER = wire.WIRE_VERSION + 1
 
 
 def test_a_trainer_of_another_wire_version_takes_no_lease_and_is_told_both_versions(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, started(server) as client, server.raw() as raw:
+    with started_server(tmp_path) as server, started(server) as client, server.raw() as raw:
         for query in ("", "&wire=1", "&wire=2", "&wire=3"):
             answer = raw.post(f"/v1/lease?run=run{query}", headers={"Authorization": f"Bearer {TOKEN}"})
             assert answer.status_code == 400
@@ -341,7 +341,7 @@ def test_a_token_that_others_can_read_is_not_used(tmp_path: Path) -> None:
 
 
 def test_the_openapi_page_describes_the_routes(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, server.raw() as raw:
+    with started_server(tmp_path) as server, server.raw() as raw:
         headers: dict[str, Any] = {"Authorization": f"Bearer {TOKEN}"}
         description = raw.get("/openapi.json", headers=headers).json()
         assert "/v1/iterations/{version}/slots/{replica}/{index}" in str(description["paths"]).replace(":int", "")
@@ -352,7 +352,7 @@ def test_probe_answers_and_mismatches_reach_the_service(tmp_path: Path) -> None:
     probed = msgspec.structs.replace(weights(), probe=wire.encode_tokens([3, 4]))
     answer = wire.ProbeAnswer(run="run", version=0, fingerprint="weights-0", log_probs=b"", dtype="float32")
     mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=None)
-    with serving(tmp_path) as server, started(server) as client:
+    with started_server(tmp_path) as server, started(server) as client:
         with ThreadPoolExecutor(1) as pool:
             published = pool.submit(client.publish, probed, 10)
             client.probed(answer)

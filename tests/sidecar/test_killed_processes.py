@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.sidecar.pace import Pace
+from megatron_rl.sidecar.attempts import Pace
 from tests.sidecar.standin_engines import (
     PROCESSES,
     STEP_SECONDS,

@@ -1,11 +1,13 @@
 """The sidecar as a process of its own, over scripted engines: started, asked, killed, started again, ended."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,21 @@ from megatron_rl.cli import main as megatron_rl
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import IterationLost, RolloutClient, RolloutError
 from tests.ranks import ROOT
-from tests.sidecar.scripted_service import submission, weights
-from tests.sidecar.sidecar_process import alive, sidecar
+from tests.sidecar.scripted_service import PLAN, submission, weights
+from tests.sidecar.sidecar_process import SidecarProcess, alive, sidecar
 
 SCRIPTED = ("--rollout-engine", "scripted", "--rollout-num-engines", "2", "--reward", "length:8=1")
 PLACES = [(replica, index) for replica in range(2) for index in range(2)]
+
+
+@contextlib.contextmanager
+def submitted(folder: Path, *words: str, plan: wire.Plan = PLAN) -> Iterator[tuple[SidecarProcess, RolloutClient]]:
+    """Start a sidecar of scripted engines, and submit an iteration to it."""
+    with sidecar(folder, "--rollout-engine", "scripted", *words) as process, process.client() as client:
+        client.take_lease("run")
+        client.publish(weights(), 10)
+        client.submit(submission(plan=plan))
+        yield process, client
 
 
 def run_iteration(client: RolloutClient, version: int, heads: list[str] | None = None) -> list[int]:
@@ -116,6 +128,11 @@ def test_a_sidecar_is_private_listens_once_and_says_who_waits_for_what(tmp_path:
         assert process.process.wait(20) == 0
 
 
+def run_to_its_end(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
+
+
 @pytest.mark.each_change
 @pytest.mark.parametrize(
     ("words", "code", "message"),
@@ -135,10 +152,7 @@ def test_a_sidecar_is_private_listens_once_and_says_who_waits_for_what(tmp_path:
 def test_a_wrong_flag_ends_the_sidecar_at_once_and_says_what_to_write(
     words, code: int, message: str, tmp_path: Path
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *words],
-        capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
-    )  # fmt: skip
+    ended = run_to_its_end(tmp_path / "run", *words)
     assert message in ended.stderr
     assert ended.returncode == code
     assert "Traceback" not in ended.stderr
@@ -147,10 +161,7 @@ def test_a_wrong_flag_ends_the_sidecar_at_once_and_says_what_to_write(
 @pytest.mark.each_change
 def test_a_second_sidecar_of_the_same_run_is_refused(tmp_path: Path) -> None:
     with sidecar(tmp_path / "run", *SCRIPTED):
-        ended = subprocess.run(
-            [sys.executable, "-m", "megatron_rl.sidecar", "--rollout-folder", str(tmp_path / "run"), *SCRIPTED],
-            capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
-        )  # fmt: skip
+        ended = run_to_its_end(tmp_path / "run", *SCRIPTED)
         assert ended.returncode != 0
         assert "Traceback" not in ended.stderr
 
@@ -161,11 +172,7 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
     reward.write_text(
         "def count(prompts, completions, completion_ids, **columns):\n    return [len(c) for c in completion_ids]\n"
     )
-    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:count=2")
-    with sidecar(tmp_path / "run", *words) as process, process.client() as client:
-        client.take_lease("run")
-        client.publish(weights(), 10)
-        client.submit(submission())
+    with submitted(tmp_path / "run", "--reward", f"{reward}:count=2") as (_, client):
         for place in PLACES:
             for part in client.slot(0, *place, 10).parts:
                 assert part.rewards == [2.0 * len(wire.decode_tokens(response.tokens)) for response in part.responses]
@@ -174,14 +181,10 @@ def test_the_rewards_of_the_slots_are_those_of_the_function(tmp_path: Path) -> N
 @pytest.mark.each_change
 def test_a_corrected_reward_file_scores_recorded_groups_again(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
-    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:constant")
     reused = []
     for value in (1.0, 1.0, -5.0):
         reward.write_text(f"def constant(prompts, **columns):\n    return [{value}] * len(prompts)\n")
-        with sidecar(tmp_path / "run", *words) as process, process.client() as client:
-            client.take_lease("run")
-            client.publish(weights(), 10)
-            client.submit(submission())
+        with submitted(tmp_path / "run", "--reward", f"{reward}:constant") as (process, client):
             parts = [part for place in PLACES for part in client.slot(0, *place, 10).parts]
             assert [part.rewards for part in parts] == [[value, value]] * 8
             reused.append(client.status()["counters"]["reused"])
@@ -196,18 +199,13 @@ def test_a_script_makes_groups_come_back_out_of_order_from_all_engines_and_the_s
     reward, script = tmp_path / "reward.py", tmp_path / "script.json"
     reward.write_text("def one(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
     script.write_text('{"vocab_size": 50, "lengths": [3, 8], "delay": [0, 2], "delay_seed": 2489}')
-    words = ("--rollout-engine", "scripted", "--rollout-num-engines", "2", "--reward", f"{reward}:one")
+    words = ("--rollout-num-engines", "2", "--reward", f"{reward}:one", "--rollout-script", str(script))
+    plan = wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=2)
     orders: list[list[int]] = []
     # With this seed no two of the eight delays are less than 0.2 seconds apart.
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-        with (
-            sidecar(tmp_path / str(number) / "run", *words, "--rollout-script", str(script)) as process,
-            process.client() as client,
-        ):
-            client.take_lease("run")
-            client.publish(weights(), 10)
-            client.submit(submission(plan=wire.Plan(num_prompts=8, group_size=2, num_replicas=1, micro_batch_size=2)))
+        with submitted(tmp_path / str(number) / "run", *words, plan=plan) as (_, client):
             parts = [part for index in range(8) for part in client.slot(0, 0, index, 10).parts]
             client.complete(0)
             responses = [response for part in parts for response in part.responses]
@@ -246,47 +244,34 @@ def test_rewards_reach_what_flags_name_and_print_into_the_runs_folder(tmp_path: 
         folder.mkdir()
     (tables / "table.txt").write_text("2.5")
     (rewards / "mine.py").write_text(f"FOLDER = {str(tables)!r}\n{REACHES}")
-    words = ("--rollout-engine", "scripted", "--reward", f"{rewards / 'mine.py'}:reaches")
     named = ("--reward-readable", str(tables), "--reward-environment", "JUDGE_KEY", "--reward-memory-gib", "2")
-    with sidecar(tmp_path / "run", *words, *named) as process, process.client() as client:
-        client.take_lease("run")
-        client.publish(weights(), 10)
-        client.submit(submission())
+    with submitted(tmp_path / "run", "--reward", f"{rewards / 'mine.py'}:reaches", *named) as (process, client):
         assert client.slot(0, 0, 0, 10).parts[0].rewards == [2.5, 2.5]
         assert process.end() == 0
     assert "scoring 2" in (tmp_path / "run" / "rewards.log").read_text()
 
 
 @pytest.mark.each_change
-def test_without_flags_rewards_reach_no_files_or_variables_and_the_failure_says_which_reward(
-    tmp_path: Path, monkeypatch
+@pytest.mark.parametrize(
+    ("name", "code", "words", "said"),
+    [
+        ("reaches", REACHES, (), "JUDGE_KEY"),
+        (
+            "slow",
+            "import time\ndef slow(prompts, **columns):\n    time.sleep(30)\n",
+            ("--reward-timeout", "0.5"),
+            "did not end within 0.5 seconds",
+        ),
+    ],
+    ids=["without flags it reaches no files or variables", "it takes longer than the flag says"],
+)
+def test_a_reward_that_fails_ends_the_iteration_by_name(
+    tmp_path: Path, monkeypatch, name: str, code: str, words: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    reward = tmp_path / "mine.py"
-    reward.write_text(f"FOLDER = {str(tmp_path)!r}\n{REACHES}")
-    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:reaches")
-    with sidecar(tmp_path / "run", *words) as process, process.client() as client:
-        client.take_lease("run")
-        client.publish(weights(), 10)
-        client.submit(submission())
+    (tmp_path / "mine.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{code}")
+    with submitted(tmp_path / "run", "--reward", f"{tmp_path / 'mine.py'}:{name}", *words) as (_, client):
         with pytest.raises(IterationLost) as caught:
             client.slot(0, 0, 0, 10)
-        reason = str(caught.value)
-        assert "reward reaches failed for prompt" in reason
-        assert "JUDGE_KEY" in reason
-
-
-@pytest.mark.each_change
-def test_a_reward_that_takes_longer_than_the_flag_says_fails_its_group_by_name(tmp_path: Path) -> None:
-    reward = tmp_path / "mine.py"
-    reward.write_text("import time\ndef slow(prompts, **columns):\n    time.sleep(30)\n")
-    words = ("--rollout-engine", "scripted", "--reward", f"{reward}:slow", "--reward-timeout", "0.5")
-    with sidecar(tmp_path / "run", *words) as process, process.client() as client:
-        client.take_lease("run")
-        client.publish(weights(), 10)
-        client.submit(submission())
-        with pytest.raises(IterationLost) as caught:
-            client.slot(0, 0, 0, 10)
-        reason = str(caught.value)
-        assert "reward slow failed for prompt" in reason
-        assert "did not end within 0.5 seconds" in reason
+        assert f"reward {name} failed for prompt" in str(caught.value)
+        assert said in str(caught.value)

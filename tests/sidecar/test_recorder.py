@@ -1,8 +1,11 @@
 """The service with its real records: an iteration, a kill in the middle of one, and the audit over both."""
 
 import asyncio
+import contextlib
+import json
 import re
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -11,120 +14,79 @@ import pytest
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.iteration import IterationFailed
 from megatron_rl.sidecar.recorder import RunRecorder
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from tests.sidecar.scripted_service import Engines, RewardLength, engine, submission, weights
+from tests.sidecar.scripted_service import Engines, RewardLength, engine, serving, submission, weights
 from tests.sidecar.vllm_models import Models, in_shared_memory
 
 PLACES = [(replica, index) for replica in range(2) for index in range(2)]
 
 
-def test_groups_finished_before_a_kill_are_not_sampled_again_and_slots_stay_the_same(tmp_path: Path) -> None:
-    before: dict[tuple[int, int], bytes] = {}
+@contextlib.asynccontextmanager
+async def recording(
+    folder: Path, *engines: ScriptedEngine, scoring: str = ""
+) -> AsyncIterator[tuple[RolloutService, RunRecorder]]:
+    """Start a service that records what it does in this folder."""
+    with contextlib.closing(RunRecorder(folder, "run", scoring=scoring)) as recorder:
+        async with serving(*engines, memory=recorder) as service:
+            yield service, recorder
 
-    async def killed() -> None:
-        recorder = RunRecorder(tmp_path, "run")
-        service = RolloutService(Engines(engine("0", group_faults={"run-0-7": "hang"})), RewardLength(), recorder)
-        await service.take_lease("run")
-        await service.publish(weights())
+
+async def test_groups_finished_before_a_kill_are_not_sampled_again_and_slots_stay_the_same(tmp_path: Path) -> None:
+    async with recording(tmp_path, engine("0", group_faults={"run-0-7": "hang"})) as (service, recorder):
         await service.submit(submission())
-        before[0, 0] = await service.slot(0, 0, 0, 10) or b""
+        before = await service.slot(0, 0, 0, 10)
         while service.counters.groups < 7:
             await asyncio.sleep(0.005)
         # As a kill would: no part is ended, and the kernel closes the files.
         assert service._task is not None
         service._task.cancel()
         recorder.close()
-
-    async def successor() -> RolloutService:
-        last = engine("0")
-        recorder = RunRecorder(tmp_path, "run")
-        service = RolloutService(Engines(last), RewardLength(), recorder)
-        await service.take_lease("run")
-        await service.publish(weights())
+    last = engine("0")
+    async with recording(tmp_path, last) as (service, _):
         await service.submit(submission())
         slots = {place: await service.slot(0, *place, 10) for place in PLACES}
-        assert slots[0, 0] == before[0, 0]
+        assert slots[0, 0] == before
         assert last.num_served == 1
         service.complete(0)
-        await service.close()
-        recorder.close()
-        prompts = [part.prompt_index for data in slots.values() for part in wire.decode(data or b"", wire.Slot).parts]
-        assert sorted(prompts) == list(range(8))
-        return service
-
-    asyncio.run(killed())
-    service = asyncio.run(successor())
+    prompts = [part.prompt_index for data in slots.values() for part in wire.decode(data or b"", wire.Slot).parts]
+    assert sorted(prompts) == list(range(8))
     assert service.counters.reused == 7
 
 
-def test_an_iteration_submitted_with_other_weights_samples_everything_again(tmp_path: Path) -> None:
-    async def run(version_of_weights: int, expected: int) -> None:
-        recorder = RunRecorder(tmp_path, "run")
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        [("weights-0", "", 8), ("weights-0", "", 0), ("weights-1", "", 8)],
+        [("weights-0", "length", 8), ("weights-0", "length=2", 8), ("weights-0", "length=2", 0)],
+    ],
+    ids=["other weights", "other rewards"],
+)
+async def test_an_iteration_submitted_with_others_samples_everything_again(tmp_path: Path, attempts) -> None:
+    for fingerprint, scoring, num_sampled in attempts:
         last = engine("0")
-        service = RolloutService(Engines(last), RewardLength(), recorder)
-        await service.take_lease("run")
-        held = wire.Weights(
-            run="run",
-            version=0,
-            fingerprint=f"weights-{version_of_weights}",
-            source=wire.FileSource(folder=""),
-            dtype="float32",
-        )
-        await service.publish(held)
-        await service.submit(msgspec.structs.replace(submission(), fingerprint=held.fingerprint))
-        for place in PLACES:
-            assert await service.slot(0, *place, 10)
-        assert last.num_served == expected
-        await service.close()
-        recorder.close()
-
-    asyncio.run(run(0, 8))
-    asyncio.run(run(0, 0))
-    asyncio.run(run(1, 8))
-
-
-def test_an_iteration_submitted_to_other_rewards_samples_everything_again(tmp_path: Path) -> None:
-    async def run(scoring: str, expected: int) -> None:
-        recorder = RunRecorder(tmp_path, "run", scoring=scoring)
-        last = engine("0")
-        service = RolloutService(Engines(last), RewardLength(), recorder)
-        await service.take_lease("run")
-        await service.publish(weights())
-        await service.submit(submission())
-        for place in PLACES:
-            assert await service.slot(0, *place, 10)
-        assert last.num_served == expected
-        await service.close()
-        recorder.close()
-
-    asyncio.run(run("length", 8))
-    asyncio.run(run("length=2", 8))
-    asyncio.run(run("length=2", 0))
+        async with recording(tmp_path, last, scoring=scoring) as (service, _):
+            await service.publish(msgspec.structs.replace(weights(), fingerprint=fingerprint))
+            await service.submit(msgspec.structs.replace(submission(), fingerprint=fingerprint))
+            for place in PLACES:
+                assert await service.slot(0, *place, 10)
+            assert last.num_served == num_sampled
     assert verify(tmp_path / "audit.jsonl").breaches == []
 
 
-def test_an_engine_may_join_after_the_publish(tmp_path: Path) -> None:
-    async def run() -> None:
-        recorder = RunRecorder(tmp_path, "run")
-        engines = Engines(engine("0"))
-        service = RolloutService(engines, RewardLength(), recorder)
-        await service.take_lease("run")
-        await service.publish(weights())
+async def test_an_engine_may_join_after_the_publish(tmp_path: Path) -> None:
+    async with recording(tmp_path) as (service, _):
         late = Engines(engine("1"))
         await late.publish(weights())
-        engines.engines = (*engines.engines, *late.engines)
+        service.engines.engines = (*service.engines.engines, *late.engines)
         await service.submit(submission())
         for place in PLACES:
             assert await service.slot(0, *place, 10)
         service.complete(0)
         assert late.engines[0].num_served > 0
-        await service.close()
-        recorder.close()
-
-    asyncio.run(run())
     assert verify(tmp_path / "audit.jsonl").breaches == []
 
 
@@ -135,20 +97,28 @@ def test_a_run_whose_records_another_process_holds_is_refused(tmp_path: Path) ->
     recorder.close()
 
 
-def test_a_failed_iteration_is_in_the_log(tmp_path: Path) -> None:
-    async def run() -> None:
-        recorder = RunRecorder(tmp_path, "run")
-        faults = {f"run-0-{i}": "die" for i in range(8)}
-        service = RolloutService(Engines(engine("0", group_faults=faults)), RewardLength(), recorder)
-        await service.take_lease("run")
-        await service.publish(weights())
+def test_an_objective_is_recorded_when_it_changes_and_plug_ins_whenever_they_are_reported(tmp_path: Path) -> None:
+    mismatch = wire.Mismatch(mean=0.0, largest=0.0, bound=None)
+    with contextlib.closing(RunRecorder(tmp_path, "run")) as recorder:
+        for version, beta in enumerate(("0.1", "0.1", "0.2")):
+            aim, plug_ins = {"--grpo-kl-beta": beta}, {"--grpo-loss own.py:f": "0" * 64}
+            recorder.trained(
+                version, wire.Trained(version=version, mismatch=mismatch, plug_ins=plug_ins, objective=aim)
+            )
+        recorder.trained(3, wire.Trained(version=3, mismatch=mismatch))
+    events = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    found = {
+        kind: [event["version"] for event in events if event["event"] == kind]
+        for kind in ("mismatch", "plug_ins", "objective")
+    }
+    assert found == {"mismatch": [0, 1, 2, 3], "plug_ins": [0, 1, 2], "objective": [0, 2]}
+
+
+async def test_a_failed_iteration_is_in_the_log(tmp_path: Path) -> None:
+    async with recording(tmp_path, engine("0", group_faults={f"run-0-{i}": "die" for i in range(8)})) as (service, _):
         await service.submit(submission())
         with pytest.raises(IterationFailed):
             await service.slot(0, 0, 0, 10)
-        await service.close()
-        recorder.close()
-
-    asyncio.run(run())
     assert '"event":"fail"' in (tmp_path / "audit.jsonl").read_text()
 
 

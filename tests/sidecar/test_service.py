@@ -2,8 +2,7 @@
 
 import asyncio
 import errno
-import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,55 +11,27 @@ import pytest
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.records.append_file import AppendFailed
-from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.evaluation import EvaluationFailed
-from megatron_rl.sidecar.group_maker import Scorer
 from megatron_rl.sidecar.hosts import HostList
 from megatron_rl.sidecar.hosts.membership import Hosts
 from megatron_rl.sidecar.iteration import IterationFailed, NotAllClaimed
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.service import Conflict, RolloutService
-from tests.sidecar.scripted_service import PLAN, Engines, Memory, RewardLength, engine, evaluation, submission, weights
+from tests.sidecar.scripted_service import (
+    PLAN,
+    Engines,
+    Memory,
+    RewardLength,
+    all_slots,
+    engine,
+    evaluation,
+    serving,
+    submission,
+    trained,
+    weights,
+)  # fmt: skip
 
 FAR_OFF = wire.Mismatch(mean=0.25, largest=1.0, bound=5e-3)
-
-
-def serve(
-    check: Callable[..., Awaitable[None]],
-    *engines: ScriptedEngine,
-    memory: Memory | None = None,
-    scorer: Scorer | None = None,
-) -> Memory:
-    """Run the check with a service that holds version 0, within a deadline of its own."""
-    memory = memory or Memory()
-
-    async def run() -> None:
-        service = RolloutService(Engines(*(engines or (engine(),))), scorer or RewardLength(), memory)
-        await service.take_lease("run")
-        await service.publish(weights())
-        try:
-            await asyncio.wait_for(check(service), 600)
-        finally:
-            await service.close()
-
-    asyncio.run(run())
-    return memory
-
-
-async def all_slots(service: RolloutService, version: int = 0, num_ranks: int = 3) -> dict[tuple[int, int], wire.Slot]:
-    """Ask for every slot from every rank of every replica, in an order of its own."""
-    places = [(replica, index) for replica in range(2) for index in range(2)]
-    answers: dict[tuple[int, int], set[bytes]] = {place: set() for place in places}
-
-    async def rank(seed: int) -> None:
-        for place in random.Random(seed).sample(places, len(places)):
-            answer = await service.slot(version, *place, patience=10)
-            assert answer is not None
-            answers[place].add(answer)
-
-    await asyncio.gather(*(rank(seed) for seed in range(num_ranks)))
-    assert all(len(different) == 1 for different in answers.values())
-    return {place: wire.decode(different.pop(), wire.Slot) for place, different in answers.items()}
 
 
 async def failure_of(service: RolloutService, version: int = 0) -> str:
@@ -70,12 +41,9 @@ async def failure_of(service: RolloutService, version: int = 0) -> str:
     return str(caught.value).removeprefix(f"iteration {version} failed: ")
 
 
-def trained(slots: dict[tuple[int, int], wire.Slot]) -> list[int]:
-    return sorted(part.prompt_index for slot in slots.values() for part in slot.parts)
-
-
-def test_every_group_is_answered_once_and_every_rank_gets_the_same_bytes() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_every_group_is_answered_once_and_every_rank_gets_the_same_bytes() -> None:
+    memory = Memory()
+    async with serving(engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002), memory=memory) as service:
         await service.submit(submission())
         slots = await all_slots(service)
         assert trained(slots) == list(range(8))
@@ -83,40 +51,30 @@ def test_every_group_is_answered_once_and_every_rank_gets_the_same_bytes() -> No
             for part in slot.parts:
                 assert part.rewards == [len(r.tokens) / 4 for r in part.responses]
         service.complete(0)
-
-    memory = serve(check, engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002))
     assert memory.events == [("published", 0), ("submitted", 0), ("restored", 0), ("completed", 0)]
 
 
-def test_a_group_of_an_engine_that_dies_is_sampled_by_another_with_the_same_tokens() -> None:
-    async def tokens(service: RolloutService) -> list[bytes]:
-        await service.submit(submission())
-        slots = await all_slots(service)
-        parts = sorted((part for slot in slots.values() for part in slot.parts), key=lambda part: part.prompt_index)
-        return [response.tokens for part in parts for response in part.responses]
-
+async def test_a_group_of_an_engine_that_dies_is_sampled_by_another_with_the_same_tokens() -> None:
     results: list[list[bytes]] = []
-
-    async def check(service: RolloutService) -> None:
-        results.append(await tokens(service))
-
-    serve(check, engine("0"), engine("1"))
-    serve(check, engine("0", group_faults={"run-0-3": "die", "run-0-2": "die"}), engine("1"))
+    for faults in ({}, {"run-0-3": "die", "run-0-2": "die"}):
+        async with serving(engine("0", group_faults=faults), engine("1")) as service:
+            await service.submit(submission())
+            slots = await all_slots(service)
+            parts = sorted((part for slot in slots.values() for part in slot.parts), key=lambda part: part.prompt_index)
+            results.append([response.tokens for part in parts for response in part.responses])
     assert results[0] == results[1]
 
 
-def test_a_group_sampled_with_other_weights_than_it_claims_is_never_handed_out() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_group_sampled_with_other_weights_than_it_claims_is_never_handed_out() -> None:
+    async with serving(engine("0", keeps_old_weights=True)) as service:
         await service.publish(weights(1))
         await service.submit(submission(1))
         with pytest.raises(IterationFailed, match="fingerprint is 'weights-0'.*sampled 3 times"):
             await all_slots(service, version=1)
 
-    serve(check, engine("0", keeps_old_weights=True))
 
-
-def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
+    async with serving(engine("0", group_faults={f"run-0-{i}": "die" for i in range(8)})) as service:
         await service.submit(submission())
         waits = await asyncio.gather(
             *(service.slot(0, replica, index, 10) for replica in range(2) for index in range(2)),
@@ -124,8 +82,6 @@ def test_with_no_engine_left_every_wait_ends_with_the_same_reason() -> None:
         )
         assert all(isinstance(wait, IterationFailed) and "no engine is left" in str(wait) for wait in waits)
         assert len(set(map(str, waits))) == 1
-
-    serve(check, engine("0", group_faults={f"run-0-{i}": "die" for i in range(8)}))
 
 
 class RewardByPrompt:
@@ -146,35 +102,29 @@ class RewardByPrompt:
 
 
 @pytest.mark.parametrize("order", ["completion", "prompt"])
-def test_other_prompts_are_sampled_for_groups_without_a_signal_and_no_more_than_are_needed(order) -> None:
+async def test_other_prompts_are_sampled_for_groups_without_a_signal_and_no_more_than_are_needed(order) -> None:
     plan = msgspec.structs.replace(PLAN, num_spare=12, order=order)
     scorer = RewardByPrompt({0, 1, 3, 4, 5, 8, 9, 11, 12, 13, 16})
-
-    async def check(service: RolloutService) -> None:
+    async with serving(engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002), scorer=scorer) as service:
         await service.submit(submission(plan=plan))
         assert trained(await all_slots(service)) == [0, 1, 3, 4, 5, 8, 9, 11]
         census = service.complete(0).census
         assert (census.num_considered, census.num_without_signal) == (12, 4)
         assert set(range(12)) <= set(scorer.scored)
 
-    serve(check, engine("0", delay=lambda r: 0.01), engine("1", delay=lambda r: 0.002), scorer=scorer)
 
-
-def test_where_no_group_has_a_signal_the_iteration_is_filled_with_those_that_have_none() -> None:
+async def test_where_no_group_has_a_signal_the_iteration_is_filled_with_those_that_have_none() -> None:
     plan = msgspec.structs.replace(PLAN, num_spare=4)
-
-    async def check(service: RolloutService) -> None:
+    async with serving(engine("0", delay=lambda r: 0.01), scorer=RewardByPrompt({7, 10})) as service:
         await service.submit(submission(plan=plan))
         assert trained(await all_slots(service)) == [0, 1, 2, 3, 4, 5, 7, 10]
         assert service.complete(0).census.num_considered == 12
 
-    serve(check, engine("0", delay=lambda r: 0.01), scorer=RewardByPrompt({7, 10}))
 
-
-def test_prompts_sampled_ahead_are_called_off_once_they_are_not_needed() -> None:
+async def test_prompts_sampled_ahead_are_called_off_once_they_are_not_needed() -> None:
     plan = msgspec.structs.replace(PLAN, num_spare=8)
-
-    async def check(service: RolloutService) -> None:
+    hang = {f"run-0-{index}": "hang" for index in range(8, 16)}
+    async with serving(engine("0", group_faults=hang), scorer=RewardByPrompt(set(range(8)))) as service:
         service._seen = (4, 8)
         await service.submit(submission(plan=plan))
         # Prompts ahead hang, and no rank waits for them.
@@ -182,9 +132,6 @@ def test_prompts_sampled_ahead_are_called_off_once_they_are_not_needed() -> None
         assert service.complete(0).census.num_considered == 8
         await service.publish(weights(1))
         assert service._task is None
-
-    hang = {f"run-0-{index}": "hang" for index in range(8, 16)}
-    serve(check, engine("0", group_faults=hang), scorer=RewardByPrompt(set(range(8))))
 
 
 class Faulty:
@@ -201,38 +148,36 @@ class Faulty:
         ({}, None, Faulty(), "the sidecar failed: OSError(24, 'Too many open files'); its log has the traceback"),
     ],
 )
-def test_an_iteration_that_cannot_be_made_fails_by_name(faults, memory, scorer, words) -> None:
-    async def check(service: RolloutService) -> None:
+async def test_an_iteration_that_cannot_be_made_fails_by_name(faults, memory, scorer, words) -> None:
+    async with serving(engine("0", group_faults=faults), memory=memory, scorer=scorer) as service:
         await service.submit(submission(deadline=0.3 if faults else 20.0))
         assert words in await failure_of(service)
 
-    serve(check, engine("0", group_faults=faults), memory=memory, scorer=scorer)
 
-
-def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_evaluation() -> None:
+async def test_a_group_whose_reward_is_not_finite_reaches_no_slot_no_journal_and_no_evaluation() -> None:
     class Infinite:
         async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
             responses = [msgspec.structs.replace(response, reward=float("inf")) for response in group.responses]
             return wire.Group(prompt=group.prompt, responses=responses)
 
-    async def check(service: RolloutService) -> None:
+    memory = Memory()
+    async with serving(scorer=Infinite(), memory=memory) as service:
         await service.submit(submission())
         assert "response 0 of engine 0: its reward is inf" in await failure_of(service)
         await service.evaluate(evaluation())
         with pytest.raises(EvaluationFailed, match="its reward is inf"):
             await service.evaluated(0, 10)
+    assert memory.groups == []
 
-    assert serve(check, scorer=Infinite()).groups == []
 
-
-def test_a_group_whose_task_was_cancelled_fails_the_iteration() -> None:
+async def test_a_group_whose_task_was_cancelled_fails_the_iteration() -> None:
     class Cancelled(RewardLength):
         async def score(self, group: wire.Group, chats: Any = None) -> wire.Group:
             if group.prompt.index == 3:
                 raise asyncio.CancelledError
             return await super().score(group)
 
-    async def check(service: RolloutService) -> None:
+    async with serving(scorer=Cancelled()) as service:
         await service.submit(submission())
         reason = await failure_of(service)
         assert "the making of 1 was cancelled, and 1 of 8 groups are not finished (prompts 3)" in reason
@@ -240,26 +185,21 @@ def test_a_group_whose_task_was_cancelled_fails_the_iteration() -> None:
         with pytest.raises(EvaluationFailed, match="the making of 1 was cancelled, and 1 of 6 groups are not finished"):
             await service.evaluated(0, 10)
 
-    serve(check, scorer=Cancelled())
 
-
-def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration_for_all() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration_for_all() -> None:
+    memory = Memory(refuses_claims=True)
+    async with serving(memory=memory) as service:
         await service.submit(submission())
         waits = (service.slot(0, replica, 0, 10) for replica in range(2))
         answers = await asyncio.gather(*waits, return_exceptions=True)
         assert all("no room for claims" in str(answer) for answer in answers)
         assert "no room for claims" in await failure_of(service)
-
-    memory = serve(check, memory=Memory(refuses_claims=True))
     assert ("failed", 0) in memory.events
 
 
-def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refused() -> None:
+async def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refused() -> None:
     memory = Memory()
-    first, second = engine("0", group_faults={"run-0-6": "hang"}), engine("0")
-
-    async def until_it_hangs(service: RolloutService) -> None:
+    async with serving(engine("0", group_faults={"run-0-6": "hang"}), memory=memory) as service:
         await service.submit(submission())
         assert await service.slot(0, 0, 0, 10) is not None
         while len(memory.groups) < 6:
@@ -273,10 +213,8 @@ def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refu
             service.renew_lease(zombie)
         with pytest.raises(IterationFailed, match="was started again"):
             await asked
-
-    async def again(service: RolloutService) -> None:
-        claimed = memory.claims[0].prompts
-        num_kept = len(memory.groups)
+    second, claimed, num_kept = engine("0"), memory.claims[0].prompts, len(memory.groups)
+    async with serving(second, memory=memory) as service:
         await service.submit(submission())
         slots = await all_slots(service)
         assert [part.prompt_index for part in slots[0, 0].parts] == claimed
@@ -284,15 +222,11 @@ def test_a_trainer_that_comes_back_gets_what_was_finished_and_its_zombie_is_refu
         assert service.counters.reused == num_kept
         assert second.num_served == 8 - num_kept
 
-    serve(until_it_hangs, first, memory=memory)
-    serve(again, second, memory=memory)
-
 
 @pytest.mark.parametrize("moment", ["within it", "after it", "in the next one"])
-def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: str) -> None:
+async def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: str) -> None:
     """Leave the trainer before in each state that the sidecar may find it in; this one has prompts of its own."""
-
-    async def check(service: RolloutService) -> None:
+    async with serving(memory=Memory(keeps=False)) as service:
         await service.submit(submission())
         if moment != "within it":
             await all_slots(service)
@@ -311,11 +245,9 @@ def test_a_rank_that_asks_early_waits_for_what_its_own_trainer_submits(moment: s
         assert data is not None
         assert {part.prompt_tokens for part in wire.decode(data, wire.Slot).parts} == {wire.encode_tokens([9])}
 
-    serve(check, memory=Memory(keeps=False))
 
-
-def test_a_rank_that_asked_for_what_was_never_submitted_learns_that_its_lease_is_over() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_rank_that_asked_for_what_was_never_submitted_learns_that_its_lease_is_over() -> None:
+    async with serving() as service:
         early = asyncio.create_task(service.slot(0, 0, 0, 10))
         await asyncio.sleep(0)
         await service.take_lease("run")
@@ -323,11 +255,9 @@ def test_a_rank_that_asked_for_what_was_never_submitted_learns_that_its_lease_is
         with pytest.raises(Conflict, match="another trainer has taken this sidecar"):
             await early
 
-    serve(check)
 
-
-def test_no_number_of_a_lease_is_given_twice() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_no_number_of_a_lease_is_given_twice() -> None:
+    async with serving(engine(delay=lambda r: 0.1)) as service:
         await service.submit(submission())
         before = service.lease.number
         taken = await asyncio.gather(service.take_lease("run"), service.take_lease("run"), return_exceptions=True)
@@ -339,49 +269,40 @@ def test_no_number_of_a_lease_is_given_twice() -> None:
         with pytest.raises(Conflict, match="another trainer has taken this sidecar"):
             started_again.renew_lease(before)
 
-    serve(check, engine(delay=lambda r: 0.1))
 
-
-def test_an_iteration_is_complete_once_its_end_is_recorded_and_a_failed_one_never_is() -> None:
-    async def unrecorded(service: RolloutService) -> None:
+async def test_an_iteration_is_complete_once_its_end_is_recorded_and_a_failed_one_never_is() -> None:
+    full, refused, late = Memory(refuses_end=True), Memory(), Memory()
+    async with serving(memory=full) as service:
         await service.submit(submission())
         await all_slots(service)
         for _ in range(2):
             with pytest.raises((AppendFailed, IterationFailed), match="no room for the end"):
                 service.complete(0)
-
-    memory = serve(unrecorded, memory=Memory(refuses_end=True))
-    assert ("completed", 0) not in memory.events
-
-    async def refused(service: RolloutService) -> None:
+    assert ("completed", 0) not in full.events
+    async with serving(memory=refused) as service:
         await service.submit(submission())
         await all_slots(service)
         await service.refuse(0, FAR_OFF)
         with pytest.raises(IterationFailed, match=r"beyond 0\.005"):
             service.complete(0)
-
-    assert serve(refused).events[-1] == ("failed", 0)
-
-    async def late(service: RolloutService) -> None:
+    assert refused.events[-1] == ("failed", 0)
+    async with serving(memory=late) as service:
         await service.submit(submission())
         await all_slots(service)
         service.complete(0)
         await service.refuse(0, FAR_OFF)
         service.complete(0)
+    assert late.events[-1] == ("completed", 0)
 
-    assert serve(late).events[-1] == ("completed", 0)
 
-
-def test_another_run_is_refused_while_the_lease_is_held() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_another_run_is_refused_while_the_lease_is_held() -> None:
+    async with serving() as service:
         with pytest.raises(Conflict, match="works for the run 'run'"):
             await service.take_lease("other")
         with pytest.raises(Conflict, match="another trainer has taken this sidecar. End one of the two, or give"):
             service.renew_lease(service.lease.number - 1)
         with pytest.raises(Conflict, match="the lease is held by the run 'run'"):
             await service.publish(weights(1, run="other"))
-
-    serve(check)
 
 
 @pytest.mark.parametrize(
@@ -391,16 +312,14 @@ def test_another_run_is_refused_while_the_lease_is_held() -> None:
         (lambda s: asyncio.to_thread(s.complete, 0), "iteration 0 was not submitted"),
     ],
 )
-def test_a_call_out_of_turn_is_refused_and_says_what_to_do_first(act: Callable, message: str) -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_call_out_of_turn_is_refused_and_says_what_to_do_first(act: Callable, message: str) -> None:
+    async with serving() as service:
         with pytest.raises(MegatronRLError, match=message):
             await act(service)
 
-    serve(check)
 
-
-def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs() -> None:
+    async with serving(engine("0", delay=lambda r: 0.05)) as service:
         await service.submit(submission())
         await service.submit(submission())
         with pytest.raises(Conflict, match="complete or refuse it before publishing"):
@@ -414,11 +333,9 @@ def test_nothing_is_published_and_nothing_else_submitted_while_an_iteration_runs
         with pytest.raises(Conflict, match="iteration 0 is not the current one, 1"):
             await service.slot(0, 0, 0, 1)
 
-    serve(check, engine("0", delay=lambda r: 0.05))
 
-
-def test_a_repeated_publish_gets_the_result_of_the_first_and_one_that_failed_is_tried_again() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_repeated_publish_gets_the_result_of_the_first_and_one_that_failed_is_tried_again() -> None:
+    async with serving() as service:
         begins, goes_on, publish = [], asyncio.Event(), service.engines.publish
 
         async def count(told: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
@@ -448,27 +365,21 @@ def test_a_repeated_publish_gets_the_result_of_the_first_and_one_that_failed_is_
         await service.publish(weights(1))
         assert begins == [1, 1, 1]
 
-    serve(check)
 
-
-def test_a_rank_may_ask_before_another_has_submitted() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_rank_may_ask_before_another_has_submitted() -> None:
+    async with serving() as service:
         assert await service.slot(0, 0, 0, 0.05) is None
         early = asyncio.create_task(all_slots(service))
         await asyncio.sleep(0.05)
         await service.submit(submission())
         assert trained(await early) == list(range(8))
 
-    serve(check)
 
-
-def test_waiting_too_long_for_a_slot_returns_none() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_waiting_too_long_for_a_slot_returns_none() -> None:
+    async with serving(engine("0", delay=lambda r: 5.0)) as service:
         await service.submit(submission())
         assert await service.slot(0, 0, 0, 0.05) is None
         assert service.status()["iteration"]["slots_waiting"] == [[0, 0]]
-
-    serve(check, engine("0", delay=lambda r: 5.0))
 
 
 ANSWER = wire.ProbeAnswer(run="run", version=1, fingerprint="weights-1", log_probs=b"", dtype="float32")
@@ -476,8 +387,8 @@ PROBED = msgspec.structs.replace(weights(1), probe=wire.encode_tokens([3, 4, 5])
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool) -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool) -> None:
+    async with serving() as service:
         # Answers to another version, and to another attempt, are not the awaited one.
         service.probed(msgspec.structs.replace(ANSWER, version=0))
         if is_early:
@@ -496,11 +407,9 @@ def test_a_publish_waits_for_the_trainers_answer_to_its_own_probe(is_early: bool
         with pytest.raises(Conflict, match="the lease is held by the run 'run', not by 'other'"):
             service.probed(msgspec.structs.replace(ANSWER, run="other"))
 
-    serve(check)
 
-
-def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> None:
+    async with serving() as service:
         published = asyncio.create_task(service.publish(PROBED))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -513,11 +422,9 @@ def test_a_publish_whose_trainer_is_gone_ends_when_another_takes_the_lease() -> 
         service.probed(msgspec.structs.replace(ANSWER, version=2, fingerprint="weights-2"))
         await service.publish(msgspec.structs.replace(weights(2), probe=PROBED.probe))
 
-    serve(check)
 
-
-def test_a_publish_is_called_off_with_its_lease_though_its_engines_still_load_or_another_publish_runs() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_publish_is_called_off_with_its_lease_though_its_engines_still_load_or_another_publish_runs() -> None:
+    async with serving() as service:
         is_loaded, publish, begins = asyncio.Event(), service.engines.publish, []
 
         async def load(told: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
@@ -536,29 +443,23 @@ def test_a_publish_is_called_off_with_its_lease_though_its_engines_still_load_or
                 await asyncio.wait_for(former, 60)
         assert begins == [1]
 
-    serve(check)
 
-
-def test_a_version_is_sent_to_hosts_under_the_lease_of_the_trainer_that_has_published_it() -> None:
+async def test_a_version_is_sent_to_hosts_under_the_lease_of_the_trainer_that_has_published_it() -> None:
     """Hold this, because under the next lease it would keep earlier versions of the next trainer away."""
-
-    async def check() -> None:
-        hosts = Hosts(HostList((), "token"), "run")
-        service = RolloutService(Engines(engine()), RewardLength(), Memory(), hosts=hosts)
-        first = await service.take_lease("run")
-        await service.publish(weights())
-        assert hosts.find_trainer_lease() == first
-        second = await service.take_lease("run")
-        assert hosts.find_trainer_lease() == first
-        await service.publish(weights())
-        assert hosts.find_trainer_lease() == second
-        await service.close()
-
-    asyncio.run(check())
+    hosts = Hosts(HostList((), "token"), "run")
+    service = RolloutService(Engines(engine()), RewardLength(), Memory(), hosts=hosts)
+    first = await service.take_lease("run")
+    await service.publish(weights())
+    assert hosts.find_trainer_lease() == first
+    second = await service.take_lease("run")
+    assert hosts.find_trainer_lease() == first
+    await service.publish(weights())
+    assert hosts.find_trainer_lease() == second
+    await service.close()
 
 
-def test_a_trainer_that_returns_to_a_version_answers_its_probe_itself() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_a_trainer_that_returns_to_a_version_answers_its_probe_itself() -> None:
+    async with serving() as service:
         service.probed(ANSWER)
         await service.publish(PROBED)
         await service.take_lease("run")
@@ -568,45 +469,39 @@ def test_a_trainer_that_returns_to_a_version_answers_its_probe_itself() -> None:
         service.probed(ANSWER)
         await asyncio.wait_for(published, 60)
 
-    serve(check)
 
-
-MISMATCH = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
-PLUG_INS = {"--grpo-loss own.py:f": "0" * 64}
-
-
-@pytest.mark.parametrize(
-    ("told", "event"),
-    [((MISMATCH,), ("judged", 0, MISMATCH)), ((None, PLUG_INS), ("trained with", 0, PLUG_INS))],
-)
-def test_what_the_trainer_tells_is_recorded_once_before_the_iteration_is_complete(told: tuple, event: tuple) -> None:
-    async def check(service: RolloutService) -> None:
+async def test_what_the_trainer_reports_is_recorded_once_before_the_iteration_is_complete() -> None:
+    mismatch = wire.Mismatch(mean=1e-6, largest=1e-5, bound=5e-3)
+    report = wire.Trained(version=0, mismatch=mismatch, plug_ins={"--grpo-loss own.py:f": "0" * 64})
+    memory = Memory()
+    async with serving(memory=memory) as service:
         await service.submit(submission())
         await all_slots(service)
         for _ in range(2):
-            service.complete(0, *told)
+            service.complete(0, report)
+    assert memory.events[-2:] == [("trained", 0, report), ("completed", 0)]
+    assert memory.events.count(("trained", 0, report)) == 1
 
-    assert serve(check).events[-2:] == [event, ("completed", 0)]
 
-
-def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_complete() -> None:
-    async def check(service: RolloutService) -> None:
+async def test_an_iteration_that_the_trainer_refuses_fails_for_all_and_is_never_complete() -> None:
+    memory = Memory()
+    async with serving(memory=memory) as service:
         await service.submit(submission())
         await all_slots(service)
         for _ in range(2):
             await service.refuse(0, FAR_OFF)
         assert await failure_of(service) == "log-probs differ by 0.25 on average, beyond 0.005"
         with pytest.raises(IterationFailed, match="beyond 0.005"):
-            service.complete(0, FAR_OFF)
+            service.complete(0, wire.Trained(version=0, mismatch=FAR_OFF))
+    assert memory.events[-2:] == [("judged", 0, FAR_OFF), ("failed", 0)]
 
-    assert serve(check).events[-2:] == [("judged", 0, FAR_OFF), ("failed", 0)]
 
-
-def test_the_last_groups_are_put_off_and_called_off() -> None:
+async def test_the_last_groups_are_put_off_and_called_off() -> None:
     plan = msgspec.structs.replace(PLAN, tail="carry", num_tail=2)
     hang = {f"run-0-{index}": "hang" for index in (2, 7)}
-
-    async def check(service: RolloutService) -> None:
+    slow = {"run-1-0": 0.05, "run-1-1": 0.05}
+    slow_engine = engine("0", group_faults=hang, delay=lambda r: slow.get(r.request_id, 0.0))
+    async with serving(slow_engine, memory=Memory(keeps=False)) as service:
         await service.submit(submission(plan=plan))
         assert trained(await all_slots(service)) == [0, 1, 3, 4, 5, 6, 8, 9]
         census = service.complete(0).census
@@ -618,15 +513,13 @@ def test_the_last_groups_are_put_off_and_called_off() -> None:
         assert trained(await all_slots(service, 1)) == list(range(8))
         assert service.complete(1).census.put_off == []
 
-    slow = {"run-1-0": 0.05, "run-1-1": 0.05}
-    slow_engine = engine("0", group_faults=hang, delay=lambda r: slow.get(r.request_id, 0.0))
-    serve(check, slow_engine, memory=Memory(keeps=False))
 
-
-def test_the_last_groups_end_where_they_are_and_no_others() -> None:
+async def test_the_last_groups_end_where_they_are_and_no_others() -> None:
     plan = msgspec.structs.replace(PLAN, tail="truncate", num_tail=2)
-
-    async def check(service: RolloutService) -> None:
+    # Their time would end long after the test's.
+    async with serving(
+        engine("0", lengths=(8, 8), delay=lambda r: 3600.0 if r.request_id in ("run-0-2", "run-0-6") else 0.0)
+    ) as service:
         await service.submit(submission(plan=plan))
         slots = await all_slots(service)
         assert trained(slots) == list(range(8))
@@ -637,24 +530,15 @@ def test_the_last_groups_end_where_they_are_and_no_others() -> None:
                 assert all(one.tokens and one.spans[0].end == len(one.tokens) // 4 for one in part.responses)
         assert {index for index, of_group in reasons.items() if "cut" in of_group} == {2, 6}
 
-    # Their time would end long after the test's.
-    serve(check, engine("0", lengths=(8, 8), delay=lambda r: 3600.0 if r.request_id in ("run-0-2", "run-0-6") else 0.0))
 
-
-def test_a_single_group_that_a_restart_left_to_do_is_not_cut_off() -> None:
+async def test_a_single_group_that_a_restart_left_to_do_is_not_cut_off() -> None:
     plan = msgspec.structs.replace(PLAN, tail="truncate", num_tail=2)
     memory = Memory()
-
-    async def first(service: RolloutService) -> None:
+    async with serving(engine("0"), memory=memory) as service:
         await service.submit(submission(plan=plan))
         await all_slots(service)
-
-    serve(first, engine("0"), memory=memory)
     memory.groups, memory.claims = memory.groups[:7], []
-
-    async def check(service: RolloutService) -> None:
+    async with serving(engine("0", delay=lambda r: 0.02), memory=memory) as service:
         await service.submit(submission(plan=plan))
         slots = await all_slots(service)
         assert all(one.finish_reason != "cut" for slot in slots.values() for p in slot.parts for one in p.responses)
-
-    serve(check, engine("0", delay=lambda r: 0.02), memory=memory)

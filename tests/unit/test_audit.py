@@ -561,20 +561,6 @@ def test_the_command_prints_each_iteration_and_breach_and_its_exit_code_says_whe
         verify(path.parent / "nothing")
 
 
-def test_the_command_finds_the_run_in_the_folder_that_save_was_given_and_lists_several(tmp_path, capsys) -> None:
-    save = tmp_path / "save"
-    first, second = (save / "rollout" / name / "audit.jsonl" for name in ("first", "second"))
-    for log in (first, second):
-        log.parent.mkdir(parents=True)
-    write_log(first)
-    assert cli.main(["audit", str(save)]) == ExitCode.OK
-    assert "2 of 2 iterations complete" in capsys.readouterr().out
-    write_log(second)
-    assert cli.main(["audit", str(save)]) == ExitCode.USAGE
-    said = capsys.readouterr().err
-    assert f"{save} has 2 runs: name one of\n  {first.parent}\n  {second.parent}\n" in said
-
-
 def test_an_empty_log_is_clean_and_holds_nothing(path: Path) -> None:
     path.touch(mode=0o600)
     assert verify(path).breaches == []

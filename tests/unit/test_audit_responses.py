@@ -13,12 +13,12 @@ from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.protocol.wire import FileSource, Group, Sampling, VersionSpan, Weights, encode_log_probs
 from megatron_rl.shared.records.audit_check import find_response_problems
-from megatron_rl.shared.records.audit_events import EngineReport, ResponseRecord, SpanRecord, Submit
+from megatron_rl.shared.records.audit_events import ResponseRecord, SpanRecord, Submit
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.sidecar.engines import WeightReport
 from megatron_rl.sidecar.publication import Proof
 from megatron_rl.sidecar.recorder import RunRecorder
-from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, with_response
+from tests.submissions import FINGERPRINT, make_group, make_plan, make_submission, record_begin, with_response
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_groups_are_counted_by_the_source_of_their_prompts_and_keep_the_rewards_
     submission = make_submission(plan)
     rows = ["math.jsonl:7", "games.jsonl:1", "math.jsonl:8", "math.jsonl:2"]
     with AuditLog(path, "run") as log:
-        log.record_publish(3, FINGERPRINT, [EngineReport(engine="engine-0", version=3, fingerprint=FINGERPRINT)])
-        log.record_submission(submission)
+        record_begin(log, submission)
         for prompt, row in enumerate(rows):
             group = with_response(make_group(submission, prompt), 1, turn_rewards=[0.25 * prompt])
             log.record_group(3, Group(prompt=msgspec.structs.replace(group.prompt, row=row), responses=group.responses))

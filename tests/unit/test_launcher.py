@@ -59,6 +59,10 @@ def fake_vllm(tmp_path: Path) -> Path:
     return tmp_path / "packages"
 
 
+def spec_of(**changes: Any) -> ProcessSpec:
+    return make_process_spec(dataclasses.replace(CONFIG, **changes), "engine-0", make_socket_folder(), Path("log"))
+
+
 def started(config: ServerConfig, folder: Path, packages: Path):
     start = make_process_spec(config, "engine-0", folder, folder / "engine-0.log")
     path = f"{packages}:{start.environment['PYTHONPATH']}"
@@ -196,7 +200,7 @@ def test_the_lines_of_a_log_that_were_not_seen_are_told_once_and_the_last_of_ver
 def test_an_engine_listens_on_a_unix_socket_and_takes_no_setting_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    start = make_process_spec(CONFIG, "engine-0", make_socket_folder(), Path("log"))
+    start = spec_of()
     flags = dict(zip(start.command[3::2], start.command[4::2], strict=False))
     assert flags["--uds"] == start.address
     assert "--host" not in start.command
@@ -218,7 +222,7 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
     withheld |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     for name, value in (handed_on | withheld).items():
         monkeypatch.setenv(name, value)
-    environment = make_process_spec(CONFIG, "engine-0", make_socket_folder(), Path("log")).environment
+    environment = spec_of().environment
     assert {name: environment.get(name) for name in handed_on} == handed_on
     assert not withheld.keys() & environment.keys()
     # The engine's own settings win over such variables.
@@ -230,8 +234,7 @@ def test_an_engine_takes_over_what_the_user_says_of_its_libraries(monkeypatch):
 def test_an_engine_finds_the_users_packages_unless_it_has_an_interpreter_of_its_own(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/users/packages:/more")
     for python, is_handed_on in ((sys.executable, True), ("/another/python", False)):
-        config = dataclasses.replace(CONFIG, python=python)
-        environment = make_process_spec(config, "engine-0", make_socket_folder(), Path("log")).environment
+        environment = spec_of(python=python).environment
         first, *others = environment["PYTHONPATH"].split(os.pathsep)
         assert os.listdir(first) == ["megatron_rl"]
         assert others == (["/users/packages", "/more"] if is_handed_on else [])
@@ -240,17 +243,13 @@ def test_an_engine_finds_the_users_packages_unless_it_has_an_interpreter_of_its_
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "glibc.malloc.hugetlb=1"), ("cuda", None)])
 def test_an_engine_on_a_cpu_asks_for_large_pages(device, expected, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    config = dataclasses.replace(CONFIG, device=device)
-    environment = make_process_spec(config, "engine-0", make_socket_folder(), Path("log")).environment
-    assert environment.get("GLIBC_TUNABLES") == expected
+    assert spec_of(device=device).environment.get("GLIBC_TUNABLES") == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
 def test_no_engine_gets_the_memory_that_one_with_another_share_had(device, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
-    config = dataclasses.replace(CONFIG, device=device)
-    spec = make_process_spec(config, "engine-0", make_socket_folder(), Path("log"))
-    assert "VLLM_ENABLE_STARTUP_PLAN" not in spec.environment
+    assert "VLLM_ENABLE_STARTUP_PLAN" not in spec_of(device=device).environment
 
 
 @pytest.mark.parametrize(

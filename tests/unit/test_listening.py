@@ -1,15 +1,20 @@
-"""The addresses that a sidecar listens on, and the one that others are told."""
+"""The addresses that a sidecar listens on, the one that others are told, and the connections to engines' servers."""
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError
 from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
+from megatron_rl.sidecar.engines import hosts
+from megatron_rl.sidecar.engines.hosts import OWN_HOST, SERVER_KEEPS_SECONDS
 from megatron_rl.sidecar.serving import find_url, open_listener
+from megatron_rl.sidecar.temporary import make_socket_folder
 
 
 @pytest.mark.parametrize(
@@ -104,3 +109,35 @@ def _has_ipv6() -> bool:
             return True
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(("is_ours", "num_connections"), [(True, 1), (False, 3)])
+def test_requests_to_a_server_of_ours_share_a_connection(is_ours: bool, num_connections: int) -> None:
+    met: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        met.append(writer)
+        while await reader.readline():
+            while (await reader.readline()).strip():
+                pass
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async def ask() -> None:
+        address = str(make_socket_folder() / "socket")
+        transport = OWN_HOST.connect(address, is_ours)
+        async with (
+            await asyncio.start_unix_server(serve, address),
+            httpx.AsyncClient(transport=transport, base_url="http://e") as client,
+        ):
+            for _ in range(3):
+                assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(ask())
+    assert len(met) == num_connections
+
+
+def test_a_server_keeps_connections_longer_than_they_are_used() -> None:
+    expiry = hosts._KEEPING.keepalive_expiry
+    assert expiry is not None
+    assert 100 * expiry < SERVER_KEEPS_SECONDS

@@ -1,16 +1,14 @@
 """A full disk, a quota or a limit on the size of files ends a command by name."""
 
-import contextlib
 import errno
 import os
-import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,19 +25,9 @@ from megatron_rl.sidecar import starting
 from megatron_rl.trainer.loop.entry import Entry
 from megatron_rl.trainer.mcore.checkpoint import folders
 from tests.processes import ROOT
+from tests.unit.test_journal import files_of_at_most
 
 FREE = r"\(\d+ bytes are free\)"
-
-
-@contextlib.contextmanager
-def size_limited(num_bytes: int) -> Iterator[None]:
-    """Make a write that enlarges a file fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +94,10 @@ def write_nothing_but_the_tracker(path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_prompts, write_config, write_nothing_but_the_tracker])
 def test_every_writer_of_a_file_names_it_when_a_real_write_finds_no_room(tmp_path, write: Callable[[Path], None]):
-    with size_limited(0), pytest.raises(NoRoom, match=rf"^{tmp_path}/it.* cannot be written: File too large {FREE}"):
+    with (
+        files_of_at_most(0),
+        pytest.raises(NoRoom, match=rf"^{tmp_path}/it.* cannot be written: File too large {FREE}"),
+    ):
         write(tmp_path / "it")
 
 
@@ -160,7 +151,7 @@ def test_weights_for_which_there_is_no_room_end_in_an_error_and_not_in_a_signal(
 def test_a_line_of_metrics_that_finds_no_room_says_what_is_free(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.write({"version": 0})
-    with size_limited(metrics.size), pytest.raises(AppendFailed, match=rf"cannot grow .*File too large {FREE}"):
+    with files_of_at_most(metrics.size), pytest.raises(AppendFailed, match=rf"cannot grow .*File too large {FREE}"):
         metrics.write({"version": 1})
     metrics.close()
 

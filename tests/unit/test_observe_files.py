@@ -28,11 +28,10 @@ def test_a_resumed_runs_file_is_that_of_a_run_that_was_never_stopped(tmp_path, c
     write_metrics(resumed, range(5))
     with resumed.open("ab") as file:
         file.write(b'{"version": 5, "rew')
-    file = MetricsFile(resumed)
-    assert file.restart(continued_from) == 5 - continued_from
-    for version in range(continued_from, 8):
-        file.write(metrics_record(version, seconds=9.0))
-    file.close()
+    with MetricsFile(resumed) as file:
+        assert file.restart(continued_from) == 5 - continued_from
+        for version in range(continued_from, 8):
+            file.write(metrics_record(version, seconds=9.0))
     assert metrics.without_times(metrics.read_metrics(resumed)) == metrics.without_times(metrics.read_metrics(whole))
     assert metrics.read_metrics(resumed) != metrics.read_metrics(whole)
 
@@ -48,31 +47,28 @@ def test_a_torn_last_line_is_cut_off_when_the_file_is_opened(tmp_path):
 
 
 def test_a_line_can_be_read_as_soon_as_write_returns(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write(metrics_record(0))
-    assert [record["version"] for record in metrics.read_metrics(tmp_path)] == [0]
-    file.close()
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        file.write(metrics_record(0))
+        assert [record["version"] for record in metrics.read_metrics(tmp_path)] == [0]
 
 
 def test_a_file_has_one_writer_and_its_versions_never_decrease(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    with pytest.raises(FileInUse, match="end that run"):
-        MetricsFile(tmp_path / "metrics.jsonl")
-    file.write(metrics_record(3))
-    with pytest.raises(ValueError, match=r"version 2 cannot follow 3: call restart\(2\) first"):
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        with pytest.raises(FileInUse, match="end that run"):
+            MetricsFile(tmp_path / "metrics.jsonl")
+        file.write(metrics_record(3))
+        with pytest.raises(ValueError, match=r"version 2 cannot follow 3: call restart\(2\) first"):
+            file.write(metrics_record(2))
+        file.restart(2)
         file.write(metrics_record(2))
-    file.restart(2)
-    file.write(metrics_record(2))
-    file.close()
 
 
 def test_the_contents_of_a_file_are_set_aside_under_the_next_number(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    assert file.set_aside() is None
-    file.write(metrics_record(0))
-    assert [file.set_aside(), file.set_aside()] == [tmp_path / "metrics.jsonl.1", tmp_path / "metrics.jsonl.2"]
-    file.restart(0)
-    file.close()
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        assert file.set_aside() is None
+        file.write(metrics_record(0))
+        assert [file.set_aside(), file.set_aside()] == [tmp_path / "metrics.jsonl.1", tmp_path / "metrics.jsonl.2"]
+        file.restart(0)
     copy = tmp_path / "metrics.jsonl.2"
     assert [record["version"] for record in metrics.read_metrics(copy)] == [0]
     assert copy.stat().st_mode & 0o077 == 0
@@ -95,17 +91,15 @@ def test_a_restart_drops_all_lines_from_the_first_later_version_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"version": 0}\n{"version": 5}\n{"version": 3}\n')
     path.chmod(0o600)
-    file = MetricsFile(path)
-    assert file.restart(4) == 2
-    file.close()
+    with MetricsFile(path) as file:
+        assert file.restart(4) == 2
     assert metrics.read_metrics(path) == [{"version": 0}]
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"version": 0, "loss": math.nan, "reward": {"mean": np.float32(math.inf), "all": [1.0, -math.inf]}})
-    file.write({"version": 1, "loss": np.float32(0.5), "count": np.int64(3), "note": "text"})
-    file.close()
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        file.write({"version": 0, "loss": math.nan, "reward": {"mean": np.float32(math.inf), "all": [1.0, -math.inf]}})
+        file.write({"version": 1, "loss": np.float32(0.5), "count": np.int64(3), "note": "text"})
 
     def refuse(text):
         raise AssertionError(f"{text} is not JSON")
@@ -123,9 +117,8 @@ def test_numbers_that_are_not_finite_are_null_and_named(tmp_path):
 
 def test_a_number_comes_back_bit_for_bit(tmp_path):
     values = np.random.default_rng(0).normal(size=100).tolist()
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"version": 0, "values": values})
-    file.close()
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        file.write({"version": 0, "values": values})
     assert metrics.read_metrics(tmp_path)[0]["values"] == values
 
 
@@ -135,14 +128,13 @@ def _group(row, num_responses, text="a"):
 
 
 def test_samples_are_bounded_over_all_writes_of_an_iteration(tmp_path):
-    file = SamplesFile(tmp_path / "samples.jsonl", limit=4)
-    file.write(0, [_group("r0", 3)])
-    assert file.left(0) == 1
-    assert file.left(1) == 4
-    file.write(0, [_group("r1", 3), _group("r2", 3)])
-    assert file.left(0) == 0
-    file.write(1, [_group("r3", 2)])
-    file.close()
+    with SamplesFile(tmp_path / "samples.jsonl", limit=4) as file:
+        file.write(0, [_group("r0", 3)])
+        assert file.left(0) == 1
+        assert file.left(1) == 4
+        file.write(0, [_group("r1", 3), _group("r2", 3)])
+        assert file.left(0) == 0
+        file.write(1, [_group("r3", 2)])
     lines = read_lines(file.path)
     assert [(line["version"], line["row"], len(line["responses"])) for line in lines] == [
         (0, "r0", 3),
@@ -156,13 +148,12 @@ def test_samples_are_bounded_over_all_writes_of_an_iteration(tmp_path):
 
 
 def test_samples_of_an_evaluation_are_marked_and_bounded_apart_from_those_of_training(tmp_path):
-    file = SamplesFile(tmp_path / "samples.jsonl", limit=2)
-    file.write(0, [_group("held out", 1)], "evaluation")
-    file.write(0, [_group("r0", 3)])
-    assert (file.left(0), file.left(0, "evaluation")) == (0, 1)
-    file.write(0, [_group("r1", 1)])
-    file.write(0, [_group("held out too", 3)], "evaluation")
-    file.close()
+    with SamplesFile(tmp_path / "samples.jsonl", limit=2) as file:
+        file.write(0, [_group("held out", 1)], "evaluation")
+        file.write(0, [_group("r0", 3)])
+        assert (file.left(0), file.left(0, "evaluation")) == (0, 1)
+        file.write(0, [_group("r1", 1)])
+        file.write(0, [_group("held out too", 3)], "evaluation")
     lines = read_lines(file.path)
     assert [(line["kind"], line["row"], len(line["responses"])) for line in lines] == [
         ("evaluation", "held out", 1),
@@ -172,21 +163,19 @@ def test_samples_of_an_evaluation_are_marked_and_bounded_apart_from_those_of_tra
 
 
 def test_a_resumed_run_drops_and_bounds_samples_as_it_does_metrics(tmp_path):
-    file = SamplesFile(tmp_path / "samples.jsonl", limit=2)
-    for version in range(3):
-        file.write(version, [_group("r", 2)])
-    before = file.path.read_bytes()
-    assert file.restart(2) == 1
-    file.write(2, [_group("r", 2)])
-    assert file.path.read_bytes() == before
-    file.close()
+    with SamplesFile(tmp_path / "samples.jsonl", limit=2) as file:
+        for version in range(3):
+            file.write(version, [_group("r", 2)])
+        before = file.path.read_bytes()
+        assert file.restart(2) == 1
+        file.write(2, [_group("r", 2)])
+        assert file.path.read_bytes() == before
 
 
 def test_any_text_that_was_sampled_is_a_line(tmp_path):
     text = 'half \ud83d, "quoted",\nnext line, \u2028, \x00, 答え'
-    file = SamplesFile(tmp_path / "samples.jsonl", limit=1)
-    file.write(0, [SampledGroup("r", text, [SampledResponse(text, math.nan)])])
-    file.close()
+    with SamplesFile(tmp_path / "samples.jsonl", limit=1) as file:
+        file.write(0, [SampledGroup("r", text, [SampledResponse(text, math.nan)])])
     (line,) = read_lines(file.path)
     assert line["prompt"] == line["responses"][0]["text"] == text.replace("\ud83d", "?")
     assert line["responses"][0]["reward"] is None
@@ -194,10 +183,9 @@ def test_any_text_that_was_sampled_is_a_line(tmp_path):
 
 
 def test_no_samples_are_written_when_none_are_asked_for(tmp_path):
-    file = SamplesFile(tmp_path / "samples.jsonl", limit=0)
-    file.write(0, [_group("r", 2)])
-    assert file.path.read_bytes() == b""
-    file.close()
+    with SamplesFile(tmp_path / "samples.jsonl", limit=0) as file:
+        file.write(0, [_group("r", 2)])
+        assert file.path.read_bytes() == b""
 
 
 # Sinks

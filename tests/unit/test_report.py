@@ -19,8 +19,7 @@ from megatron_rl.analysis.report.data import ReportData, RunFiles
 from megatron_rl.analysis.report.rollouts import SampleFile
 from megatron_rl.errors import ExitCode
 from megatron_rl.observe import run_folder
-from megatron_rl.observe.drift_file import DriftFindings, Side, write_findings
-from megatron_rl.observe.run_folder import SavedConfig, Value
+from megatron_rl.observe.run_folder import DriftFindings, SavedConfig, Side, Value, write_findings
 from megatron_rl.shared.weights.mapping import ModelSize
 from tests.observed import metrics_record, write_metrics
 from tests.synthetic_run import write_run, write_samples

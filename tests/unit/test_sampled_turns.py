@@ -50,9 +50,8 @@ def test_each_turn_has_its_text_its_reward_and_the_place_that_its_branch_leaves(
 
 
 def write(path, *turns, text="all of it"):
-    file = SamplesFile(path, 4)
-    file.write(3, [SampledGroup("row", "prompt", [SampledResponse(text, 1.0, turns=turns or None)])])
-    file.close()
+    with SamplesFile(path, 4) as file:
+        file.write(3, [SampledGroup("row", "prompt", [SampledResponse(text, 1.0, turns=turns or None)])])
 
 
 def read(path):

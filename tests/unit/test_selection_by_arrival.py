@@ -13,10 +13,9 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.slots import Claim, divide
 from megatron_rl.shared.protocol.wire import Plan, Submission, encode_tokens
 from megatron_rl.shared.records.audit_check import verify
-from megatron_rl.shared.records.audit_events import EngineReport
 from megatron_rl.shared.records.audit_log import AuditLog
 from megatron_rl.sidecar.iteration import Iteration
-from tests.submissions import make_group, make_plan, make_submission, plans
+from tests.submissions import make_group, make_plan, make_submission, plans, record_begin
 from tests.unit.test_selection_by_signal import play, trained
 
 at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -82,9 +81,7 @@ def write_log(path: Path, submissions: list[Submission], last_prompts: list[int]
     with AuditLog(path, "run") as log:
         for submission in submissions:
             version, plan = submission.version, submission.plan
-            report = EngineReport(engine="engine-0", version=version, fingerprint=submission.fingerprint)
-            log.record_publish(version, submission.fingerprint, [report])
-            log.record_submission(submission)
+            record_begin(log, submission)
             made: list[Claim] = []
             iteration = Iteration(
                 submission, lambda group, version=version: log.record_group(version, group), made.append
@@ -98,6 +95,10 @@ def write_log(path: Path, submissions: list[Submission], last_prompts: list[int]
             log.record_completion(version, plan.num_prompts, plan.num_prompts * plan.group_size)
             put_off.append(iteration.census().put_off)
     return put_off
+
+
+def find_breaches(path: Path) -> set[str]:
+    return {str(breach.name) for breach in verify(path).breaches}
 
 
 def test_the_audit_follows_prompts_that_are_put_off_and_finds_one_that_is_lost(tmp_path) -> None:
@@ -119,17 +120,14 @@ def test_the_audit_follows_prompts_that_are_put_off_and_finds_one_that_is_lost(t
         ("in another order", replace_tokens(plain, gathered[::-1])),
     ):
         write_log(tmp_path / name, [first, second, wrong])
-        names = {str(breach.name) for breach in verify(tmp_path / name).breaches}
-        assert names == {"put-off prompt is missing"}, name
+        assert find_breaches(tmp_path / name) == {"put-off prompt is missing"}, name
     at_once = replace_tokens(make_submission(plan, version=0, num_carried=8), gathered)
     write_log(tmp_path / "first of all.jsonl", [at_once])
-    assert {str(breach.name) for breach in verify(tmp_path / "first of all.jsonl").breaches} == {
-        "put-off prompt is missing"
-    }
+    assert find_breaches(tmp_path / "first of all.jsonl") == {"put-off prompt is missing"}
     write_log(
         tmp_path / "early.jsonl", [first, replace_tokens(make_submission(plan, version=1, num_carried=8), gathered)]
     )
-    assert "put-off prompt is missing" in {str(breach.name) for breach in verify(tmp_path / "early.jsonl").breaches}
+    assert "put-off prompt is missing" in find_breaches(tmp_path / "early.jsonl")
 
 
 def test_the_audit_names_the_prompts_that_are_put_off_when_the_log_ends(tmp_path, capsys) -> None:
@@ -165,9 +163,7 @@ def test_an_iteration_that_begins_again_puts_off_what_its_last_attempt_puts_off(
     first, second = (number_from(make_submission(plan, version=version), 100 * version) for version in (0, 1))
     (before, *_) = write_log(tmp_path / "a.jsonl", [first, second])
     with AuditLog(tmp_path / "a.jsonl", "run") as log:
-        report = EngineReport(engine="engine-0", version=1, fingerprint=second.fingerprint)
-        log.record_publish(1, second.fingerprint, [report])
-        log.record_submission(second)
+        record_begin(log, second)
     found = verify(tmp_path / "a.jsonl").put_off
     assert found is not None
     assert [(one.version, one.prompt) for one in found] == [(0, prompt) for prompt in before]
@@ -190,7 +186,7 @@ def test_the_audit_finds_a_claim_of_a_group_that_came_too_late(tmp_path) -> None
     submission = make_submission(make_plan(tail="carry", num_tail=2))
     (put_off,) = write_log(tmp_path / "honest.jsonl", [submission])
     write_log(tmp_path / "forged.jsonl", [submission], last_prompts=[put_off[0]])
-    assert "wrong slot" in {str(breach.name) for breach in verify(tmp_path / "forged.jsonl").breaches}
+    assert "wrong slot" in find_breaches(tmp_path / "forged.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -239,9 +235,7 @@ def test_the_audit_allows_as_many_groups_to_be_cut_off_as_the_plan(
 ) -> None:
     submission = make_submission(plan)
     with AuditLog(tmp_path / "log.jsonl", "run") as log:
-        report = EngineReport(engine="engine-0", version=3, fingerprint=submission.fingerprint)
-        log.record_publish(3, submission.fingerprint, [report])
-        log.record_submission(submission)
+        record_begin(log, submission)
         for prompt in range(num_cut):
             log.record_group(3, make_cut(submission, prompt, num_tokens))
     breaches = verify(tmp_path / "log.jsonl").breaches

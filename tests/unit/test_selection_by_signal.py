@@ -14,10 +14,9 @@ from megatron_rl.shared.protocol.selection import SelectionBySignal, has_signal
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
 from megatron_rl.shared.protocol.wire import Plan, Slot, Submission, decode
 from megatron_rl.shared.records.audit_check import verify
-from megatron_rl.shared.records.audit_events import EngineReport
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog
 from megatron_rl.sidecar.iteration import GroupState, Iteration, NotAllClaimed
-from tests.submissions import make_group, make_plan, make_submission, plans, with_response
+from tests.submissions import make_group, make_plan, make_submission, plans, record_begin, with_response
 
 at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -189,9 +188,7 @@ def write_log(
     """Write a log as the service does; with `claims`, these in place of those that were made."""
     version, plan, made, finished = submission.version, submission.plan, [], []
     with AuditLog(path, "run") as log:
-        report = EngineReport(engine="engine-0", version=version, fingerprint=submission.fingerprint)
-        log.record_publish(version, submission.fingerprint, [report])
-        log.record_submission(submission)
+        record_begin(log, submission)
 
         def claim(one: Claim) -> None:
             made.append(one)
@@ -262,9 +259,7 @@ def test_groups_are_chosen_by_the_named_reward_in_the_iteration_and_in_its_audit
     plan = make_plan(num_prompts=4, num_replicas=1, num_spare=4, deciding_rewards=["exact"])
     submission = make_submission(plan)
     log = AuditLog(tmp_path / FILE_NAME, submission.run)
-    report = EngineReport(engine="engine-0", version=submission.version, fingerprint=submission.fingerprint)
-    log.record_publish(submission.version, submission.fingerprint, [report])
-    log.record_submission(submission)
+    record_begin(log, submission)
     iteration = Iteration(
         submission,
         lambda group: log.record_group(submission.version, group),

@@ -1,5 +1,6 @@
 """A process that has ended or is stopped is noticed; one that comes and goes is not."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,18 +28,25 @@ sys.stdin.read()
 """
 
 
+@contextlib.contextmanager
+def leading(code: str, name: str = sys.executable) -> "Iterator[subprocess.Popen[bytes]]":
+    """Run code in a process that has this title and a process group of its own."""
+    leader = subprocess.Popen(
+        [name, "-u", "-c", code], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield leader
+    finally:
+        os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()
+
+
 @pytest.fixture
 def line() -> Iterator[list[int]]:
-    """Start a server, its core and its worker, in a process group of their own."""
-    server = subprocess.Popen(
-        [sys.executable, "-u", "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        assert server.stdout is not None
+    """Start a server, its core and its worker."""
+    with leading(CODE) as server:
         yield [server.pid, *(int(server.stdout.readline()) for _ in range(2))]
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 def until_fault(watch: ProcessWatch, seconds: float = 60) -> str:
@@ -66,11 +74,7 @@ print(core.pid, flush=True)
 core.wait()
 input()
 """
-    server = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        assert server.stdout is not None
+    with leading(code) as server:
         core = int(server.stdout.readline())
         # The kernel tells a parent of an exec a moment before the title can be read.
         while not Path(f"/proc/{core}/cmdline").read_bytes().startswith(b"VLLM::"):
@@ -79,9 +83,6 @@ input()
         assert watch.find_fault() is None
         os.kill(core, signal.SIGKILL)
         assert until_fault(watch) == f"its process {core} (VLLM::EngineCore 600) has ended"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 def test_a_fork_that_still_has_its_parents_title_may_end():
@@ -97,16 +98,7 @@ os.waitpid(child, 0)
 print("ended", flush=True)
 sys.stdin.read()
 """
-    core = subprocess.Popen(
-        ["VLLM::EngineCore", "-u", "-c", code],
-        executable=sys.executable,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert core.stdout is not None
-        assert core.stdin is not None
+    with leading(code, "VLLM::EngineCore") as core:
         child = int(core.stdout.readline())
         assert child in list_group(core.pid)
         watch = ProcessWatch(core.pid)
@@ -115,9 +107,6 @@ sys.stdin.read()
         core.stdin.flush()
         assert core.stdout.readline() == b"ended\n"
         assert watch.find_fault() is None
-    finally:
-        os.killpg(core.pid, signal.SIGKILL)
-        core.wait()
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -126,18 +115,19 @@ def test_a_stopped_process_is_named_after_some_looks_and_not_if_it_runs_again_be
     if is_known:
         watch.add(line[-1])
     victim = line[1]
-    os.kill(victim, signal.SIGSTOP)
-    while read_process(victim).state != "T":
-        time.sleep(0.01)
-    assert [watch.find_fault() for _ in range(NUM_LOOKS - 1)] == [None] * (NUM_LOOKS - 1)
+
+    def look_while_stopped() -> list[str | None]:
+        os.kill(victim, signal.SIGSTOP)
+        while read_process(victim).state != "T":
+            time.sleep(0.01)
+        return [watch.find_fault() for _ in range(NUM_LOOKS - 1)]
+
+    assert look_while_stopped() == [None] * (NUM_LOOKS - 1)
     os.kill(victim, signal.SIGCONT)
     while read_process(victim).state == "T":
         time.sleep(0.01)
     assert watch.find_fault() is None
-    os.kill(victim, signal.SIGSTOP)
-    while read_process(victim).state != "T":
-        time.sleep(0.01)
-    assert [watch.find_fault() for _ in range(NUM_LOOKS - 1)] == [None] * (NUM_LOOKS - 1)
+    assert look_while_stopped() == [None] * (NUM_LOOKS - 1)
     assert f"its process {victim} (" in watch.find_fault()
     assert "is stopped" in watch.find_fault()
 

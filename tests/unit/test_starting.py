@@ -2,16 +2,21 @@
 
 import asyncio
 import io
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_rl.config.settings import RewardConfig, RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.observe.startup import Startup, describe_model, describe_prompts
 from megatron_rl.shared.protocol.wire import Prompt
+from megatron_rl.sidecar import parent
+from megatron_rl.sidecar.main import _start_rewards
+from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.sidecar.starting import (
     ENGINES,
     FILE_NAME,
@@ -20,7 +25,7 @@ from megatron_rl.sidecar.starting import (
     TOKENIZER,
     TRIALS_FILE,
     News,
-    StartParts,
+    StartNotes,
     StartProgress,
     take_trials,
     write_trials,
@@ -77,54 +82,84 @@ def test_the_model_is_described_by_its_size_its_precision_and_its_layout():
     )
 
 
-def test_engines_that_start_are_said_once_when_they_begin_and_once_when_they_are_ready(tmp_path):
-    path = tmp_path / FILE_NAME
-    news = News(path)
-    begun = news._begun
-    assert [*news.lines(begun + 1)] == []
-    StartProgress(engines={"engine-0": None, "engine-1": None}).write(path)
-    assert [*news.lines(begun + 2)] == ["engines: engine-0, engine-1 start and load the model"]
-    assert [*news.lines(begun + 3)] == []
-    StartProgress(engines={"engine-0": None, "engine-1": 12.5}).write(path)
-    assert [*news.lines(begun + 14)] == ["engines: engine-1 ready after 12.5 s, 1 of 2"]
-    assert [*news.lines(begun + 28)] == []
-    (line,) = news.lines(begun + 30)
-    assert line.startswith("engines: 1 of 2 ready, waiting for engine-0 (what they print is in ")
-    assert [*news.lines(begun + 31)] == []
-    StartProgress(engines={"engine-0": 33.0, "engine-1": 12.5}).write(path)
-    assert [*news.lines(begun + 34)] == ["engines: engine-0 ready after 33.0 s, 2 of 2"]
-    assert [*news.lines(begun + 1000)] == []
+BEGUN, ONE = {"engine-0": None, "engine-1": None}, {"engine-0": None, "engine-1": 12.5}
+OF_ENGINES = {"engine-0": {"model": 3.0, "graphs": 6.0}, "engine-1": {"model": 4.0, "graphs": 8.5}}
+PARTS = {REWARDS: 1.25, FLAGS: 0.0, ENGINES: 31.0, TOKENIZER: 2.0}
+WARNINGS = ["--reward f: it failed", "--reward g: it failed"]
 
 
-def test_a_sidecar_that_writes_nothing_is_said_to_be_waited_for(tmp_path):
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [
+            (1, None, []),
+            (2, StartProgress(engines=BEGUN), ["engines: engine-0, engine-1 start and load the model"]),
+            (3, None, []),
+            (14, StartProgress(engines=ONE), ["engines: engine-1 ready after 12.5 s, 1 of 2"]),
+            (28, None, []),
+            (30, None, ["engines: 1 of 2 ready, waiting for engine-0 (what they print is in LOGS)"]),
+            (31, None, []),
+            (34, StartProgress(engines=ONE | {"engine-0": 33.0}), ["engines: engine-0 ready after 33.0 s, 2 of 2"]),
+            (1000, None, []),
+        ],
+        [(16, None, ["sidecar: waiting for its process, 16 s so far"]), (17, None, [])],
+        [
+            (
+                3,
+                StartProgress(engines={"engine-0": 2.0}, parts={REWARDS: None, ENGINES: 2.0, TOKENIZER: None}),
+                ["engines: engine-0 start and load the model", "engines: engine-0 ready after 2.0 s, 1 of 1"],
+            ),
+            (18, None, ["sidecar: waiting for rewards, tokenizer, 18 s so far"]),
+            (19, None, []),
+        ],
+        [
+            (
+                0,
+                StartProgress(engines=dict.fromkeys(OF_ENGINES, 31.0), parts=PARTS, engine_parts=OF_ENGINES),
+                [
+                    "engines: engine-0, engine-1 start and load the model",
+                    "engines: engine-0, engine-1 ready after 31.0 s, 2 of 2",
+                    "sidecar: its parts, side by side: rewards 1.2 s, flags of vLLM 0.0 s, engines 31.0 s, tokenizer "
+                    "2.0 s; engine-1: model 4.0 s, graphs 8.5 s",
+                ],
+            ),
+            (1000, None, []),
+        ],
+        [
+            (
+                0,
+                StartProgress(engines={"engine-0": None}, warnings=WARNINGS[:1]),
+                ["warning: --reward f: it failed", "engines: engine-0 start and load the model"],
+            ),
+            (1, None, []),
+            (2, StartProgress(engines={"engine-0": None}, warnings=WARNINGS), ["warning: --reward g: it failed"]),
+        ],
+        [
+            (
+                0,
+                StartProgress(engines={f"engine-{number}": None for number in range(64)}),
+                ["engines: engine-0 and 63 others start and load the model"],
+            )
+        ],
+    ],
+    ids=[
+        "engines are said once when they begin and once when they are ready",
+        "a sidecar that writes nothing is waited for",
+        "rewards that take longer than engines are waited for",
+        "a start that is over is told once by its parts, with those of its slowest engine",
+        "each warning of rewards is printed once whenever it comes",
+        "many engines are counted and not listed",
+    ],
+)
+def test_the_news_of_a_start_are_told_once_and_silence_is_broken_by_what_is_waited_for(tmp_path, moments):
+    """Tell the news at moments in seconds, after the sidecar has written its progress, if it has."""
     news = News(tmp_path / FILE_NAME)
     begun = news._begun
-    assert [*news.lines(begun + 16)] == ["sidecar: waiting for its process, 16 s so far"]
-    assert [*news.lines(begun + 17)] == []
-
-
-def test_rewards_that_take_longer_than_engines_are_said_to_be_waited_for(tmp_path):
-    path = tmp_path / FILE_NAME
-    StartProgress(engines={"engine-0": 2.0}, parts={REWARDS: None, ENGINES: 2.0, TOKENIZER: None}).write(path)
-    news = News(path)
-    begun = news._begun
-    assert len([*news.lines(begun + 3)]) == 2
-    assert [*news.lines(begun + 18)] == ["sidecar: waiting for rewards, tokenizer, 18 s so far"]
-    assert [*news.lines(begun + 19)] == []
-
-
-def test_a_start_that_is_over_is_told_once_by_its_parts_with_those_of_its_slowest_engine(tmp_path):
-    path = tmp_path / FILE_NAME
-    news = News(path)
-    parts = {REWARDS: 1.25, FLAGS: 0.0, ENGINES: 31.0, TOKENIZER: 2.0}
-    of_engines = {"engine-0": {"model": 3.0, "graphs": 6.0}, "engine-1": {"model": 4.0, "graphs": 8.5}}
-    StartProgress(engines=dict.fromkeys(of_engines, 31.0), parts=parts, engine_parts=of_engines).write(path)
-    *_, last = news.lines(news._begun)
-    assert last == (
-        "sidecar: its parts, side by side: rewards 1.2 s, flags of vLLM 0.0 s, engines 31.0 s, tokenizer 2.0 s; "
-        "engine-1: model 4.0 s, graphs 8.5 s"
-    )
-    assert [*news.lines(news._begun + 1000)] == []
+    for seconds, progress, lines in moments:
+        if progress is not None:
+            progress.write(tmp_path / FILE_NAME)
+        logs = str(tmp_path / "logs")
+        assert [line.replace(logs, "LOGS") for line in news.lines(begun + seconds)] == lines, seconds
 
 
 def test_the_parts_of_a_start_follow_one_another_and_short_ones_are_not_shown():
@@ -155,22 +190,7 @@ def test_a_sidecar_waits_for_the_rows_that_it_tries_its_rewards_on_and_removes_t
     assert not path.exists()
 
 
-def test_each_warning_of_rewards_is_printed_once_whenever_it_comes(tmp_path):
-    warnings = ["--reward f: it failed", "--reward g: it failed"]
-    StartProgress(engines={"engine-0": None}, warnings=warnings[:1]).write(tmp_path / FILE_NAME)
-    news = News(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun)] == [
-        "warning: --reward f: it failed", "engines: engine-0 start and load the model",
-    ]  # fmt: skip
-    assert [*news.lines(news._begun + 1)] == []
-    StartProgress(engines={"engine-0": None}, warnings=warnings).write(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun + 2)] == ["warning: --reward g: it failed"]
-
-
-def test_many_engines_are_counted_and_not_listed(tmp_path):
-    StartProgress(engines={f"engine-{number}": None for number in range(64)}).write(tmp_path / FILE_NAME)
-    news = News(tmp_path / FILE_NAME)
-    assert [*news.lines(news._begun)] == ["engines: engine-0 and 63 others start and load the model"]
+NO_FILE = Path("unused")
 
 
 class Recorded:
@@ -195,7 +215,7 @@ class Recorded:
 
 def test_all_parts_run_at_once_and_their_results_and_seconds_come_by_name():
     recorded, clock = Recorded(), iter((100.0, 101.0, 104.04))
-    parts = StartParts(clock=lambda: next(clock))
+    parts = StartNotes(NO_FILE, clock=lambda: next(clock))
 
     async def run() -> dict[str, str]:
         running = asyncio.create_task(parts.run({"a": recorded.act("a", is_held=True), "b": recorded.act("b")}))
@@ -219,7 +239,7 @@ def test_of_two_errors_the_first_in_the_order_is_raised_though_it_comes_later():
     }
 
     async def run() -> None:
-        running = asyncio.create_task(StartParts().run(actions))
+        running = asyncio.create_task(StartNotes(NO_FILE).run(actions))
         while recorded.ended != ["engines"]:
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
@@ -239,7 +259,7 @@ def test_an_error_is_raised_at_once_if_all_before_it_are_done_and_the_others_end
         "engines": recorded.act("engines", is_held=True),
     }
     with pytest.raises(UsageError, match="a flag"):
-        asyncio.run(StartParts().run(actions))
+        asyncio.run(StartNotes(NO_FILE).run(actions))
     assert recorded.ended == ["rewards", "flags", "engines"]
 
 
@@ -247,7 +267,9 @@ def test_parts_that_are_cancelled_have_ended_when_the_cancelled_start_ends():
     recorded = Recorded()
 
     async def run() -> None:
-        running = asyncio.create_task(StartParts().run({name: recorded.act(name, is_held=True) for name in ("a", "b")}))
+        running = asyncio.create_task(
+            StartNotes(NO_FILE).run({name: recorded.act(name, is_held=True) for name in ("a", "b")})
+        )
         while len(recorded.go) < 2:
             await asyncio.sleep(0)
         running.cancel()
@@ -256,3 +278,53 @@ def test_parts_that_are_cancelled_have_ended_when_the_cancelled_start_ends():
         assert sorted(recorded.ended) == ["a", "b"]
 
     asyncio.run(run())
+
+
+class Pool:
+    """Rewards that note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    async def start(self) -> None:
+        self.calls.append("start")
+
+    async def try_on(self, trials: Sequence[Any]) -> None:
+        self.calls.append([trial.row for trial in trials])
+
+
+def settings_of(folder: Path, tries_rewards: bool) -> SidecarSettings:
+    return SidecarSettings(
+        platform="cpu",
+        hf_model=None,
+        seq_length=None,
+        rollout=RolloutConfig(folder=folder, engine="scripted"),
+        reward=RewardConfig(functions=["length:8"]),
+        tries_rewards=tries_rewards,
+    )
+
+
+def test_rewards_are_ready_only_when_they_were_tried_on_the_rows_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv(parent.VARIABLE, "1")
+    pool = Pool()
+
+    async def run() -> None:
+        starting = asyncio.create_task(_start_rewards(pool, settings_of(tmp_path, tries_rewards=True)))
+        await asyncio.sleep(0.2)
+        assert pool.calls == ["start"]
+        assert not starting.done()
+        write_trials(tmp_path / TRIALS_FILE, [Prompt(index=0, row="file:1", tokens=b"")])
+        await starting
+
+    asyncio.run(run())
+    assert pool.calls == ["start", ["file:1"]]
+
+
+@pytest.mark.parametrize(("tries_rewards", "has_parent"), [(False, True), (True, False)])
+def test_a_sidecar_that_gets_no_rows_waits_for_none(tries_rewards, has_parent, tmp_path, monkeypatch):
+    monkeypatch.delenv(parent.VARIABLE, raising=False)
+    if has_parent:
+        monkeypatch.setenv(parent.VARIABLE, "1")
+    pool = Pool()
+    asyncio.run(asyncio.wait_for(_start_rewards(pool, settings_of(tmp_path, tries_rewards)), 60))
+    assert pool.calls == ["start"]

@@ -29,13 +29,12 @@ def write(run: Path, process: str, versions: range, offset: float = 0.0, **facts
     clock = Clock(100.0 + 2 * versions.start)
     recorder = Recorder(clock)
     forward = recorder.kind("compute", "forward", role="policy", chunk=0)
-    file = TraceFile(run, process, {"offset": offset, "error": None})
-    file.restart(versions.start)
-    for version in versions:
-        recorder.add(forward, clock.now + 0.25, clock.now + 0.75, 3, 640)
-        clock.now += 2
-        file.write(version, recorder.take(), **facts)
-    file.close()
+    with TraceFile(run, process, {"offset": offset, "error": None}) as file:
+        file.restart(versions.start)
+        for version in versions:
+            recorder.add(forward, clock.now + 0.25, clock.now + 0.75, 3, 640)
+            clock.now += 2
+            file.write(version, recorder.take(), **facts)
 
 
 def test_spans_are_read_as_they_were_written(tmp_path):
@@ -101,11 +100,12 @@ def test_long_files_stay_below_their_bound_and_have_iterations_of_the_whole_run_
     for process in ("rank-0", "sidecar"):
         recorder = Recorder(Clock())
         # The sidecar's lines are longer.
-        file = TraceFile(tmp_path, process, {"offset": 0.0, "more": "x" * (90 if process == "sidecar" else 0)}, most)
-        for version in range(num_lines):
-            file.write(version, recorder.take())
-            assert file.size <= most
-        file.close()
+        with TraceFile(
+            tmp_path, process, {"offset": 0.0, "more": "x" * (90 if process == "sidecar" else 0)}, most
+        ) as file:
+            for version in range(num_lines):
+                file.write(version, recorder.take())
+                assert file.size <= most
     found = trace.read_trace(tmp_path)
     assert all(len(process.windows) < num_lines / 4 for process in found.processes)
     assert set(range(0, num_lines, 64)) | set(range(num_lines - 8, num_lines)) <= set(found.versions)
@@ -113,14 +113,13 @@ def test_long_files_stay_below_their_bound_and_have_iterations_of_the_whole_run_
 
 def test_a_file_that_is_thinned_continues_in_its_place_and_has_one_writer(tmp_path):
     recorder = Recorder(Clock())
-    file = TraceFile(tmp_path, "rank-0", {"offset": 0.0})
-    for version in range(20):
-        file.write(version, recorder.take())
-    file.thin(0)
-    file.write(20, recorder.take())
-    with pytest.raises(ValueError, match="version 3 cannot follow 20"):
-        file.write(3, recorder.take())
-    file.close()
+    with TraceFile(tmp_path, "rank-0", {"offset": 0.0}) as file:
+        for version in range(20):
+            file.write(version, recorder.take())
+        file.thin(0)
+        file.write(20, recorder.take())
+        with pytest.raises(ValueError, match="version 3 cannot follow 20"):
+            file.write(3, recorder.take())
     assert [window.version for window in trace.read_trace(tmp_path).processes[0].windows] == [0, *range(12, 21)]
     assert find_path(tmp_path, "rank-0").stat().st_mode & 0o077 == 0
 
@@ -146,9 +145,8 @@ def test_spans_of_the_loop_are_recorded_and_parts_change_no_metric(tmp_path):
         with timeline.part("schedule"):
             clock.now += 4
     assert timeline.take() == {"iteration": 7, "train": 5, "wait": 2, "other": 0}
-    file = TraceFile(tmp_path, "rank-0", {"offset": 0.0})
-    file.write(0, recorder.take())
-    file.close()
+    with TraceFile(tmp_path, "rank-0", {"offset": 0.0}) as file:
+        file.write(0, recorder.take())
     assert sorted(trace.read_trace(tmp_path).processes[0].windows[0].spans, key=lambda span: span.begin) == [
         Span("main", "train", 100, 107),
         Span("main", "wait", 101, 103, 5),

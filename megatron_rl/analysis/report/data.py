@@ -12,7 +12,7 @@ from megatron_rl.analysis.report.curves import collect_curves, collect_times, de
 from megatron_rl.analysis.report.rollouts import MOST_BYTES, SampleFile
 from megatron_rl.analysis.report.traces import summarize_trace
 from megatron_rl.errors import InputError
-from megatron_rl.observe import drift_file, metrics, run_folder, samples
+from megatron_rl.observe import metrics, run_folder, samples
 from megatron_rl.observe import trace as trace_file
 from megatron_rl.observe.run_folder import SavedConfig
 from megatron_rl.shared.records import audit_log
@@ -41,7 +41,7 @@ class RunFiles:
         """Return a value that changes whenever a file of the run does."""
         folder = self._metrics.parent
         names = (
-            self._metrics.name, samples.FILE_NAME, run_folder.CONFIG_FILE, audit_log.FILE_NAME, drift_file.FILE_NAME,
+            self._metrics.name, samples.FILE_NAME, run_folder.CONFIG_FILE, audit_log.FILE_NAME, run_folder.DRIFT_FILE,
         )  # fmt: skip
         return (*(_sign(folder / name) for name in names), _sign_all(folder / trace_file.FOLDER, "*.jsonl"))
 
@@ -65,7 +65,7 @@ class RunFiles:
             "nonfinite": _list_nonfinite(records),
             "curves": curves,
             "times": collect_times(records),
-            "devices": dataclasses.asdict(_Devices(known.num_devices, known.num_engine_devices)),
+            "devices": {"trainer": known.num_devices, "engines": known.num_engine_devices},
             "parameters": None if known.model is None else known.model.num_parameters,
             "given": None if config is None else run_folder.list_given(config),
             "audit": self._audit.read(),
@@ -77,12 +77,6 @@ class RunFiles:
         """Read the samples for which the report has room."""
         self._samples.update()
         return self._samples.choose(most_bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Devices:
-    trainer: int | None
-    engines: int | None
 
 
 class ReportData:
@@ -163,7 +157,7 @@ def _check(path: Path) -> dict[str, Any] | None:
 
 def _read_drift(run: Path) -> Any:
     try:
-        return msgspec.to_builtins(drift_file.read_findings(run))
+        return msgspec.to_builtins(run_folder.read_findings(run))
     except InputError as error:
         return {"problem": str(error)}
 

@@ -5,18 +5,15 @@ could end their element. The script puts them into the page as text.
 """
 
 import base64
-import contextlib
 import gzip
 import hashlib
 import importlib
 import json
-import os
 from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.errors import PlatformError
 
 # Markup, style and scripts. A script uses definitions of those before it.
 PARTS = (
@@ -63,19 +60,6 @@ def build_page(library: str, summary: Any = None, rollouts: Sequence[Any] = ()) 
 def read_part(name: str) -> str:
     """Read a file that is part of the page."""
     return resources.files(__package__).joinpath("parts", name).read_text(encoding="utf-8")
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write the page, which appears only when it is complete."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise InputError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
 def pack(data: Any) -> str:

@@ -9,7 +9,6 @@ import json
 import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 
 from megatron_rl.analysis.report.data import ReportData
@@ -48,9 +47,7 @@ class ReportServer:
     def __enter__(self) -> "ReportServer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.server_close()
 
     @property

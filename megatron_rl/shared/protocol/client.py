@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,9 +69,7 @@ class RolloutClient:
     def __enter__(self) -> "RolloutClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def take_lease(self, run: str) -> int:
@@ -158,11 +155,12 @@ class RolloutClient:
         """
         content = None
         if mismatch is not None:
-            trained_with = dict(plug_ins) if plug_ins else msgspec.UNSET
-            taken = msgspec.UNSET if seconds is None else seconds
-            aim = msgspec.UNSET if objective is None else dict(objective)
             trained = wire.Trained(
-                version=version, mismatch=mismatch, plug_ins=trained_with, seconds=taken, objective=aim
+                version=version,
+                mismatch=mismatch,
+                plug_ins=dict(plug_ins) if plug_ins else msgspec.UNSET,
+                objective=msgspec.UNSET if objective is None else dict(objective),
+                seconds=msgspec.UNSET if seconds is None else seconds,
             )
             content = wire.encode(trained)
         answer = self._call("POST", f"/v1/iterations/{version}/complete", content=content).json()

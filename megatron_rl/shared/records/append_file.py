@@ -21,8 +21,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -47,7 +46,20 @@ def write_private(path: Path, content: bytes) -> None:
     unfinished.replace(path)
 
 
-class AppendFile:
+class Closing:
+    """Closes itself at the end of a context."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class AppendFile(Closing):
     """A file that is open for appending until `close`, locked against other writers, readable by its owner only."""
 
     def __init__(self, path: Path, sync: bool = False) -> None:
@@ -71,14 +83,6 @@ class AppendFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-
-    def __enter__(self) -> "AppendFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def append(self, *pieces: bytes) -> None:
         """Write the pieces as one record; AppendFailed leaves the file as it was."""
@@ -167,7 +171,7 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-class LineFile:
+class LineFile(Closing):
     """A file of JSON lines, open for appending until `close`."""
 
     def __init__(self, path: Path) -> None:

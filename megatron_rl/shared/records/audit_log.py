@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from megatron_rl.errors import InputError, MegatronRLError, check_writer
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Proof, Response, Submission
-from megatron_rl.shared.records.append_file import AppendFile
+from megatron_rl.shared.records.append_file import AppendFile, Closing
 from megatron_rl.shared.records.audit_events import (
     FILE_NAME,
     AnyEvent,
@@ -95,7 +94,7 @@ class AuditBroken(MegatronRLError):
     """The end of the log is damaged, so nothing is added to it."""
 
 
-class AuditLog:
+class AuditLog(Closing):
     """The log, open for appending. AppendFailed, as on a full disk, leaves it as it was."""
 
     def __init__(
@@ -126,14 +125,6 @@ class AuditLog:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "AuditLog":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def head(self) -> str:

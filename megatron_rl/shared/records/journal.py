@@ -21,7 +21,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -29,7 +28,7 @@ from megatron_rl.errors import ForeignVersion, InputError, MegatronRLError, chec
 from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Group, Response, Submission
-from megatron_rl.shared.records.append_file import AppendFile, make_private_folder
+from megatron_rl.shared.records.append_file import AppendFile, Closing, make_private_folder
 
 JOURNALS = "journal"
 """The folder of the journals, in the folder of a run."""
@@ -79,7 +78,7 @@ class RecoveredJournal:
     """Number of groups that were sampled for another submission."""
 
 
-class JournalFolder:
+class JournalFolder(Closing):
     def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
         """Open the folder; `scoring` describes the rewards: groups that were scored otherwise are not recovered."""
         if retain < 1:
@@ -92,14 +91,6 @@ class JournalFolder:
         self._scoring = scoring
         make_private_folder(folder)
         self._lock = AppendFile(folder / "lock")
-
-    def __enter__(self) -> "JournalFolder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def open(self, submission: Submission) -> "Journal":
         """Open the journal of an iteration, with the records of an earlier process; delete old journals."""
@@ -115,7 +106,7 @@ class JournalFolder:
         self._lock.close()
 
 
-class Journal:
+class Journal(Closing):
     """The journal of one iteration, open for appending; `recovered` has the records that it held before."""
 
     def __init__(self, path: Path, submission: Submission, sync: bool = False, scoring: str = "") -> None:
@@ -128,14 +119,6 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def append_group(self, group: Group) -> None:
         """Append a finished group. AppendFailed leaves the journal as it was, here and below."""

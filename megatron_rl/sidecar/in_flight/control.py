@@ -11,7 +11,6 @@ Invariants:
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -23,15 +22,6 @@ from megatron_rl.sidecar.in_flight.forecast import Forecast, Opening, SamplingWo
 NUM_KEPT = 8
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lesson:
-    """The curve after an iteration, and the forecast of the next one with the opening that is chosen."""
-
-    curve: StepCurve
-    points: list[Point]
-    forecast: Forecast
 
 
 class Pacer:
@@ -135,17 +125,20 @@ class Pacer:
             return
         if learned is None:
             return
-        before, self.opening = self.opening, learned.forecast.opening
-        self._curve = learned.curve
-        self._points.append(learned.points)
+        self._curve, points, forecast = learned
+        self._points.append(points)
+        before, self.opening = self.opening, forecast.opening
         if str(before) != str(self.opening):
             _log.info(
                 "each engine is given %s from now on, and was given %s: sampling is predicted to take %.3g s, and "
                 "training to end after %.3g s",
-                self.opening, before, learned.forecast.sampled, learned.forecast.trained,
+                self.opening, before, forecast.sampled, forecast.trained,
             )  # fmt: skip
 
-    def _learn(self, plan: Plan, lives: list[GroupLife], train_seconds: float) -> Lesson | None:
+    def _learn(
+        self, plan: Plan, lives: list[GroupLife], train_seconds: float
+    ) -> tuple[StepCurve, list[Point], Forecast] | None:
+        """Return the curve after an iteration, its points, and the forecast with the opening that is chosen."""
         points = read_points(lives, self._max_running, self._curve)
         known = [point for kept in [*self._points, points] for point in kept]
         if not known:
@@ -162,4 +155,4 @@ class Pacer:
             in_prompt_order=plan.order == "prompt",
             train_seconds=train_seconds,
         )
-        return Lesson(curve, points, choose(work, curve, self._most, self.opening))
+        return curve, points, choose(work, curve, self._most, self.opening)

@@ -25,6 +25,7 @@ from megatron_rl.shared.protocol.wire import (
     encode_tokens,
 )
 from megatron_rl.sidecar import streams
+from megatron_rl.sidecar.attempts import Pace
 from megatron_rl.sidecar.engines import (
     EngineBusy,
     EngineHost,
@@ -39,7 +40,6 @@ from megatron_rl.sidecar.engines import (
 )
 from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.launcher import Handle
-from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.answers import Limits, build_call, find_wrongly_shared, read_responses
 from megatron_rl.sidecar.vllm.connection import Connection, CoreProgress, DraftMeter, Workers
 from megatron_rl.sidecar.vllm.parts import encode_places
@@ -76,7 +76,7 @@ _LEAST_SECONDS_BETWEEN_POLLS = 0.005
 class Deadlines:
     """Deadlines in seconds; those of the steps of a publish are in `publication.StepDeadlines`.
 
-    The deadlines of a start and of a silence become shorter once some have been measured (`pace.Pace`).
+    The deadlines of a start and of a silence become shorter once some have been measured (`attempts.Pace`).
     """
 
     start: float = 600

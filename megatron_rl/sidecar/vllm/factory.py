@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 
 from megatron_rl.errors import UsageError
+from megatron_rl.sidecar.attempts import Pace
 from megatron_rl.sidecar.engines import EngineHost
 from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.launcher import Handle, Launcher
-from megatron_rl.sidecar.pace import Pace
 from megatron_rl.sidecar.vllm.engine import LEAST_SECONDS, Deadlines, NoteStart, VllmEngine
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 
