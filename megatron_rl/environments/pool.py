@@ -16,6 +16,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, TooSlow
@@ -114,7 +115,7 @@ class EnvironmentPool(ConfinedPool):
     ) -> None:
         """Make it; `spec` names what is run if that is not a class of environments, `program` are fields of Program."""
         self._spec = spec or EnvironmentSpec.parse(config.source or "")
-        self._source = self._spec.read()
+        self._source = read_source(self._spec.flag, self._spec.file)
         self._config = config
         self._places = asyncio.Semaphore(config.concurrency)
         self._places_alone = asyncio.Semaphore(config.workers)

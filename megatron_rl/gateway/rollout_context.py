@@ -74,7 +74,7 @@ class Agents(Protocol):
         """Everything that is known to decide what they do: groups that others made are made again."""
         ...
 
-    async def start(self) -> None:
+    async def start(self) -> Any:
         """Make ready to act; raise if this cannot be."""
         ...
 

@@ -5,7 +5,7 @@ the iteration. An attempt has the seed of the one before it, and nothing that wa
 
 Others repeat within one attempt. A reward function is called once more, in a process of its own, if its process had
 scored another group before it ended (`rewards.pool`). A reward model on a server is asked three times within the
-function's limit (`rewards.ready_made.http`). Clients of the gateway ask again as they like.
+function's limit (`rewards.ready_made`). Clients of the gateway ask again as they like.
 """
 
 GROUP = 3

@@ -103,7 +103,7 @@ async def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_
 async def test_the_process_of_a_rollout_has_three_mebibytes_of_its_own_at_most(tmp_path: Path) -> None:
     async with (
         acting(tmp_path, AGENT, "act_alone") as world,
-        world.agents._pool.hold({"word": 7}, 1) as rollout,
+        world.agents.hold({"word": 7}, 1) as rollout,
     ):
         lines = Path(f"/proc/{rollout.process}/smaps_rollup").read_text().splitlines()
         private = [int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
@@ -209,7 +209,7 @@ async def test_rollouts_of_a_worker_that_is_stuck_begin_again_in_another_one(tmp
     read_clock, hours = loop.time, [0]
     loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
     async with acting(tmp_path, AGENT, "act_alone", agent_timeout=1e9) as world:
-        (worker,) = world.agents._pool._processes
+        (worker,) = world.agents._processes
         os.kill(worker._pid, signal.SIGSTOP)
         acting_one = asyncio.create_task(act(world, 0))
         await wait_until(lambda: worker._waiting)
@@ -263,7 +263,7 @@ async def test_a_process_that_is_not_the_workers_child_outlives_the_end_of_a_rol
     stranger = await asyncio.create_subprocess_exec("sleep", MARK)
     try:
         async with acting(tmp_path, AGENT, "act_alone") as world:
-            world.agents._pool._processes[0].end_process(stranger.pid)
+            world.agents._processes[0].end_process(stranger.pid)
             assert (await act(world, 0)).reward == 1.0
     finally:
         stranger.terminate()
@@ -278,7 +278,7 @@ async def test_callers_are_unknown_where_the_kernel_finds_no_connections(tmp_pat
     assert "CONFIG_INET_TCP_DIAG" in processes.find_unknown()[processes.CALLERS]
 
     async with acting(tmp_path, AGENT, "act_alone") as world:
-        assert processes.CALLERS in world.agents._pool.missing
+        assert processes.CALLERS in world.agents.missing
         assert (await act(world, 0)).reward == 1.0
 
 
@@ -345,7 +345,7 @@ def act(base_url, api_key, model, word, how):
 '''
 
     async with acting(tmp_path, text, on_error=-1.0) as world:
-        (worker,) = world.agents._pool._processes
+        (worker,) = world.agents._processes
         for how in ("return", "raise", "exit", "killed", "wait"):
             acting_one = asyncio.create_task(act(world, 0, how=how))
             if how == "wait":
@@ -354,7 +354,7 @@ def act(base_url, api_key, model, word, how):
             await asyncio.gather(acting_one, return_exceptions=True)
             await wait_until(lambda: not find_marked())
             await wait_until(lambda: not list_children(worker._pid))
-            assert not os.listdir(world.agents._pool._scratch)
+            assert not os.listdir(world.agents._scratch)
         assert worker.is_alive
 
 

@@ -127,7 +127,7 @@ async def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_no
         assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
         assert "its process ended with exit code 3: its reward is -1" in caplog.text
         assert {(await other)[0].reward for other in others} == {1.0}
-        (worker,) = world.agents._pool._processes
+        (worker,) = world.agents._processes
         assert not worker.is_worn
         # The rollouts of a worker that ends begin again in another one.
         num_asked = len(world.engines.requests)
@@ -137,7 +137,7 @@ async def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_no
         world.engines.longest = 1000
         os.kill(worker._pid, signal.SIGKILL)
         assert (await waiting)[0].reward == 1.0
-        assert world.agents._pool._processes != [worker]
+        assert world.agents._processes != [worker]
 
 
 @in_event_loop
@@ -177,7 +177,7 @@ async def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tm
         with pytest.raises(asyncio.CancelledError):
             await hanging
         assert world.gateway.status()["gateway_rollouts"] == 0
-        (worker,) = world.agents._pool._processes
+        (worker,) = world.agents._processes
         assert not worker.num_open
         assert not worker.is_worn
         assert (await world.act(task="finish"))[0].reward == 1.0

@@ -11,7 +11,7 @@ import transformers
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.gateway.chats import TemplateChats, TokenizerTexts
+from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.chat import build_decoder
@@ -196,13 +196,11 @@ async def judge_environment(
     folder: Path, name: str, specs: list[str], answers: dict[str, str], text: Any
 ) -> tuple[wire.Response, Engines]:
     (folder / "told.py").write_text(ENVIRONMENT)
-    engines, texts = Engines(load(folder), answers), TokenizerTexts.load(str(folder))
+    engines, chats = Engines(load(folder), answers), TemplateChats.load(str(folder))
     environments = EnvironmentPool(EnvironmentConfig(source=f"{folder / 'told.py'}:{name}", workers=1), PoolSettings())
     offered = await environments.start()
-    holder = Conversations(
-        engines, environments, texts, None, True, offered.has_step, offered.tools, Caller(), None, True
-    )
-    texts.check_prompt = lambda prompt: None  # type: ignore[method-assign]
+    holder = Conversations(engines, environments, chats, None, offered, Caller(), has_functions=True)
+    chats.check_prompt = lambda prompt: None  # type: ignore[method-assign]
     try:
         return await judge(folder, engines, holder, specs, text, answer="50"), engines
     finally:

@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway import application
+from megatron_rl.gateway import application, openai_calls
 from megatron_rl.gateway.application import MAX_BODY_BYTES, build_gateway_application
 from megatron_rl.gateway.chats import NumberChats, TemplateChats
 from megatron_rl.gateway.gateway import Gateway
@@ -243,7 +243,7 @@ async def test_a_call_that_the_gateway_cannot_answer_ends_its_rollout_by_name(tm
     def fail(answer: Any) -> Any:
         raise ArithmeticError("no answer is written")
 
-    monkeypatch.setattr(application, "OPENAI", dataclasses.replace(application.OPENAI, write_answer=fail))
+    monkeypatch.setattr(openai_calls, "write_answer", fail)
 
     async with serving(tmp_path, "5") as world:
         with pytest.raises(openai.APIStatusError, match="the gateway raised ArithmeticError") as raised:

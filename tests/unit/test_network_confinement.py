@@ -167,7 +167,7 @@ async def try_all(folder: Path, receivers: Receivers, network: str) -> tuple[dic
     """Have an agent try each way out; return those that worked, as 1, and the measures that are missing."""
     async with acting(folder, AGENT, agent_timeout=60.0, agent_network=network) as world:
         (response,) = await world.act(on_error=None, task=json.dumps(receivers.places))
-        return response.components, world.agents._pool.missing
+        return response.components, world.agents.missing
 
 
 @in_event_loop
