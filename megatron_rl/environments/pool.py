@@ -30,8 +30,6 @@ The call `place` waits until a worker takes the conversation.
 
 
 class Conversation:
-    """A conversation with an environment."""
-
     def __init__(self, process: ConfinedProcess, number: int, timeout: float, note: Note) -> None:
         self._process = process
         self._number = number
@@ -100,8 +98,6 @@ class EnvironmentProcess(ConfinedProcess):
 
 
 class EnvironmentPool(ConfinedPool):
-    """A pool of processes that run environments."""
-
     MODULE = "megatron_rl.environments.worker"
     PROCESS: type[ConfinedProcess] = EnvironmentProcess
     CONVERSATION = Conversation

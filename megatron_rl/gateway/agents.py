@@ -45,7 +45,6 @@ class AgentProcess(ConfinedProcess):
         self._known.add(pid)
 
     def end_process(self, pid: int) -> None:
-        """End the process of a rollout, with all that it started."""
         # The number of a process that the worker has reaped may be another one's.
         if find_parent(pid) == self._pid:
             end_tree(pid)
@@ -83,7 +82,7 @@ class AgentPool(EnvironmentPool):
 
     def __init__(self, config: EnvironmentConfig, settings: PoolSettings, port: int, address: str) -> None:
         """Make it; `port` and `address` are the gateway's."""
-        variables, interpreter = build_variables(address, PROCESS_KEY), Interpreter.find_own()
+        variables, interpreter = build_variables(address, PROCESS_KEY), Interpreter()
         if config.agent_python is not None:
             interpreter = Interpreter.ask(config.agent_python, AGENT_PYTHON_FLAG)
             # The programs of its environment are found, as if it were activated.

@@ -177,7 +177,6 @@ def _write(write: Callable[[], list[int]]) -> list[int]:
 
 
 def write_results(calls: Sequence[ToolCall], results: Sequence[str]) -> list[JSON]:
-    """Write the results of calls as messages of a chat."""
     return [
         {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
         for call, result in zip(calls, results, strict=True)

@@ -28,7 +28,6 @@ class AgentClock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock while a call is answered."""
         self._num_unanswered += 1
         self._set_timer()
         try:

@@ -50,8 +50,6 @@ _log = logging.getLogger(__name__)
 
 
 class AgentRollouts:
-    """Makes the rollouts of groups."""
-
     def __init__(
         self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, functions: Iterable[str]
     ) -> None:
@@ -67,7 +65,6 @@ class AgentRollouts:
         self._functions = frozenset(functions)
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
-        """Make the rollouts of a group, all at once."""
         return await hold_all(self._hold, request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
@@ -181,7 +178,6 @@ class GatewayOpening:
 
     @classmethod
     def open(cls, config: EnvironmentConfig, settings: PoolSettings) -> "GatewayOpening":
-        """Open the port."""
         place = parse_place(config.gateway_listen)
         assert place is not None
         listener = open_listener(*place, GATEWAY_FLAG)
@@ -216,8 +212,6 @@ def _find_address(listener: socket.socket) -> str:
 
 
 class GatewayRollouts(UserRollouts):
-    """Agents with their gateway, as a part of a sidecar."""
-
     def __init__(self, settings: SidecarSettings, processes: PoolSettings, logs: Path) -> None:
         self._opening = GatewayOpening.open(settings.environment, processes)
         super().__init__(settings, self._opening.agents, logs)

@@ -89,8 +89,6 @@ class Sampler(Protocol):
 
 
 class Conversations:
-    """Holds the conversations of groups."""
-
     def __init__(
         self,
         sampler: Sampler,
@@ -117,7 +115,6 @@ class Conversations:
         self._has_functions = has_functions
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
-        """Hold the conversations of a group, all at once."""
         self._chats.check_prompt(prompt)
         self.clock.begin_group(request)
         return await hold_all(self._hold, request, prompt)

@@ -348,7 +348,7 @@ async def test_tools_are_described_and_used_and_the_policy_is_told_what_is_wrong
         ("sell", [1], str({"error": "The arguments must be a JSON object, not list."})),
     ]
 
-    pool = build(file)
+    pool = build(tmp_path, "Shop", SHOP)
     offered = await pool.start()
     assert (offered.has_step, offered.has_reward) == (False, True)
     listed, sell = [tool["function"] for tool in offered.tools]
