@@ -23,7 +23,8 @@ import psutil
 from benchmarks import report
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.gateway.chats import NumberTexts
+from megatron_rl.environments.types import Description
+from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
@@ -191,7 +192,7 @@ async def _run(folder: Path, num_conversations: int, seconds: float) -> Cost:
     environments = EnvironmentPool(config)
     await environments.start()
     try:
-        conversations = Conversations(timed, environments, NumberTexts(), None, has_reward=True)
+        conversations = Conversations(timed, environments, NumberChats(), None, Description("Talk", has_reward=True))
         maker = GroupMaker(timed, NoScorer(), Counters(), None, conversations)
         iteration = _make_iteration(num_conversations // GROUP_SIZE)
         work = _Work(iteration)

@@ -13,8 +13,6 @@ JSON = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool, as the policy wrote it."""
-
     id: str
     """The call's name in its conversation; the same for the same turn of the policy."""
     name: str

@@ -1,7 +1,8 @@
-"""Pools of reward functions that a test writes, and the proof that they leave no process and no file open."""
+"""Pools of code that a test writes, and the proof that they leave no process and no file open."""
 
 import asyncio
 import contextlib
+import functools
 import os
 import textwrap
 import time
@@ -19,6 +20,16 @@ from megatron_rl.rewards.types import RewardRequest, RewardResult
 Pool = TypeVar("Pool", bound=ConfinedPool)
 
 
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
 def write(folder: Path, code: str, name: str = "mine.py") -> Path:
     """Write a file with reward functions."""
     file = folder / name
@@ -31,6 +42,11 @@ def request(
 ) -> RewardRequest:
     """Build a group whose completions have one id a letter."""
     return RewardRequest(index, prompt, completions, [list(range(len(text))) for text in completions], columns)
+
+
+async def wait_until(holds: Callable[[], Any]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -57,16 +57,12 @@ class PoolSettings:
 class Interpreter:
     """The Python that processes run in: this process's, or that of an environment which need not have this package."""
 
-    python: Path | None
+    python: Path | None = None
     """None for this process's."""
-    path: list[str]
+    path: list[str] = dataclasses.field(default_factory=find_python_path)
     """The folders in which it finds modules besides its own."""
     readable: tuple[Path, ...] = ()
     """The files and folders that it needs."""
-
-    @classmethod
-    def find_own(cls) -> "Interpreter":
-        return cls(None, find_python_path())
 
     @classmethod
     def ask(cls, python: Path, flag: str) -> "Interpreter":
@@ -105,7 +101,7 @@ class Program:
     """The only TCP ports that it may connect to; empty: any."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables that are added to its environment."""
-    interpreter: Interpreter = dataclasses.field(default_factory=Interpreter.find_own)
+    interpreter: Interpreter = dataclasses.field(default_factory=Interpreter)
 
 
 class ConfinedPool:

@@ -9,6 +9,7 @@ later line is a call: {"id", "call", ...}, answered in any order with {"id", "sa
 answer to a call counts.
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -199,7 +200,6 @@ def _limit_memory(limit: int | None) -> None:
 
 
 def answer(answers: IO[bytes], content: Mapping[str, Any]) -> None:
-    """Write an answer as one line."""
     answers.write(json.dumps(content).encode() + b"\n")
     answers.flush()
 
@@ -210,6 +210,12 @@ def answer(answers: IO[bytes], content: Mapping[str, Any]) -> None:
 async def wait_for(result: Any) -> Any:
     """Return what an awaitable gives; as a coroutine, which an event loop can run."""
     return await result
+
+
+def list_parameters(function: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """Return a function's parameters, and whether it accepts others by name."""
+    parameters = inspect.signature(function).parameters
+    return parameters, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def report_error(error: BaseException, path: str) -> str:

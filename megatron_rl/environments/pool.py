@@ -16,6 +16,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, TooSlow
@@ -29,8 +30,6 @@ The call `place` waits until a worker takes the conversation.
 
 
 class Conversation:
-    """A conversation with an environment."""
-
     def __init__(self, process: ConfinedProcess, number: int, timeout: float, note: Note) -> None:
         self._process = process
         self._number = number
@@ -99,8 +98,6 @@ class EnvironmentProcess(ConfinedProcess):
 
 
 class EnvironmentPool(ConfinedPool):
-    """A pool of processes that run environments."""
-
     MODULE = "megatron_rl.environments.worker"
     PROCESS: type[ConfinedProcess] = EnvironmentProcess
     CONVERSATION = Conversation
@@ -114,7 +111,7 @@ class EnvironmentPool(ConfinedPool):
     ) -> None:
         """Make it; `spec` names what is run if that is not a class of environments, `program` are fields of Program."""
         self._spec = spec or EnvironmentSpec.parse(config.source or "")
-        self._source = self._spec.read()
+        self._source = read_source(self._spec.flag, self._spec.file)
         self._config = config
         self._places = asyncio.Semaphore(config.concurrency)
         self._places_alone = asyncio.Semaphore(config.workers)

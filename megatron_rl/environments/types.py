@@ -4,6 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import names_function
@@ -50,19 +51,13 @@ class EnvironmentSpec:
         file, _, name = text.rpartition(":")
         return cls(Path(file).resolve(), name, flag)
 
-    def read(self) -> str:
-        try:
-            return self.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{self.flag} {self.file} cannot be read: {error}; name a readable file") from None
-
 
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     found: list[str] = []
     for source, flag in ((config.source, FLAG), (config.agent, AGENT_FLAG)):
         try:
             if source is not None:
-                EnvironmentSpec.parse(source, flag).read()
+                read_source(flag, EnvironmentSpec.parse(source, flag).file)
         except UsageError as error:
             found += error.problems
     named = {FLAG: config.source, AGENT_FLAG: config.agent, VERIFIERS_FLAG: config.verifiers}

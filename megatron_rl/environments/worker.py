@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import IO, Any
 
-from megatron_rl.confined.worker import Setup, answer, load_named, report_error, run_worker, wait_for
+from megatron_rl.confined.worker import Setup, answer, list_parameters, load_named, report_error, run_worker, wait_for
 from megatron_rl.tool_calls import describe_methods, list_methods
 
 _MOST_THREADS = 1024
@@ -37,7 +37,6 @@ class Environment:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def call(self, request: Mapping[str, Any]) -> Any:
-        """Make a call, and return what the environment says."""
         kind, instance = request["call"], self._instance
         if kind == "open":
             return _check_text(
@@ -90,8 +89,7 @@ def _read_arguments(text: str) -> dict[str, Any]:
 
 def choose_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Choose what `reset` is given: the row's columns, all or those that it names, and the seed if it names it."""
-    parameters = inspect.signature(reset).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    parameters, takes_all = list_parameters(reset)
     given = {name: value for name, value in row.items() if takes_all or name in parameters}
     return {**given, "seed": seed} if "seed" in parameters and "seed" not in row else given
 

@@ -45,7 +45,6 @@ class AgentProcess(ConfinedProcess):
         self._known.add(pid)
 
     def end_process(self, pid: int) -> None:
-        """End the process of a rollout, with all that it started."""
         # The number of a process that the worker has reaped may be another one's.
         if find_parent(pid) == self._pid:
             end_tree(pid)
@@ -75,50 +74,44 @@ class AgentConversation(Conversation):
 
 
 class AgentPool(EnvironmentPool):
-    """A pool of processes that run agents."""
+    """A pool of processes that run agents. Satisfies `megatron_rl.gateway.rollout_context.Agents`."""
 
     MODULE = "megatron_rl.gateway.worker"
     PROCESS = AgentProcess
     CONVERSATION = AgentConversation
 
-
-class FunctionAgents:
-    """Agents that are calls of one function. Satisfies `megatron_rl.gateway.rollout_context.Agents`."""
-
     def __init__(self, config: EnvironmentConfig, settings: PoolSettings, port: int, address: str) -> None:
         """Make it; `port` and `address` are the gateway's."""
-        spec = EnvironmentSpec.parse(config.agent or "", AGENT_FLAG)
-        ports = (port,) if config.agent_network == "gateway" else ()
-        variables, interpreter = build_variables(address, PROCESS_KEY), Interpreter.find_own()
+        variables, interpreter = build_variables(address, PROCESS_KEY), Interpreter()
         if config.agent_python is not None:
             interpreter = Interpreter.ask(config.agent_python, AGENT_PYTHON_FLAG)
             # The programs of its environment are found, as if it were activated.
             variables["PATH"] = os.pathsep.join(
                 [str(config.agent_python.absolute().parent), os.environ.get("PATH", "")]
             )
-        self._pool = AgentPool(config, settings, spec, ports=ports, variables=variables, interpreter=interpreter)
-        self._timeout = config.agent_timeout
-        self._python = config.agent_python
+        super().__init__(
+            config,
+            settings,
+            EnvironmentSpec.parse(config.agent or "", AGENT_FLAG),
+            ports=(port,) if config.agent_network == "gateway" else (),
+            variables=variables,
+            interpreter=interpreter,
+        )
 
     @property
     def identity(self) -> str:
-        """Everything that is known to decide what agents do."""
-        return self._pool.identity if self._python is None else f"{self._pool.identity} in {self._python}"
-
-    async def start(self) -> None:
-        await self._pool.start()
+        python = self._config.agent_python
+        return super().identity if python is None else f"{super().identity} in {python}"
 
     async def act(self, context: RolloutContext) -> Mapping[str, float]:
+        timeout = self._config.agent_timeout
         address = {"base_url": context.address, "api_key": context.key, "model": context.model}
         try:
-            async with self._pool.hold(context.row, context.seed) as conversation:
+            async with self.hold(context.row, context.seed) as conversation:
                 assert isinstance(conversation, AgentConversation) and conversation.process is not None
                 context.run_in(conversation.process)
-                async with context.clock.limit(self._timeout):
+                async with context.clock.limit(timeout):
                     rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
         except TimeoutError:
-            raise CallFailed(f"used more than {self._timeout:g} seconds of its own") from None
-
-    async def close(self) -> None:
-        await self._pool.close()
+            raise CallFailed(f"used more than {timeout:g} seconds of its own") from None

@@ -132,7 +132,7 @@ def write_answer(answer: Answer) -> JSON:
     }
 
 
-def stream_answer(answer: Answer) -> Iterator[str]:
+def stream_answer(answer: Answer, call: Call) -> Iterator[str]:
     yield _event("message_start", {"message": {**_head(answer), "content": [], "usage": _count(answer, 0)}})
     for number, block in enumerate(_list_blocks(answer)):
         begun, deltas = _split(block)

@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,43 +26,31 @@ _LONG_BYTES = 1 << 16
 _ENDED = "the rollout of this key has ended: its call is not answered"
 
 
-@dataclasses.dataclass(frozen=True)
-class Interface:
-    """The interface that a client speaks."""
+class Interface(Protocol):
+    """A module that reads the calls of an interface, and writes answers to them."""
 
-    read_call: Callable[[JSON, str, float], Call]
-    write_answer: Callable[[Answer], JSON]
-    stream_answer: Callable[[Answer, Call], Iterator[str]]
-    write_error: Callable[[CallRefused], JSON]
+    def read_call(self, body: JSON, model: str, temperature: float, /) -> Call: ...
 
+    def write_answer(self, answer: Answer, /) -> JSON: ...
 
-OPENAI = Interface(
-    openai_calls.read_call,
-    openai_calls.write_answer,
-    lambda answer, call: openai_calls.stream_answer(answer, call.has_usage),
-    openai_calls.write_error,
-)
-ANTHROPIC = Interface(
-    anthropic_calls.read_call,
-    anthropic_calls.write_answer,
-    lambda answer, _: anthropic_calls.stream_answer(answer),
-    anthropic_calls.write_error,
-)
+    def stream_answer(self, answer: Answer, call: Call, /) -> Iterator[str]: ...
+
+    def write_error(self, refused: CallRefused, /) -> JSON: ...
 
 
 def build_gateway_application(gateway: Gateway) -> Starlette:
 
     async def complete(request: Request) -> Response:
-        return await _handle(gateway, request, OPENAI)
+        return await _handle(gateway, request, openai_calls)
 
     async def write(request: Request) -> Response:
-        return await _handle(gateway, request, ANTHROPIC)
+        return await _handle(gateway, request, anthropic_calls)
 
     async def list_models(request: Request) -> Response:
         try:
             _find(gateway, request)
         except CallRefused as refused:
-            return _refuse(gateway, refused, OPENAI)
+            return _refuse(gateway, refused, openai_calls)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}
         return _write({"object": "list", "data": [model]})
 
@@ -78,7 +65,7 @@ def build_gateway_application(gateway: Gateway) -> Starlette:
 async def _report_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path} is not served: there are POST /v1/chat/completions, /v1/messages"
-    return _write(OPENAI.write_error(CallRefused(reason, error.status_code)), error.status_code)
+    return _write(openai_calls.write_error(CallRefused(reason, error.status_code)), error.status_code)
 
 
 async def _handle(gateway: Gateway, request: Request, interface: Interface) -> Response:

@@ -22,7 +22,7 @@ class ChatTooLong(Exception):
 
 
 class Chats(Protocol):
-    """The texts and tokens of chats; those that surely have more than `most` tokens raise ChatTooLong."""
+    """The texts and tokens of an agent's chats; those that surely have more than `most` tokens raise ChatTooLong."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -39,13 +39,17 @@ class Chats(Protocol):
 
 
 class TemplateChats:
-    """The chats of a model: its chat template writes them, its tokenizer makes tokens of them."""
+    """The chats of a model, an agent's or an environment's.
+
+    Its chat template writes them, and its tokenizer makes tokens of them. Plain text stands as it is.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._chat = ChatWriter(tokenizer)
         # In characters. A token of a byte-level vocabulary has one for each byte, so it is not shorter than its text.
         self._longest = max(map(len, tokenizer.get_vocab()))
+        self._tools: tuple[JSON, ...] = ()
 
     @classmethod
     def load(cls, folder: str) -> Self:
@@ -73,6 +77,55 @@ class TemplateChats:
         num_said = max((num for num in range(1, _LONGEST_END) if tokens[:num] == list(said[-num:])), default=0)
         return tokens[num_said:]
 
+    @property
+    def template(self) -> str:
+        """The chat template; empty without one."""
+        return str(self._tokenizer.chat_template or "")
+
+    def open(self, prompt: wire.Prompt, said: str | None) -> list[int]:
+        """Return the tokens between the prompt and the policy's first turn: what the environment says first."""
+        if isinstance(prompt.text, str):
+            return self._encode(sys.maxsize, said or "")
+        _, after = self._chat.write_prompt(prompt.text, self._tools)
+        return self._encode(sys.maxsize, (said or "") + after)
+
+    def follow(
+        self, prompt: wire.Prompt, messages: Sequence[JSON], turn: Sequence[int], calls: Sequence[ToolCall]
+    ) -> list[int]:
+        """Return the tokens of messages after a turn, up to the next turn; `calls` are the turn's calls of tools."""
+        if isinstance(prompt.text, str):
+            return self._encode(sys.maxsize, *(message["content"] for message in messages))
+        return self.extend(messages, self._tools, turn, write_calls(calls), most=sys.maxsize)
+
+    def offer(self, tools: Sequence[JSON]) -> None:
+        """Offer these tools to the policy from now on; raise an InputError if the model cannot be told of them."""
+        self._tools = tuple(tools)
+        if tools:
+            # The template's own errors are many.
+            try:
+                self._chat.check_tools(self._tools)
+                self._chat.write_turn([{"role": "tool", "content": "?"}], self._tools)
+            except Exception as error:
+                raise InputError(
+                    f"the chat template of --hf-model cannot write calls of tools: {error}; take a model whose "
+                    "template has them"
+                ) from None
+
+    def check_prompt(self, prompt: wire.Prompt) -> None:
+        """Raise an InputError unless the prompt's tokens tell the policy of the tools."""
+        if not self._tools:
+            return
+        if isinstance(prompt.text, str):
+            raise InputError(f"prompt {prompt.index} is plain text, and tools need a chat: add --prompt-chat")
+        if (
+            self._encode(sys.maxsize, self._chat.write_prompt(prompt.text, self._tools)[0])
+            != wire.decode_tokens(prompt.tokens).tolist()
+        ):
+            raise InputError(
+                f"prompt {prompt.index} does not have the tools that the sidecar's environment offers: give trainer "
+                "and sidecar the same file for --rollout-env, and the same tokenizer"
+            )
+
     def _encode(self, most: int, *texts: str) -> list[int]:
         # Counted before it is tokenized, which takes seconds for a few MiB.
         if sum(len(text) for text in texts) > most * self._longest:
@@ -98,97 +151,6 @@ class NumberChats:
     ) -> list[int]:
         return self.render(messages, (), most=most)
 
-
-def _write(write: Callable[[], list[int]]) -> list[int]:
-    """Write with a template, which is a program of the model's own."""
-    try:
-        return write()
-    except (TemplateError, InputError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"the chat template does not write these messages: {error}") from None
-
-
-class Texts(Protocol):
-    """The texts and tokens of conversations."""
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def open(self, prompt: wire.Prompt, said: str | None) -> list[int]:
-        """Return the tokens between the prompt and the policy's first turn: what the environment says first."""
-
-    def follow(
-        self, prompt: wire.Prompt, messages: Sequence[JSON], turn: Sequence[int], calls: Sequence[ToolCall]
-    ) -> list[int]:
-        """Return the tokens of messages after a turn, up to the next turn; `calls` are the turn's calls of tools."""
-
-    def offer(self, tools: Sequence[JSON]) -> None:
-        """Offer these tools to the policy from now on; raise an InputError if the model cannot be told of them."""
-
-    def check_prompt(self, prompt: wire.Prompt) -> None:
-        """Raise an InputError unless the prompt's tokens tell the policy of the tools."""
-
-
-class TokenizerTexts(TemplateChats):
-    """The texts of a model's tokenizer: a chat's are written by its template, and plain text stands as it is."""
-
-    _tools: tuple[JSON, ...] = ()
-
-    @property
-    def template(self) -> str:
-        """The chat template; empty without one."""
-        return str(self._tokenizer.chat_template or "")
-
-    def open(self, prompt: wire.Prompt, said: str | None) -> list[int]:
-        if isinstance(prompt.text, str):
-            return self._encode(sys.maxsize, said or "")
-        _, after = self._chat.write_prompt(prompt.text, self._tools)
-        return self._encode(sys.maxsize, (said or "") + after)
-
-    def follow(
-        self, prompt: wire.Prompt, messages: Sequence[JSON], turn: Sequence[int], calls: Sequence[ToolCall]
-    ) -> list[int]:
-        if isinstance(prompt.text, str):
-            return self._encode(sys.maxsize, *(message["content"] for message in messages))
-        return self.extend(messages, self._tools, turn, write_calls(calls), most=sys.maxsize)
-
-    def offer(self, tools: Sequence[JSON]) -> None:
-        self._tools = tuple(tools)
-        if tools:
-            # The template's own errors are many.
-            try:
-                self._chat.check_tools(self._tools)
-                self._chat.write_turn([{"role": "tool", "content": "?"}], self._tools)
-            except Exception as error:
-                raise InputError(
-                    f"the chat template of --hf-model cannot write calls of tools: {error}; take a model whose "
-                    "template has them"
-                ) from None
-
-    def check_prompt(self, prompt: wire.Prompt) -> None:
-        if not self._tools:
-            return
-        if isinstance(prompt.text, str):
-            raise InputError(f"prompt {prompt.index} is plain text, and tools need a chat: add --prompt-chat")
-        if (
-            self._encode(sys.maxsize, self._chat.write_prompt(prompt.text, self._tools)[0])
-            != wire.decode_tokens(prompt.tokens).tolist()
-        ):
-            raise InputError(
-                f"prompt {prompt.index} does not have the tools that the sidecar's environment offers: give trainer "
-                "and sidecar the same file for --rollout-env, and the same tokenizer"
-            )
-
-
-def write_results(calls: Sequence[ToolCall], results: Sequence[str]) -> list[JSON]:
-    """Write the results of calls as messages of a chat."""
-    return [
-        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
-        for call, result in zip(calls, results, strict=True)
-    ]
-
-
-class NumberTexts(NumberChats):
-    """The texts of scripted engines, which have no tokenizer: tokens as numbers."""
-
     def open(self, prompt: wire.Prompt, said: str | None) -> list[int]:
         return [int(word) for word in (said or "").split()]
 
@@ -204,6 +166,21 @@ class NumberTexts(NumberChats):
 
     def check_prompt(self, prompt: wire.Prompt) -> None:
         pass
+
+
+def _write(write: Callable[[], list[int]]) -> list[int]:
+    """Write with a template, which is a program of the model's own."""
+    try:
+        return write()
+    except (TemplateError, InputError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"the chat template does not write these messages: {error}") from None
+
+
+def write_results(calls: Sequence[ToolCall], results: Sequence[str]) -> list[JSON]:
+    return [
+        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
 
 
 class NumberReader:

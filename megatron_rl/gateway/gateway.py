@@ -50,15 +50,14 @@ class Gateway:
     def open(self, terms: Terms, sample: Sample) -> Iterator[tuple[str, OpenRollout]]:
         """Open a rollout, and return its key; it ends with the context."""
         key = self._mark + secrets.token_hex(24)
-        rollout = self._rollouts[key] = self._build(terms, sample)
+        rollout = self._rollouts[key] = OpenRollout(
+            terms, sample, self._chats, self._reader, self.counters, self._reads_tools, self._writer
+        )
         try:
             yield key, rollout
         finally:
             del self._rollouts[key]
             rollout.end()
-
-    def _build(self, terms: Terms, sample: Sample) -> OpenRollout:
-        return OpenRollout(terms, sample, self._chats, self._reader, self.counters, self._reads_tools, self._writer)
 
     def has_given(self, key: str) -> bool:
         """Check whether this gateway has given the key, to a rollout that is open or has ended."""

@@ -40,8 +40,6 @@ _BYTES_OF_TOKEN = 64
 
 @dataclasses.dataclass(frozen=True)
 class TurnRequest:
-    """A turn to sample."""
-
     tokens: tuple[int, ...]
     """All tokens before it, those of the prompt included."""
     seed: int
@@ -57,8 +55,6 @@ Sample = Callable[[TurnRequest], Awaitable[wire.Response]]
 
 @dataclasses.dataclass
 class CallCounters:
-    """The counters of a gateway."""
-
     calls: int = 0
     branches: int = 0
     """The calls, first ones left out, whose messages extend those of no answered call."""
@@ -68,8 +64,6 @@ class CallCounters:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """The terms of a rollout."""
-
     prompt: np.ndarray
     """The tokens of the group's prompt."""
     seed: int

@@ -105,7 +105,7 @@ def write_answer(answer: Answer) -> JSON:
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _count(answer)}
 
 
-def stream_answer(answer: Answer, has_usage: bool) -> Iterator[str]:
+def stream_answer(answer: Answer, call: Call) -> Iterator[str]:
     said = answer.said
     head = _head(answer, "chat.completion.chunk")
 
@@ -118,10 +118,10 @@ def stream_answer(answer: Answer, has_usage: bool) -> Iterator[str]:
         yield event({"reasoning_content": said.reasoning})
     yield event({"content": said.content}, log_probs=_write_log_probs(answer))
     message = write_said(said)
-    for number, call in enumerate(message.get("tool_calls", ())):
-        yield event({"tool_calls": [{"index": number, **call}]})
+    for number, tool_call in enumerate(message.get("tool_calls", ())):
+        yield event({"tool_calls": [{"index": number, **tool_call}]})
     yield event({}, _name_end(answer))
-    if has_usage:
+    if call.has_usage:
         yield _event({**head, "choices": [], "usage": _count(answer)})
     yield "data: [DONE]\n\n"
 

@@ -165,19 +165,19 @@ class ConversationRecord:
         counts from 1.
         """
         # A chain is in order as it is.
-        layout = _lay_out(self if self._is_chain else self._sort())
-        tokens = np.concatenate([part.tokens for part in layout.parts])
-        last = layout.parts[-1]
+        parts, branches = _lay_out(self if self._is_chain else self._sort())
+        tokens = np.concatenate([part.tokens for part in parts])
+        last = parts[-1]
         # A turn under other weights makes the whole response one: it is refused where the group is checked.
         others = [part.fingerprint for part in self.parts[1:] if part.fingerprint != last.fingerprint]
         return wire.Response(
             tokens=wire.encode_tokens(tokens),
-            log_probs=b"".join(_read_log_probs(part) for part in layout.parts),
+            log_probs=b"".join(_read_log_probs(part) for part in parts),
             finish_reason=reason,
             seed=seed,
             engine=last.engine,
-            spans=[*_list_spans(layout.parts, last.engine)],
-            branches=layout.branches,
+            spans=[*_list_spans(parts, last.engine)],
+            branches=branches,
             fingerprint=others[0] if others else last.fingerprint,
             reward=sum(components.values()),
             turn_rewards=self._place(turn_rewards, have_calls) if turn_rewards else [],
@@ -226,18 +226,14 @@ class ConversationRecord:
         return sorted_record
 
 
-@dataclasses.dataclass
-class _Layout:
-    parts: list[CallPart] = dataclasses.field(default_factory=list)
-    branches: list[wire.Branch] = dataclasses.field(default_factory=list)
-
-
-def _lay_out(record: ConversationRecord) -> _Layout:
+def _lay_out(record: ConversationRecord) -> tuple[list[CallPart], list[wire.Branch]]:
     """Lay the parts out, each before those that follow it; one that continues a part stands right after it."""
     followers: list[list[int]] = [[] for _ in record.parts]
     for number, part in enumerate(record.parts[1:], 1):
         followers[part.parent].append(number)
-    layout, end = _Layout(), 0
+    parts: list[CallPart] = []
+    branches: list[wire.Branch] = []
+    end = 0
     # Tokens of the prompt are counted from its end: -1 is its last one.
     starts = {0: -len(record.parts[0].tokens)}
     waiting = [0]
@@ -248,12 +244,12 @@ def _lay_out(record: ConversationRecord) -> _Layout:
             after = starts[part.parent] + part.after - record.parts[part.parent].after
             starts[number] = end
             if after != end:
-                layout.branches.append(wire.Branch(start=end, after=after))
-            layout.parts.append(part)
+                branches.append(wire.Branch(start=end, after=after))
+            parts.append(part)
             end += len(part.tokens)
         # The last one is taken first: of those that share the most, the one that comes first in the record.
         waiting += sorted(followers[number], key=lambda one: (record.parts[one].after, -one))
-    return layout
+    return parts, branches
 
 
 def _list_spans(parts: list[CallPart], engine: str) -> Iterator[wire.VersionSpan]:

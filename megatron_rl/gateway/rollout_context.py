@@ -28,7 +28,6 @@ class AgentClock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock while a call is answered."""
         self._num_unanswered += 1
         self._set_timer()
         try:
@@ -74,7 +73,7 @@ class Agents(Protocol):
         """Everything that is known to decide what they do: groups that others made are made again."""
         ...
 
-    async def start(self) -> None:
+    async def start(self) -> Any:
         """Make ready to act; raise if this cannot be."""
         ...
 

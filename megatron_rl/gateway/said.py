@@ -51,8 +51,6 @@ class Answer:
 
 
 class CallRefused(MegatronRLError):
-    """A call that is not served."""
-
     def __init__(self, reason: str, status: int = 400, code: str = "refused", parameter: str | None = None) -> None:
         super().__init__(reason)
         self.status = status
@@ -82,7 +80,6 @@ class ChatDigests:
             self.add(message)
 
     def add(self, message: JSON) -> None:
-        """Add a message to the chat."""
         self._digest.update(_dump(simplify_message(message)))
         self.ends.append(self._digest.digest())
         # Messages of others have nothing that a client may change.
@@ -141,7 +138,6 @@ def get_exact(message: JSON) -> tuple[Any, ...]:
 
 
 def write_said(said: Said) -> JSON:
-    """Write a turn as a message of a chat."""
     message: JSON = {"role": "assistant", "content": said.content}
     if said.reasoning is not None:
         message["reasoning_content"] = said.reasoning

@@ -118,7 +118,9 @@ class Rollout:
             return
         try:
             if kind == b"delta":
-                self._apply(msgspec.msgpack.decode(data, type=_Delta))
+                delta = msgspec.msgpack.decode(data, type=_Delta)
+                # Those of attempts that were given up are not among the reply's.
+                self._traces.setdefault(delta.trace, _Trace()).apply(delta)
             elif kind == b"reply":
                 self.reply.set_result(msgspec.msgpack.decode(data, type=_Reply))
             else:
@@ -129,10 +131,6 @@ class Rollout:
     def fail(self, reason: str) -> None:
         if not self.reply.done():
             self.reply.set_exception(CallFailed(reason))
-
-    def _apply(self, delta: _Delta) -> None:
-        # Those of attempts that were given up are not among the reply's.
-        self._traces.setdefault(delta.trace, _Trace()).apply(delta)
 
     def read_rewards(self, reply: _Reply, model: str) -> dict[str, float]:
         """Return the weighted rewards of the trace that called the policy, by name; raise CallFailed without them."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, NoReturn
 
 from megatron_rl.confined.confinement import adopt_orphans, signal_at_parents_death
-from megatron_rl.confined.worker import Setup, answer, load_named, report_error, run_worker, wait_for
+from megatron_rl.confined.worker import Setup, answer, list_parameters, load_named, report_error, run_worker, wait_for
 from megatron_rl.environments.types import AGENT_COMPONENT
 from megatron_rl.environments.worker import choose_arguments
 
@@ -272,8 +272,7 @@ def _read_number(value: Any) -> float:
 def describe_agent(function: Any) -> dict[str, Any]:
     """Describe an agent's function, which has no tools; raise a TypeError if it cannot be called as an agent."""
     name = getattr(function, "__name__", type(function).__name__)
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    parameters, takes_all = list_parameters(function)
     missing = [name for name in ("base_url", "api_key", "model") if name not in parameters]
     if missing and not takes_all:
         raise TypeError(f"an agent has the parameters base_url, api_key and model, and {missing[0]} is missing")

@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.code_files import read_source
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
 from megatron_rl.errors import MegatronRLError, UsageError
-from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSpec, Values, check_values
 
 _LOGGER = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class RewardPool(ConfinedPool):
         if settings.num_workers < 1:
             raise UsageError(f"--reward-workers {settings.num_workers} must be at least 1")
         self._specs = tuple(_with_full_path(spec) for spec in specs)
-        self._sources = {spec.source: read_source(spec.source) for spec in self._specs if spec.is_file}
+        self._sources = {spec.source: read_source("--reward", spec.source) for spec in self._specs if spec.is_file}
         self._places = asyncio.Semaphore(settings.num_workers)
         self.errors: collections.Counter[str] = collections.Counter()
         """The number of groups that each function failed for, including those that got the value of `on_error`."""

@@ -8,10 +8,12 @@ import ast
 import difflib
 import math
 import re
+import symtable
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl.code_files import read_source
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.confinement import find_environment_problems
 from megatron_rl.confined.pool import PoolSettings
@@ -147,13 +149,6 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
     yield from find_environment_problems(reward.environment or ())
 
 
-def read_source(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--reward {file} cannot be read: {error}; name a readable file") from None
-
-
 def _problems_of_functions(texts: list[str]) -> Iterator[str]:
     are_right = True
     for text in texts:
@@ -173,16 +168,15 @@ def _problems_of_functions(texts: list[str]) -> Iterator[str]:
 
 def _check_file(text: str, spec: RewardSpec) -> None:
     """Raise a UsageError unless the file is Python and may have the function."""
-    source = read_source(spec.source)
+    source = read_source("--reward", spec.source)
     try:
-        tree = ast.parse(source, spec.source)
+        names = _names(source, spec.source)
     except SyntaxError as error:
         raise UsageError(
             f"--reward {text}: {spec.source}:{error.lineno} does not import: SyntaxError: {error.msg}; correct the file"
         ) from None
     except ValueError as error:
         raise UsageError(f"--reward {text}: {spec.source} does not import: {error}; correct the file") from None
-    names = _names(tree)
     if names is None or spec.function in names:
         return
     near = difflib.get_close_matches(str(spec.function), names, n=1)
@@ -190,26 +184,20 @@ def _check_file(text: str, spec: RewardSpec) -> None:
     raise UsageError(f"--reward {text}: {spec.source} has no function {spec.function}; {hint}")
 
 
-def _names(tree: ast.Module) -> set[str] | None:
+def _names(source: str, file: str) -> set[str] | None:
     """Find the names that a module binds; return None if the source does not show them."""
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source, file)):
         is_star = isinstance(node, ast.alias) and node.name == "*"
         if is_star or {getattr(node, field, None) for field in ("id", "attr", "name")} & _DYNAMIC:
             return None
-    inside = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return inside | set(_bound(tree))
+    return set(_bound(symtable.symtable(source, file, "exec")))
 
 
-def _bound(parent: ast.AST) -> Iterator[str]:
-    """Yield the names that are bound below a node, except in inner scopes."""
-    for node in ast.iter_child_nodes(parent):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name.split(".")[0]
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            yield node.name
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif not isinstance(node, ast.Lambda):
-            yield from _bound(node)
+def _bound(scope: symtable.SymbolTable) -> Iterator[str]:
+    """Yield the names that a scope, or one inside it, binds in its module."""
+    for symbol in scope.get_symbols():
+        is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+        if symbol.is_declared_global() or (is_bound and scope.get_type() == "module"):
+            yield symbol.get_name()
+    for child in scope.get_children():
+        yield from _bound(child)

@@ -41,8 +41,6 @@ class RewardError(MegatronRLError):
 
 @dataclasses.dataclass(frozen=True)
 class RewardSpec:
-    """A function: its source and its weight."""
-
     name: str
     source: str
     """A file, or the name of a ready-made reward."""

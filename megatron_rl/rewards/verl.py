@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rl.rewards.types import get_text
+
 
 def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap verl's `compute_score` in a reward function of TRL's signature.
@@ -16,10 +18,9 @@ def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
     async def reward(completions: Sequence[Any], **columns: Any) -> list[Any]:
         scores = []
         for index, completion in enumerate(completions):
-            text = completion if isinstance(completion, str) else completion[-1]["content"]
             score = compute_score(
                 data_source=_get(columns, "data_source", index),
-                solution_str=text,
+                solution_str=get_text(completion),
                 ground_truth=_ground_truth(columns, index),
                 extra_info=_get(columns, "extra_info", index),
             )

@@ -22,6 +22,7 @@ from megatron_rl.confined.worker import (
     CannotLoad,
     Setup,
     answer,
+    list_parameters,
     load_module,
     report_error,
     run_worker,
@@ -91,14 +92,11 @@ def _arguments(function: Callable[..., Any], request: Mapping[str, Any]) -> dict
         **{name: _repeated(value, count) for name, value in request["columns"].items()},
     }
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters, takes_all = list_parameters(function)
     except (TypeError, ValueError):
         return arguments
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = arguments
-    else:
-        named = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-    for parameter in parameters:
+    named = arguments if takes_all else {name: arguments[name] for name in parameters if name in arguments}
+    for parameter in parameters.values():
         wanted = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if wanted and parameter.default is parameter.empty and parameter.name not in arguments:
             raise MissingColumn(_missing(parameter.name, sorted(set(arguments) - set(GIVEN))))

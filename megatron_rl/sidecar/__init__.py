@@ -11,7 +11,7 @@ OPTIONAL_PARTS: Mapping[str, str] = {
     # --rollout-env
     "environments": "megatron_rl.sidecar.user_environments",
     # --rollout-agent, --rollout-verifiers
-    "agents": "megatron_rl.sidecar.user_agents",
+    "agents": "megatron_rl.sidecar.agent_rollouts",
 }
 """The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
 

@@ -1,4 +1,4 @@
-"""Rollouts of agents, which act through the gateway: the responses of a run with `--rollout-agent`.
+"""Rollouts of agents, which act through the gateway: an optional part of a sidecar, for `--rollout-agent`.
 
 Invariants:
 
@@ -14,6 +14,8 @@ import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +25,7 @@ from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.types import AGENT_COMPONENT
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway.agents import FunctionAgents
+from megatron_rl.gateway.agents import AgentPool
 from megatron_rl.gateway.application import build_gateway_application
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.gateway import Gateway
@@ -31,21 +33,23 @@ from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequ
 from megatron_rl.gateway.record import Transcript
 from megatron_rl.gateway.rollout_context import Agents, RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer
+from megatron_rl.observe.trace import Recorder
+from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.conversations import EnvironmentClock, Sampler, build_row, hold_all, name_prompt, request_turn
 from megatron_rl.sidecar.engines import GroupRequest
+from megatron_rl.sidecar.group_maker import GroupHolder, Samplers
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
-from megatron_rl.sidecar.settings import GATEWAY_FLAG
-from megatron_rl.tool_calls import Reader
+from megatron_rl.sidecar.settings import GATEWAY_FLAG, SidecarSettings
+from megatron_rl.sidecar.user_environments import UserRollouts, build_chats
+from megatron_rl.tool_calls import PlainReader, Reader
 
 _log = logging.getLogger(__name__)
 
 
 class AgentRollouts:
-    """Makes the rollouts of groups."""
-
     def __init__(
         self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, functions: Iterable[str]
     ) -> None:
@@ -61,7 +65,6 @@ class AgentRollouts:
         self._functions = frozenset(functions)
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
-        """Make the rollouts of a group, all at once."""
         return await hold_all(self._hold, request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
@@ -175,13 +178,12 @@ class GatewayOpening:
 
     @classmethod
     def open(cls, config: EnvironmentConfig, settings: PoolSettings) -> "GatewayOpening":
-        """Open the port."""
         place = parse_place(config.gateway_listen)
         assert place is not None
         listener = open_listener(*place, GATEWAY_FLAG)
         if config.verifiers is None:
             address = _find_address(listener)
-            return cls(listener, FunctionAgents(config, settings, listener.getsockname()[1], address))
+            return cls(listener, AgentPool(config, settings, listener.getsockname()[1], address))
         return cls(
             listener, VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency)
         )
@@ -207,3 +209,30 @@ class GatewayOpening:
 
 def _find_address(listener: socket.socket) -> str:
     return f"{find_url(listener)}/v1"
+
+
+class GatewayRollouts(UserRollouts):
+    def __init__(self, settings: SidecarSettings, processes: PoolSettings, logs: Path) -> None:
+        self._opening = GatewayOpening.open(settings.environment, processes)
+        super().__init__(settings, self._opening.agents, logs)
+        self._chats: Chats
+        self._gateway: Gateway | None = None
+
+    async def start(self) -> None:
+        build = asyncio.to_thread(build_chats, self.settings)
+        _, self._chats = await asyncio.gather(self._opening.agents.start(), build)
+
+    async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
+        reads_tools = self.parsers is not None and self.parsers.has_tools
+        self._gateway = self._opening.build(self._chats, self.parsers or PlainReader(), reads_tools)
+        await stack.enter_async_context(self._opening.serve(self._gateway))
+        functions = find_weights(self.settings.reward)
+        return AgentRollouts(engines, self._opening.agents, self._gateway, self.on_error, functions)
+
+    def count(self) -> Mapping[str, Any]:
+        return {} if self._gateway is None else self._gateway.status()
+
+
+def open_rollouts(settings: SidecarSettings, processes: PoolSettings, logs: Path) -> UserRollouts:
+    """Open the gateway's port, and the agents that the settings name; what they log goes to a folder."""
+    return GatewayRollouts(settings, processes, logs)

@@ -6,7 +6,7 @@ it, and nothing that was said in it.
 
 Others repeat within one attempt. A reward function is called once more, in a process of its own, if its process had
 scored another group before it ended (`rewards.pool`). A reward model on a server is asked three times within the
-function's limit (`rewards.ready_made.http`). Clients of the gateway ask again as they like. A trainer repeats a request
+function's limit (`rewards.ready_made`). Clients of the gateway ask again as they like. A trainer repeats a request
 until the sidecar answers it (`shared.protocol.client`): the second one changes nothing.
 """
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
-from megatron_rl.environments.types import COMPONENT
+from megatron_rl.environments.types import COMPONENT, Description
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway.chats import Texts, write_results
+from megatron_rl.gateway.chats import NumberChats, TemplateChats, write_results
 from megatron_rl.gateway.record import ConversationRecord, Transcript
 from megatron_rl.gateway.said import write_said
 from megatron_rl.observe.trace import GROUPS, Recorder
@@ -89,40 +89,33 @@ class Sampler(Protocol):
 
 
 class Conversations:
-    """Holds the conversations of groups."""
-
     def __init__(
         self,
         sampler: Sampler,
         pool: EnvironmentPool,
-        texts: Texts,
+        chats: TemplateChats | NumberChats,
         on_error: float | None,
-        has_reward: bool,
-        has_step: bool = True,
-        tools: Sequence[JSON] = (),
+        offered: Description,
         reader: Reader | None = None,
         clock: EnvironmentClock | None = None,
         has_functions: bool = False,
     ) -> None:
         """Make it; `on_error` is the reward of a conversation whose environment fails, None to fail its group.
 
-        Without `has_step` a turn that calls no tool ends its conversation. With `has_functions` the messages of
-        conversations are kept, for the reward functions.
+        If the environment does not answer text, a turn that calls no tool ends its conversation. With `has_functions`
+        the messages of conversations are kept, for the reward functions.
         """
         self.clock = clock or EnvironmentClock()
         self._sampler = sampler
         self._pool = pool
-        self._texts = texts
+        self._chats = chats
         self._on_error = on_error
-        self._has_reward = has_reward
-        self._has_step = has_step
-        self._tools = tools
+        self._offered = offered
         self._reader = reader or PlainReader()
         self._has_functions = has_functions
 
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
-        """Hold the conversations of a group, all at once."""
-        self._texts.check_prompt(prompt)
+        self._chats.check_prompt(prompt)
         self.clock.begin_group(request)
         return await hold_all(self._hold, request, prompt)
 
@@ -144,11 +137,12 @@ class Conversations:
 
     async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool) -> Transcript:
         """Hold a conversation; raise CallFailed if it fails before the policy's turn, or is to be held again."""
-        seed, draft = request.seed + number, _Draft(build_record(request))
+        record = ConversationRecord(np.asarray(request.prompt_tokens, dtype="<i4"), request.sampling)
+        seed, draft = request.seed + number, _Draft(record)
         try:
             async with self._pool.hold(build_row(prompt), seed, is_alone, self.clock.note(request)) as conversation:
                 reason = await self._converse(request, prompt, number, conversation, draft)
-                reward = await conversation.get_reward() if self._has_reward else 0.0
+                reward = await conversation.get_reward() if self._offered.has_reward else 0.0
         except CallFailed as failure:
             is_to_be_repeated = isinstance(failure, ProcessEnded) and not is_alone
             if is_to_be_repeated or not draft.record.num_turns or self._on_error is None:
@@ -166,7 +160,7 @@ class Conversations:
     ) -> wire.FinishReason:
         """Take turns until the conversation is over; return why it is."""
         record, seed = draft.record, request.seed + number
-        opening = self._texts.open(prompt, conversation.opening)
+        opening = self._chats.open(prompt, conversation.opening)
         if not record.hear(opening):
             most = request.sampling.max_tokens
             raise CallFailed(f"its first words take {len(opening)} tokens, and a response may have {most}")
@@ -176,7 +170,7 @@ class Conversations:
                 request_turn(request, f"{number}-{turn}", before, _derive_seed(seed, turn), left, record.last_engine)
             )
             tokens = record.say(sampled)
-            said = await self._reader.read(tokens, self._texts.decode(tokens), self._tools)
+            said = await self._reader.read(tokens, self._chats.decode(tokens), self._offered.tools)
             if self._has_functions:
                 draft.messages.append(write_said(said))
             if sampled.finish_reason != "stop":
@@ -184,7 +178,9 @@ class Conversations:
             messages = await self._answer(conversation, draft, said)
             if not messages:
                 return "stop"
-            if not record.hear(self._texts.follow(prompt, messages, tokens, said.tool_calls if self._tools else ())):
+            if not record.hear(
+                self._chats.follow(prompt, messages, tokens, said.tool_calls if self._offered.tools else ())
+            ):
                 return "limit"
             if self._has_functions:
                 draft.messages += messages
@@ -192,11 +188,11 @@ class Conversations:
 
     async def _answer(self, conversation: Conversation, draft: "_Draft", said: Said) -> list[JSON]:
         """Return the messages of the environment's answer to a turn; none ends the conversation."""
-        if said.tool_calls and self._tools:
+        if said.tool_calls and self._offered.tools:
             draft.have_calls.add(draft.record.num_turns)
             results = [await conversation.use(call.name, call.arguments) for call in said.tool_calls]
             return write_results(said.tool_calls, results)
-        heard = await conversation.step(said.content) if self._has_step else None
+        heard = await conversation.step(said.content) if self._offered.has_step else None
         return [] if heard is None else [{"role": "user", "content": heard}]
 
 
@@ -227,10 +223,6 @@ async def hold_all(
         # The first failure is the reason; it cancelled the others.
         raise group.exceptions[0] from None
     return [task.result() for task in held]
-
-
-def build_record(request: GroupRequest) -> ConversationRecord:
-    return ConversationRecord(np.asarray(request.prompt_tokens, dtype="<i4"), request.sampling)
 
 
 def build_row(prompt: wire.Prompt) -> dict[str, Any]:

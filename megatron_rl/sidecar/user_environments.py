@@ -16,7 +16,7 @@ from megatron_rl.environments import pool as environment_pool
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.environments.types import ON_ERROR_FLAG, Description
 from megatron_rl.errors import UsageError
-from megatron_rl.gateway.chats import NumberReader, NumberTexts, Texts, TokenizerTexts
+from megatron_rl.gateway.chats import NumberChats, NumberReader, TemplateChats
 from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.rewards.spec import parse_on_error
@@ -76,11 +76,11 @@ class EnvironmentRollouts(UserRollouts):
         self._pool = EnvironmentPool(settings.environment, processes)
         super().__init__(settings, self._pool, logs)
         self._offered: Description
-        self._texts: Texts
+        self._chats: TemplateChats | NumberChats
 
     async def start(self) -> None:
-        build_texts = asyncio.to_thread(_build_texts, self.settings)
-        self._offered, self._texts = await asyncio.gather(self._start_pool(), build_texts)
+        build = asyncio.to_thread(build_chats, self.settings)
+        self._offered, self._chats = await asyncio.gather(self._start_pool(), build)
 
     async def _start_pool(self) -> Description:
         offered = await self._pool.start()
@@ -88,17 +88,14 @@ class EnvironmentRollouts(UserRollouts):
         return offered
 
     async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
-        offered = self._offered
-        self._texts.offer(offered.tools)
+        self._chats.offer(self._offered.tools)
         return Conversations(
             engines,
             self._pool,
-            self._texts,
+            self._chats,
             self.on_error,
-            offered.has_reward,
-            offered.has_step,
-            offered.tools,
-            choose_reader(self._texts, offered, self.parsers),
+            self._offered,
+            choose_reader(self._chats, self._offered, self.parsers),
             EnvironmentClock(recorder),
             has_functions=bool(self.settings.reward.functions),
         )
@@ -129,9 +126,9 @@ def _build_parsers(rollout: RolloutConfig, model: Path | None, logs: Path) -> Vl
     return VllmReader(str(rollout.python or sys.executable), names, logs / _LOG_FILE)
 
 
-def choose_reader(texts: Texts, offered: Description, parsers: VllmReader | None) -> Reader:
+def choose_reader(chats: TemplateChats | NumberChats, offered: Description, parsers: VllmReader | None) -> Reader:
     """Choose the reader of turns with an environment that `check_offered` has let pass."""
-    if isinstance(texts, NumberTexts):
+    if isinstance(chats, NumberChats):
         return NumberReader() if offered.tools else PlainReader()
     return parsers or PlainReader()
 
@@ -144,14 +141,14 @@ def check_offered(offered: Description, settings: SidecarSettings) -> None:
     if not offered.tools or rollout.engine == "scripted" or rollout.tool_parser is not None:
         return
     assert settings.hf_model is not None
-    known = suggest_parser(TokenizerTexts.load(str(settings.hf_model)).template)
+    known = suggest_parser(TemplateChats.load(str(settings.hf_model)).template)
     raise UsageError(
         f"{offered.name} has tools ({', '.join(tool['function']['name'] for tool in offered.tools)}), and "
         f"{TOOL_FLAG} is missing: write {known or 'the name of the parser that vLLM has for this model'}"
     )
 
 
-def _build_texts(settings: SidecarSettings) -> Texts:
+def build_chats(settings: SidecarSettings) -> TemplateChats | NumberChats:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
-        return NumberTexts()
-    return TokenizerTexts.load(str(settings.hf_model))
+        return NumberChats()
+    return TemplateChats.load(str(settings.hf_model))

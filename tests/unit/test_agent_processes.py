@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import venv
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway import processes
 from megatron_rl.gateway.processes import list_children
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts
-from megatron_rl.sidecar.engines import GroupRequest
-from tests.reward_pools import leftovers
-from tests.unit.test_agents import World, acting
+from tests.agents import World, acting
+from tests.reward_pools import in_event_loop, wait_until
 
 NUM_ROLLOUTS = 32
 # Seconds that no other program on this host sleeps.
@@ -72,12 +69,8 @@ def act_in_processes(base_url, api_key, model, word):
 
 async def act(world: World, number: int, **columns: Any) -> wire.Response:
     """Have one rollout, whose word follows from its number."""
-    rollouts = AgentRollouts(world.engines, world.opening.agents, world.gateway, None, ())
-    terms = wire.Sampling(max_tokens=30, max_turns=4)
-    row = {"word": FIRST_WORD + number, **columns}
-    prompt = wire.Prompt(index=number, row=f"rows:{number}", tokens=b"", text="7", columns=row)
-    (held,) = await rollouts.hold_group(GroupRequest(f"{number}", (7,), 1, number, terms, prompt=number), prompt)
-    return held.response
+    (response,) = await world.act(number, word=FIRST_WORD + number, **columns)
+    return response
 
 
 def check_words(world: World) -> None:
@@ -96,29 +89,26 @@ def check_words(world: World) -> None:
         *[pytest.param(f"act_{how}", marks=pytest.mark.each_change) for how in ("alone", "in_threads", "in_processes")],
     ],
 )
-def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_alone(tmp_path: Path, name: str) -> None:
-    async def run() -> None:
-        async with acting(tmp_path, name, AGENT) as world:
-            responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
-            assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
-            check_words(world)
+@in_event_loop
+async def test_rollouts_whose_clients_read_the_environment_hold_their_own_words_alone(
+    tmp_path: Path, name: str
+) -> None:
+    async with acting(tmp_path, AGENT, name) as world:
+        responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
+        assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
+        check_words(world)
 
-    asyncio.run(run())
-    assert not leftovers()
 
-
-def test_the_process_of_a_rollout_has_three_mebibytes_of_its_own_at_most(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with (
-            acting(tmp_path, "act_alone", AGENT) as world,
-            world.opening.agents._pool.hold({"word": 7}, 1) as rollout,
-        ):
-            lines = Path(f"/proc/{rollout.process}/smaps_rollup").read_text().splitlines()
-            private = [int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
-            assert len(private) == 2
-            assert 0 < sum(private) < 3 << 10
-
-    asyncio.run(run())
+@in_event_loop
+async def test_the_process_of_a_rollout_has_three_mebibytes_of_its_own_at_most(tmp_path: Path) -> None:
+    async with (
+        acting(tmp_path, AGENT, "act_alone") as world,
+        world.agents.hold({"word": 7}, 1) as rollout,
+    ):
+        lines = Path(f"/proc/{rollout.process}/smaps_rollup").read_text().splitlines()
+        private = [int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))]
+        assert len(private) == 2
+        assert 0 < sum(private) < 3 << 10
 
 
 # Calls the policy with nothing but Python's own packages.
@@ -137,7 +127,8 @@ def ask(key=None, **headers):
 """
 
 
-def test_agents_run_in_the_python_of_another_environment(tmp_path: Path) -> None:
+@in_event_loop
+async def test_agents_run_in_the_python_of_another_environment(tmp_path: Path) -> None:
     venv.create(tmp_path / "other", with_pip=False, symlinks=True)
     (packages,) = (tmp_path / "other").glob("lib/python*/site-packages")
     (packages / "only_there.py").write_text("WORDS = 3")
@@ -154,14 +145,11 @@ def act(base_url, api_key, model, word):
     return {{"words": only_there.WORDS, "tool": int(said), "foreign": len(foreign)}}
 """
 
-    async def run() -> None:
-        python = tmp_path / "other" / "bin" / "python"
-        async with acting(tmp_path, "act", text, agent_python=python) as world:
-            response = await act(world, 0)
-            assert response.components == {"words": 3, "tool": 4, "foreign": 0}
-            assert str(python) in world.opening.agents.identity
-
-    asyncio.run(run())
+    python = tmp_path / "other" / "bin" / "python"
+    async with acting(tmp_path, text, agent_python=python) as world:
+        response = await act(world, 0)
+        assert response.components == {"words": 3, "tool": 4, "foreign": 0}
+        assert str(python) in world.agents.identity
 
 
 @pytest.mark.parametrize(
@@ -180,7 +168,8 @@ def test_a_python_that_agents_cannot_run_in_is_refused_by_name(tmp_path: Path, p
         Interpreter.ask(python, AGENT_PYTHON_FLAG)
 
 
-def test_clients_that_the_agents_file_makes_call_for_the_rollout_of_their_process(tmp_path: Path) -> None:
+@in_event_loop
+async def test_clients_that_the_agents_file_makes_call_for_the_rollout_of_their_process(tmp_path: Path) -> None:
     text = f"""{BARE_AGENT}
 import openai
 CLIENT = openai.OpenAI()
@@ -190,16 +179,14 @@ def act(base_url, api_key, model, word):
     return float(all(CLIENT.chat.completions.create(model=model, messages=messages).choices for _ in range(2)))
 """
 
-    async def run() -> None:
-        async with acting(tmp_path, "act", text) as world:
-            responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
-            assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
-            check_words(world)
-
-    asyncio.run(run())
+    async with acting(tmp_path, text) as world:
+        responses = await asyncio.gather(*[act(world, number) for number in range(NUM_ROLLOUTS)])
+        assert [response.reward for response in responses] == [1.0] * NUM_ROLLOUTS
+        check_words(world)
 
 
-def test_rollouts_act_at_once_though_none_connects_in_its_own_process(tmp_path: Path) -> None:
+@in_event_loop
+async def test_rollouts_act_at_once_though_none_connects_in_its_own_process(tmp_path: Path) -> None:
     text = f'''{BARE_AGENT}
 from pathlib import Path
 
@@ -211,33 +198,28 @@ def act(base_url, api_key, model, word):
     return 1.0
 '''
 
-    async def run() -> None:
-        async with acting(tmp_path, "act", text) as world:
-            responses = await asyncio.gather(*[act(world, number) for number in range(4)])
-            assert [response.reward for response in responses] == [1.0] * 4
-
-    asyncio.run(run())
+    async with acting(tmp_path, text) as world:
+        responses = await asyncio.gather(*[act(world, number) for number in range(4)])
+        assert [response.reward for response in responses] == [1.0] * 4
 
 
-def test_rollouts_of_a_worker_that_is_stuck_begin_again_in_another_one(tmp_path: Path) -> None:
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        read_clock, hours = loop.time, [0]
-        loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
-        async with acting(tmp_path, "act_alone", AGENT, agent_timeout=1e9) as world:
-            (worker,) = world.opening.agents._pool._processes
-            os.kill(worker._pid, signal.SIGSTOP)
-            acting_one = asyncio.create_task(act(world, 0))
-            await wait_until(lambda: worker._waiting)
-            hours[0] += 1
-            assert (await acting_one).reward == 1.0
-            await wait_until(lambda: not worker.is_alive)
-
-    asyncio.run(run())
-    assert not leftovers()
+@in_event_loop
+async def test_rollouts_of_a_worker_that_is_stuck_begin_again_in_another_one(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    read_clock, hours = loop.time, [0]
+    loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
+    async with acting(tmp_path, AGENT, "act_alone", agent_timeout=1e9) as world:
+        (worker,) = world.agents._processes
+        os.kill(worker._pid, signal.SIGSTOP)
+        acting_one = asyncio.create_task(act(world, 0))
+        await wait_until(lambda: worker._waiting)
+        hours[0] += 1
+        assert (await acting_one).reward == 1.0
+        await wait_until(lambda: not worker.is_alive)
 
 
-def test_numpys_generator_is_seeded_in_the_first_rollout_of_a_worker_too(tmp_path: Path) -> None:
+@in_event_loop
+async def test_numpys_generator_is_seeded_in_the_first_rollout_of_a_worker_too(tmp_path: Path) -> None:
     text = f"""{BARE_AGENT}
 def act(base_url, api_key, model, word, seed):
     ask()
@@ -245,12 +227,9 @@ def act(base_url, api_key, model, word, seed):
     return {{"drawn": numpy.random.rand(), "expected": numpy.random.RandomState(seed % 2**32).rand()}}
 """
 
-    async def run() -> None:
-        async with acting(tmp_path, "act", text) as world:
-            components = (await act(world, 0)).components
-            assert components["drawn"] == components["expected"]
-
-    asyncio.run(run())
+    async with acting(tmp_path, text) as world:
+        components = (await act(world, 0)).components
+        assert components["drawn"] == components["expected"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +240,8 @@ def act(base_url, api_key, model, word, seed):
         ("os.kill(os.getpid(), 40)", "was killed by signal 40"),
     ],
 )
-def test_a_rollouts_end_is_noticed_though_a_module_blocks_the_signal_of_it(
+@in_event_loop
+async def test_a_rollouts_end_is_noticed_though_a_module_blocks_the_signal_of_it(
     tmp_path: Path, end: str, reason: str
 ) -> None:
     text = f"""{BARE_AGENT}
@@ -273,40 +253,33 @@ def act(base_url, api_key, model, word):
     {end}
 """
 
-    async def run() -> None:
-        async with acting(tmp_path, "act", text) as world:
-            with pytest.raises(MegatronRLError, match=f"its process {reason}"):
-                await act(world, 0)
-
-    asyncio.run(run())
+    async with acting(tmp_path, text) as world:
+        with pytest.raises(MegatronRLError, match=f"its process {reason}"):
+            await act(world, 0, on_error=None)
 
 
-def test_a_process_that_is_not_the_workers_child_outlives_the_end_of_a_rollout(tmp_path: Path) -> None:
-    async def run() -> None:
-        stranger = await asyncio.create_subprocess_exec("sleep", MARK)
-        try:
-            async with acting(tmp_path, "act_alone", AGENT) as world:
-                world.opening.agents._pool._processes[0].end_process(stranger.pid)
-                assert (await act(world, 0)).reward == 1.0
-        finally:
-            stranger.terminate()
-        assert await stranger.wait() == -signal.SIGTERM
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_process_that_is_not_the_workers_child_outlives_the_end_of_a_rollout(tmp_path: Path) -> None:
+    stranger = await asyncio.create_subprocess_exec("sleep", MARK)
+    try:
+        async with acting(tmp_path, AGENT, "act_alone") as world:
+            world.agents._processes[0].end_process(stranger.pid)
+            assert (await act(world, 0)).reward == 1.0
+    finally:
+        stranger.terminate()
+    assert await stranger.wait() == -signal.SIGTERM
 
 
-def test_callers_are_unknown_where_the_kernel_finds_no_connections(tmp_path: Path, monkeypatch) -> None:
+@in_event_loop
+async def test_callers_are_unknown_where_the_kernel_finds_no_connections(tmp_path: Path, monkeypatch) -> None:
     assert not processes.find_unknown()
     # No connection of this test is DCCP's: the kernel answers as one does that cannot find those of TCP.
     monkeypatch.setattr(processes, "_PROTOCOL", 33)
     assert "CONFIG_INET_TCP_DIAG" in processes.find_unknown()[processes.CALLERS]
 
-    async def run() -> None:
-        async with acting(tmp_path, "act_alone", AGENT) as world:
-            assert processes.CALLERS in world.opening.agents._pool.missing
-            assert (await act(world, 0)).reward == 1.0
-
-    asyncio.run(run())
+    async with acting(tmp_path, AGENT, "act_alone") as world:
+        assert processes.CALLERS in world.agents.missing
+        assert (await act(world, 0)).reward == 1.0
 
 
 def test_a_client_on_loopback_that_is_not_found_has_left() -> None:
@@ -315,18 +288,16 @@ def test_a_client_on_loopback_that_is_not_found_has_left() -> None:
         assert processes.find_socket(server.getsockname(), ("192.0.2.1", 1)) is None
 
 
-def test_children_of_rollouts_may_call_where_the_kernel_lists_no_children(tmp_path: Path, monkeypatch) -> None:
+@in_event_loop
+async def test_children_of_rollouts_may_call_where_the_kernel_lists_no_children(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(processes, "list_children", lambda pid: [])
 
-    async def run() -> None:
-        async with acting(tmp_path, "act_in_processes", AGENT) as world:
-            assert (await act(world, 0)).reward == 1.0
-
-    asyncio.run(run())
-    assert not leftovers()
+    async with acting(tmp_path, AGENT, "act_in_processes") as world:
+        assert (await act(world, 0)).reward == 1.0
 
 
-def test_a_call_with_the_key_of_another_rollout_is_refused_and_ends_the_run(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_call_with_the_key_of_another_rollout_is_refused_and_ends_the_run(tmp_path: Path) -> None:
     text = f'''{BARE_AGENT}
 from pathlib import Path
 
@@ -342,21 +313,19 @@ def act(base_url, api_key, model, word, is_thief):
     raise RuntimeError(subprocess.run([sys.executable, "-c", program, key.read_text()], cwd="{tmp_path}").returncode)
 '''
 
-    async def run() -> None:
-        async with acting(tmp_path, "act", text) as world:
-            robbed = asyncio.create_task(act(world, 0, is_thief=False))
-            thief = asyncio.create_task(act(world, 1, is_thief=True))
-            with pytest.raises(MegatronRLError, match="another process called with this rollout's key"):
-                await robbed
-            with pytest.raises(MegatronRLError, match="RuntimeError"):
-                await thief
-            # Nothing was sampled for the call.
-            assert len(world.engines.requests) == 2
-
-    asyncio.run(run())
+    async with acting(tmp_path, text) as world:
+        robbed = asyncio.create_task(act(world, 0, is_thief=False))
+        thief = asyncio.create_task(act(world, 1, is_thief=True))
+        with pytest.raises(MegatronRLError, match="another process called with this rollout's key"):
+            await robbed
+        with pytest.raises(MegatronRLError, match="RuntimeError"):
+            await thief
+        # Nothing was sampled for the call.
+        assert len(world.engines.requests) == 2
 
 
-def test_the_processes_of_a_rollout_end_with_it_however_it_ends(tmp_path: Path) -> None:
+@in_event_loop
+async def test_the_processes_of_a_rollout_end_with_it_however_it_ends(tmp_path: Path) -> None:
     text = f'''{BARE_AGENT}
 import signal
 from pathlib import Path
@@ -375,32 +344,21 @@ def act(base_url, api_key, model, word, how):
     return 1.0
 '''
 
-    async def run() -> None:
-        async with acting(tmp_path, "act", text, on_error=-1.0) as world:
-            (worker,) = world.opening.agents._pool._processes
-            for how in ("return", "raise", "exit", "killed", "wait"):
-                acting_one = asyncio.create_task(act(world, 0, how=how))
-                if how == "wait":
-                    while len(find_marked()) < 3:
-                        await asyncio.sleep(0.01)
-                    acting_one.cancel()
-                await asyncio.gather(acting_one, return_exceptions=True)
-                await wait_until(lambda: not find_marked())
-                await wait_until(lambda: not list_children(worker._pid))
-                assert not os.listdir(world.opening.agents._pool._scratch)
-            assert worker.is_alive
-
-    asyncio.run(run())
-    assert not leftovers()
+    async with acting(tmp_path, text, on_error=-1.0) as world:
+        (worker,) = world.agents._processes
+        for how in ("return", "raise", "exit", "killed", "wait"):
+            acting_one = asyncio.create_task(act(world, 0, how=how))
+            if how == "wait":
+                await wait_until(lambda: len(find_marked()) == 3)
+                acting_one.cancel()
+            await asyncio.gather(acting_one, return_exceptions=True)
+            await wait_until(lambda: not find_marked())
+            await wait_until(lambda: not list_children(worker._pid))
+            assert not os.listdir(world.agents._scratch)
+        assert worker.is_alive
 
 
 def find_marked() -> list[str]:
     """Find the processes that an agent of this test has started, those that have ended left out."""
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     return [line for line in lines if line == f"sleep {MARK}"]
-
-
-async def wait_until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(300):
-        while not holds():
-            await asyncio.sleep(0.01)

@@ -1,26 +1,21 @@
 """Agents in processes of their own: what they are given, what they may reach, how they fail, and what that ends."""
 
 import asyncio
-import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import MegatronRLError, UsageError
-from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
+from megatron_rl.sidecar.agent_rollouts import GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.tool_calls import PlainReader
-from tests.reward_pools import leftovers
-from tests.turns import make_turn
+from tests.agents import Engines, acting
+from tests.reward_pools import in_event_loop, wait_until
 
 AGENT = '''
 import asyncio, contextlib, http.client, json, os, time
@@ -73,188 +68,119 @@ def other(url): pass
 '''
 
 
-class Engines:
-    """Engines that say the length of what they heard, and the seed's last digits."""
-
-    def __init__(self) -> None:
-        self.requests: list[GroupRequest] = []
-        self.longest = 1000
-        """The length of the longest prompt that is answered."""
-
-    async def generate(self, request: GroupRequest) -> list[wire.Response]:
-        self.requests.append(request)
-        if len(request.prompt_tokens) > self.longest:
-            await asyncio.sleep(3600)
-        tokens = [len(request.prompt_tokens), request.seed % 50][: request.sampling.max_tokens]
-        return [make_turn(tokens, seed=request.seed, finish_reason="stop" if len(tokens) == 2 else "length")]
-
-
-class World:
-    """Agents with a gateway and engines."""
-
-    def __init__(self, opening: GatewayOpening, engines: Engines) -> None:
-        self.opening = opening
-        self.engines = engines
-        self.gateway = opening.build(NumberChats(), PlainReader(), reads_tools=False)
-
-    async def act(
-        self, task: str, size: int = 1, on_error: float | None = -1.0, functions: tuple[str, ...] = (), **sampling: Any
-    ) -> list[wire.Response]:
-        rollouts = AgentRollouts(self.engines, self.opening.agents, self.gateway, on_error, functions)
-        terms = wire.Sampling(**{"max_tokens": 30, "max_turns": 4, **sampling})
-        prompt = wire.Prompt(index=4, row="rows:4", tokens=b"", text="7 8", columns={"task": task, "size": size})
-        held = await rollouts.hold_group(GroupRequest("run-1-4", (7, 8), size, 100, terms, prompt=4), prompt)
-        return [one.response for one in held]
-
-
-@contextlib.asynccontextmanager
-async def acting(folder: Path, name: str = "act", text: str = AGENT, **changes: Any) -> AsyncIterator[World]:
-    """Start agents, each a call of this function of the text."""
-    file = folder / "agent.py"
-    file.write_text(text)
-    config = EnvironmentConfig(agent=f"{file}:{name}", **{"workers": 1, "agent_timeout": 300.0, **changes})
-    opening = GatewayOpening.open(config, PoolSettings(log=folder / "log"))
-    world = World(opening, Engines())
-    try:
-        await opening.agents.start()
-        async with opening.serve(world.gateway):
-            yield world
-    finally:
-        opening.listener.close()
-        await opening.agents.close()
+@in_event_loop
+async def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> None:
+    async with acting(tmp_path, AGENT) as world:
+        first, second = await world.act(size=2, task="parts", other="")
+        assert first.components == {"turns": 2.0, "seed": 0.0, "others": 2.0}
+        assert (first.reward, second.reward, first.seed, second.seed) == (4.0, 5.0, 100, 101)
+        tokens = wire.decode_tokens(first.tokens)
+        assert tokens[~mask_sampled(first)].tolist() == [20, 21]
+        assert (tokens[0], tokens[4], first.finish_reason) == (2, 6, "stop")
+        assert not first.branches
+        assert world.engines.requests[0].prompt_tokens == (7, 8)
+        for task in ("raise", "malformed", "text", "nan"):
+            (response,) = await world.act(task=task)
+            assert (response.finish_reason, response.reward) == ("failed", -1.0)
+            assert response.failure
+            assert response.components == {"agent": -1.0}
+            assert len(response.tokens) // 4 == 2
+            with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) failed: \S.*-on-error$"):
+                await world.act(task=task, on_error=None)
+        # A refusal at a limit never ends the run.
+        for on_error, reward in ((-1.0, -1.0), (None, 0.0)):
+            (response,) = await world.act(task="endless", on_error=on_error, sampling={"max_turns": 3})
+            assert (response.finish_reason, response.reward) == ("limit", reward)
+        (response,) = await world.act(task="finish", sampling={"max_tokens": 5})
+        assert (response.finish_reason, len(response.tokens) // 4, response.reward) == ("length", 5, 1.0)
+        # The call that comes last has said what another one was given, so the response has fewer tokens.
+        (response,) = await world.act(task="foreseen", sampling={"max_tokens": 4})
+        assert (response.finish_reason, len(response.tokens) // 4) == ("limit", 3)
+        (response,) = await world.act(task="none", functions=("exact",))
+        assert (response.reward, response.components) == (0.0, {})
+        # A function's values would take the place of the agent's.
+        (response,) = await world.act(task="parts", functions=("exact", "seed"))
+        assert (response.finish_reason, response.components) == ("failed", {"agent": -1.0})
+        assert response.failure == "returned a reward named seed, and --reward has a function seed: rename one"
+        for task, said in (
+            ("none", "returned None"),
+            ("mute", "left nothing to train on: it ended without a call"),
+            ("silent", r"agent of prompt 4 \(rows:4\) failed in each of 3 attempts: .*cannot begin.*; correct it$"),
+            ("refused", "its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
+        ):
+            with pytest.raises(MegatronRLError, match=said):
+                await world.act(task=task)
+        # Of an agent that takes a refusal for an end, too.
+        with pytest.raises(MegatronRLError, match="had no answer: this rollout may have 1 tokens"):
+            await world.act(task="caught", sampling={"max_tokens": 1})
+        assert (await world.act(task="finish"))[0].reward == 1.0
 
 
-def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with acting(tmp_path) as world:
-            first, second = await world.act("parts", size=2)
-            assert first.components == {"turns": 2.0, "seed": 0.0, "others": 2.0}
-            assert (first.reward, second.reward, first.seed, second.seed) == (4.0, 5.0, 100, 101)
-            tokens = wire.decode_tokens(first.tokens)
-            assert tokens[~mask_sampled(first)].tolist() == [20, 21]
-            assert (tokens[0], tokens[4], first.finish_reason) == (2, 6, "stop")
-            assert not first.branches
-            assert world.engines.requests[0].prompt_tokens == (7, 8)
-            for task in ("raise", "malformed", "text", "nan"):
-                (response,) = await world.act(task)
-                assert (response.finish_reason, response.reward) == ("failed", -1.0)
-                assert response.failure
-                assert response.components == {"agent": -1.0}
-                assert len(response.tokens) // 4 == 2
-                with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) failed: \S.*-on-error$"):
-                    await world.act(task, on_error=None)
-            # A refusal at a limit never ends the run.
-            for on_error, reward in ((-1.0, -1.0), (None, 0.0)):
-                (response,) = await world.act("endless", on_error=on_error, max_turns=3)
-                assert (response.finish_reason, response.reward) == ("limit", reward)
-            (response,) = await world.act("finish", max_tokens=5)
-            assert (response.finish_reason, len(response.tokens) // 4, response.reward) == ("length", 5, 1.0)
-            # The call that comes last has said what another one was given, so the response has fewer tokens.
-            (response,) = await world.act("foreseen", max_tokens=4)
-            assert (response.finish_reason, len(response.tokens) // 4) == ("limit", 3)
-            (response,) = await world.act("none", functions=("exact",))
-            assert (response.reward, response.components) == (0.0, {})
-            # A function's values would take the place of the agent's.
-            (response,) = await world.act("parts", functions=("exact", "seed"))
-            assert (response.finish_reason, response.components) == ("failed", {"agent": -1.0})
-            assert response.failure == "returned a reward named seed, and --reward has a function seed: rename one"
-            for task, said in (
-                ("none", "returned None"),
-                ("mute", "left nothing to train on: it ended without a call"),
-                ("silent", r"agent of prompt 4 \(rows:4\) failed in each of 3 attempts: .*cannot begin.*; correct it$"),
-                ("refused", "its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
-            ):
-                with pytest.raises(MegatronRLError, match=said):
-                    await world.act(task)
-            # Of an agent that takes a refusal for an end, too.
-            with pytest.raises(MegatronRLError, match="had no answer: this rollout may have 1 tokens"):
-                await world.act("caught", max_tokens=1)
-            assert (await world.act("finish"))[0].reward == 1.0
-
-    asyncio.run(run())
-    assert not leftovers()
+@in_event_loop
+async def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_not_its_own(
+    tmp_path: Path, caplog
+) -> None:
+    async with acting(tmp_path, AGENT) as world:
+        dying = asyncio.create_task(world.act(task="die"))
+        others = [asyncio.create_task(world.act(task="finish")) for _ in range(2)]
+        (response,) = await dying
+        assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
+        assert "its process ended with exit code 3: its reward is -1" in caplog.text
+        assert {(await other)[0].reward for other in others} == {1.0}
+        (worker,) = world.agents._processes
+        assert not worker.is_worn
+        # The rollouts of a worker that ends begin again in another one.
+        num_asked = len(world.engines.requests)
+        world.engines.longest = 2
+        waiting = asyncio.create_task(world.act(task="finish"))
+        await wait_until(lambda: len(world.engines.requests) >= num_asked + 2)
+        world.engines.longest = 1000
+        os.kill(worker._pid, signal.SIGKILL)
+        assert (await waiting)[0].reward == 1.0
+        assert world.agents._processes != [worker]
 
 
-def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_not_its_own(tmp_path: Path, caplog) -> None:
-    async def run() -> None:
-        async with acting(tmp_path) as world:
-            dying = asyncio.create_task(world.act("die"))
-            others = [asyncio.create_task(world.act("finish")) for _ in range(2)]
-            (response,) = await dying
-            assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
-            assert "its process ended with exit code 3: its reward is -1" in caplog.text
-            assert {(await other)[0].reward for other in others} == {1.0}
-            (worker,) = list_workers(world)
-            assert not worker.is_worn
-            # The rollouts of a worker that ends begin again in another one.
-            num_asked = len(world.engines.requests)
-            world.engines.longest = 2
-            waiting = asyncio.create_task(world.act("finish"))
-            await wait_for_requests(world, num_asked + 2)
-            world.engines.longest = 1000
-            os.kill(worker._pid, signal.SIGKILL)
-            assert (await waiting)[0].reward == 1.0
-            assert list_workers(world) != [worker]
+@in_event_loop
+async def test_the_time_in_which_calls_are_unanswered_is_not_the_agents(tmp_path: Path, caplog) -> None:
+    loop = asyncio.get_running_loop()
+    read_clock, hours = loop.time, [0]
+    loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
 
-    asyncio.run(run())
-    assert not leftovers()
+    async def generate(request: GroupRequest) -> list[wire.Response]:
+        # An engine is lost, and an hour goes by until another one answers.
+        hours[0] += 1
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return await Engines.generate(engines, request)
 
-
-def list_workers(world: World) -> list[Any]:
-    return world.opening.agents._pool._processes
-
-
-async def wait_for_requests(world: World, number: int) -> None:
-    while len(world.engines.requests) < number:
-        await asyncio.sleep(0.01)
-
-
-def test_the_time_in_which_calls_are_unanswered_is_not_the_agents(tmp_path: Path, caplog) -> None:
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        read_clock, hours = loop.time, [0]
-        loop.time = lambda: read_clock() + 3600 * hours[0]  # type: ignore[method-assign]
-
-        async def generate(request: GroupRequest) -> list[wire.Response]:
-            # An engine is lost, and an hour goes by until another one answers.
+    async with acting(tmp_path, AGENT, agent_timeout=1800.0, concurrency=1) as world:
+        engines, world.engines.generate = world.engines, generate  # type: ignore[method-assign]
+        # One of them waits for its place.
+        assert [response.reward for response in await world.act(task="finish", size=2)] == [1.0, 1.0]
+        hanging = asyncio.create_task(world.act(task="hang"))
+        await wait_until(lambda: len(world.engines.requests) >= 5)
+        # Its call is answered, once it counts.
+        while world.gateway.status()["gateway_rollouts"]:
             hours[0] += 1
-            for _ in range(100):
-                await asyncio.sleep(0)
-            return await Engines.generate(engines, request)
-
-        async with acting(tmp_path, agent_timeout=1800.0, concurrency=1) as world:
-            engines, world.engines.generate = world.engines, generate  # type: ignore[method-assign]
-            # One of them waits for its place.
-            assert [response.reward for response in await world.act("finish", size=2)] == [1.0, 1.0]
-            hanging = asyncio.create_task(world.act("hang"))
-            await wait_for_requests(world, 5)
-            # Its call is answered, once it counts.
-            while world.gateway.status()["gateway_rollouts"]:
-                hours[0] += 1
-                await asyncio.sleep(0.01)
-            (response,) = await hanging
-            assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
-            assert "used more than 1800 seconds of its own: its reward is -1" in caplog.text
-
-    asyncio.run(run())
+            await asyncio.sleep(0.01)
+        (response,) = await hanging
+        assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
+        assert "used more than 1800 seconds of its own: its reward is -1" in caplog.text
 
 
-def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with acting(tmp_path) as world:
-            hanging = asyncio.create_task(world.act("stubborn", size=2))
-            await wait_for_requests(world, 2)
-            hanging.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await hanging
-            assert world.gateway.status()["gateway_rollouts"] == 0
-            (worker,) = list_workers(world)
-            assert not worker.num_open
-            assert not worker.is_worn
-            assert (await world.act("finish"))[0].reward == 1.0
-
-    asyncio.run(run())
-    assert not leftovers()
+@in_event_loop
+async def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tmp_path: Path) -> None:
+    async with acting(tmp_path, AGENT) as world:
+        hanging = asyncio.create_task(world.act(task="stubborn", size=2))
+        await wait_until(lambda: len(world.engines.requests) >= 2)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert world.gateway.status()["gateway_rollouts"] == 0
+        (worker,) = world.agents._processes
+        assert not worker.num_open
+        assert not worker.is_worn
+        assert (await world.act(task="finish"))[0].reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -262,12 +188,10 @@ def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tmp_path
     [("other", r"other of .*: an agent has the parameters base_url, api_key and model, and base_url is missing"),
      ("none_such", "has no class or function none_such")],
 )  # fmt: skip
-def test_a_function_that_cannot_act_is_refused_by_name(tmp_path: Path, name: str, said: str) -> None:
-    async def run() -> None:
-        with pytest.raises(UsageError, match=f"--rollout-agent: .*{said}"):
-            async with acting(tmp_path, name):
-                raise AssertionError("it started")
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_function_that_cannot_act_is_refused_by_name(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=f"--rollout-agent: .*{said}"):
+        async with acting(tmp_path, AGENT, name):
+            raise AssertionError("it started")
     with pytest.raises(UsageError, match=r"write --rollout-agent FILE\.py:FUNCTION"):
         GatewayOpening.open(EnvironmentConfig(agent="agent.py"), PoolSettings())

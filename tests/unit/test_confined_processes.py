@@ -22,7 +22,7 @@ from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.gateway.agents import AgentProcess
 from megatron_rl.rewards.types import RewardSpec
-from tests.reward_pools import leftovers, started
+from tests.reward_pools import in_event_loop, leftovers, started, wait_until
 
 # Seconds that no other program on this host sleeps.
 MARK = f"601.{os.getpid()}"
@@ -142,26 +142,24 @@ async def call(kind: Kind, pool: ConfinedPool, how: str, timeout: float = 300) -
         return await kind.call(process, how, timeout)
 
 
-def test_a_call_is_answered_and_all_that_is_printed_goes_to_the_log(kind: Kind, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with started(build(kind, tmp_path)) as pool:
-            assert await call(kind, pool, "say") == kind.answer
-            assert await call(kind, pool, "print") == kind.answer
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_call_is_answered_and_all_that_is_printed_goes_to_the_log(kind: Kind, tmp_path: Path) -> None:
+    async with started(build(kind, tmp_path)) as pool:
+        assert await call(kind, pool, "say") == kind.answer
+        assert await call(kind, pool, "print") == kind.answer
     assert sorted((tmp_path / "log").read_text().split()) == ["echoed", "printed"]
 
 
-def test_an_error_is_described_with_line_and_cause_and_its_traceback_is_in_the_log(kind: Kind, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with started(build(kind, tmp_path)) as pool:
-            with pytest.raises(CallFailed) as failed:
-                await call(kind, pool, "raise")
-            file = tmp_path / "code.py"
-            assert str(failed.value) == f"RuntimeError: no such move; caused by KeyError: 'lost' ({file}:11)"
-            assert await call(kind, pool, "say") == kind.answer
-
-    asyncio.run(run())
+@in_event_loop
+async def test_an_error_is_described_with_line_and_cause_and_its_traceback_is_in_the_log(
+    kind: Kind, tmp_path: Path
+) -> None:
+    async with started(build(kind, tmp_path)) as pool:
+        with pytest.raises(CallFailed) as failed:
+            await call(kind, pool, "raise")
+        file = tmp_path / "code.py"
+        assert str(failed.value) == f"RuntimeError: no such move; caused by KeyError: 'lost' ({file}:11)"
+        assert await call(kind, pool, "say") == kind.answer
     log = (tmp_path / "log").read_text()
     assert 'code.py", line 11, in do' in log
     assert "direct cause" in log
@@ -176,53 +174,47 @@ def test_an_error_is_described_with_line_and_cause_and_its_traceback_is_in_the_l
         ("lock", r"did not answer \w+ within 0.5 seconds"),
     ],
 )
-def test_a_call_that_ends_its_process_or_never_ends_fails_by_name_and_the_next_is_answered(
+@in_event_loop
+async def test_a_call_that_ends_its_process_or_never_ends_fails_by_name_and_the_next_is_answered(
     kind: Kind, tmp_path: Path, how: str, reason: str
 ) -> None:
-    async def run() -> None:
-        async with started(build(kind, tmp_path)) as pool:
-            # What is read is the text of the start, also in processes that start later.
-            (tmp_path / "code.py").write_text("")
-            with pytest.raises(CallFailed, match=reason):
-                await call(kind, pool, how, 300 if how == "die" else 0.5)
-            assert await call(kind, pool, "say") == kind.answer
+    async with started(build(kind, tmp_path)) as pool:
+        # What is read is the text of the start, also in processes that start later.
+        (tmp_path / "code.py").write_text("")
+        (process,) = pool._processes
+        with pytest.raises(CallFailed, match=reason):
+            await call(kind, pool, how, 300 if how == "die" else 0.5)
+        assert await call(kind, pool, "say") == kind.answer
+        # Also if other threads of the process could still answer.
+        assert process not in pool._processes
 
-    asyncio.run(run())
 
-
-def test_an_answer_that_is_none_ends_the_process_and_calls_after_the_end_fail(kind: Kind, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with started(build(kind, tmp_path)) as pool, pool.lend() as process:
-            calling = asyncio.create_task(kind.call(process, "hang", 300))
-            while not process._waiting:
-                await asyncio.sleep(0.01)
-            process._process.stdout.feed_data(b"{}\n")
-            with pytest.raises(CallFailed, match="something in its process wrote into the channel of the answers"):
-                await calling
-            with pytest.raises(CallFailed, match="wrote into the channel"):
-                await process.call("say", 1.0)
-
-    asyncio.run(run())
+@in_event_loop
+async def test_an_answer_that_is_none_ends_the_process_and_calls_after_the_end_fail(kind: Kind, tmp_path: Path) -> None:
+    async with started(build(kind, tmp_path)) as pool, pool.lend() as process:
+        calling = asyncio.create_task(kind.call(process, "hang", 300))
+        await wait_until(lambda: process._waiting)
+        process._process.stdout.feed_data(b"{}\n")
+        with pytest.raises(CallFailed, match="something in its process wrote into the channel of the answers"):
+            await calling
+        with pytest.raises(CallFailed, match="wrote into the channel"):
+            await process.call("say", 1.0)
 
 
 @pytest.mark.parametrize("namespace", [True, False])
-def test_all_that_was_started_ends_with_the_pool_and_calls_that_wait_fail(
+@in_event_loop
+async def test_all_that_was_started_ends_with_the_pool_and_calls_that_wait_fail(
     kind: Kind, tmp_path: Path, namespace: bool
 ) -> None:
-    async def run() -> None:
-        async with started(build(kind, tmp_path, namespace=namespace)) as pool:
-            calling = asyncio.create_task(call(kind, pool, f"leave {MARK}"))
-            while len(leftovers(f"sleep {MARK}", 0)) < 2 and not calling.done():
-                await asyncio.sleep(0.01)
-            assert await calling == kind.answer
-            waiting = asyncio.create_task(call(kind, pool, "hang"))
-            while not pool._processes[0]._waiting:
-                await asyncio.sleep(0.01)
-        assert leftovers(f"sleep {MARK}") == []
-        with pytest.raises(CallFailed, match="its process was ended"):
-            await waiting
-
-    asyncio.run(run())
+    async with started(build(kind, tmp_path, namespace=namespace)) as pool:
+        calling = asyncio.create_task(call(kind, pool, f"leave {MARK}"))
+        await wait_until(lambda: len(leftovers(f"sleep {MARK}", 0)) == 2 or calling.done())
+        assert await calling == kind.answer
+        waiting = asyncio.create_task(call(kind, pool, "hang"))
+        await wait_until(lambda: pool._processes[0]._waiting)
+    assert leftovers(f"sleep {MARK}") == []
+    with pytest.raises(CallFailed, match="its process was ended"):
+        await waiting
 
 
 @pytest.mark.parametrize("namespace", [True, False])
@@ -235,8 +227,7 @@ def test_nothing_outlives_a_parent_that_is_killed(kind: Kind, tmp_path: Path, na
         await pool.start()
         async with pool.lend() as process:
             calling = asyncio.create_task(kind.call(process, f"leave and hang {MARK}", 300))
-            while not leftovers(f"sleep {MARK}", 0):
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: leftovers(f"sleep {MARK}", 0))
             os.kill(os.getpid(), signal.SIGKILL)
             await calling
 
@@ -249,18 +240,16 @@ def test_nothing_outlives_a_parent_that_is_killed(kind: Kind, tmp_path: Path, na
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_with_ports_no_other_can_be_reached(kind: Kind, tmp_path: Path) -> None:
+@in_event_loop
+async def test_with_ports_no_other_can_be_reached(kind: Kind, tmp_path: Path) -> None:
     if landlock_version() < 4:
         pytest.skip("this kernel lacks Landlock for TCP ports, which Linux has from 6.7 on")
 
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as allowed, socket.create_server(("127.0.0.1", 0)) as other:
-            async with started(build(kind, tmp_path, ports=(allowed.getsockname()[1],))) as pool:
-                assert await call(kind, pool, f"connect {allowed.getsockname()[1]}") == kind.answer
-                with pytest.raises(CallFailed, match="PermissionError"):
-                    await call(kind, pool, f"connect {other.getsockname()[1]}")
-
-    asyncio.run(run())
+    with socket.create_server(("127.0.0.1", 0)) as allowed, socket.create_server(("127.0.0.1", 0)) as other:
+        async with started(build(kind, tmp_path, ports=(allowed.getsockname()[1],))) as pool:
+            assert await call(kind, pool, f"connect {allowed.getsockname()[1]}") == kind.answer
+            with pytest.raises(CallFailed, match="PermissionError"):
+                await call(kind, pool, f"connect {other.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Reward functions next to environments and agents: they judge what the policy said, its last turn as the answer."""
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,19 @@ import transformers
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.gateway.chats import TemplateChats, TokenizerTexts
+from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.chat import build_decoder
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.conversations import Conversations
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, PoolScorer
-from megatron_rl.tool_calls import PlainReader, Said, ToolCall
+from megatron_rl.tool_calls import Said, ToolCall
 from tests import chat_models
+from tests.agents import acting
+from tests.reward_pools import in_event_loop
 from tests.turns import make_turn
 
 END = "<|im_end|>"
@@ -89,18 +88,18 @@ class Engines:
     max_in_flight = 8
 
     def __init__(self, tokenizer: Any, answers: dict[str, str]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._answers = answers
         self.num_sampled = 0
 
     async def generate(self, request: GroupRequest) -> list[wire.Response]:
-        asked = self._tokenizer.decode(list(request.prompt_tokens))
+        asked = self.tokenizer.decode(list(request.prompt_tokens))
         text = next(
             answer for end, answer in self._answers.items() if asked.endswith(f"{end}{END}\n<|im_start|>assistant\n")
         )
         while "late" in text and self.num_sampled == 0:
             await asyncio.sleep(0.01)
-        tokens = [*self._tokenizer.encode(text), chat_models.find(END)]
+        tokens = [*self.tokenizer.encode(text), chat_models.find(END)]
         self.num_sampled += len(tokens)
         return [make_turn(tokens, seed=request.seed)]
 
@@ -109,10 +108,10 @@ async def judge(
     folder: Path, engines: Engines, holder: GroupHolder, specs: list[str], text: Any, **columns: Any
 ) -> wire.Response:
     """Make a group of one response, and have real functions score it."""
-    pool = RewardPool(parse_specs(specs), PoolSettings(num_workers=1, log=folder / "log"))
+    pool = RewardPool(parse_specs(specs), PoolSettings(num_workers=1, log=folder / "rewards.log"))
     await pool.start()
     try:
-        tokens = wire.encode_tokens(engines._tokenizer.encode(f"<|im_start|>user\n{QUESTION}"))
+        tokens = wire.encode_tokens(engines.tokenizer.encode(f"<|im_start|>user\n{QUESTION}"))
         prompt = wire.Prompt(index=0, row="row:0", tokens=tokens, text=text, columns=columns)
         evaluation = wire.Evaluation(
             run="run", version=1, fingerprint="w", prompts=[prompt], group_size=1, deadline_seconds=300.0,
@@ -128,24 +127,14 @@ async def judge(
 
 
 def read_seen(folder: Path) -> list[Any]:
-    (line,) = [line for line in (folder / "log").read_text().splitlines() if line.startswith("SEEN ")]
+    (line,) = [line for line in (folder / "rewards.log").read_text().splitlines() if line.startswith("SEEN ")]
     seen: list[Any] = json.loads(line.removeprefix("SEEN "))
     return seen
 
 
-@contextlib.asynccontextmanager
-async def acting(folder: Path, engines: Engines) -> AsyncIterator[AgentRollouts]:
-    (folder / "agent.py").write_text(AGENT)
-    config = EnvironmentConfig(agent=f"{folder / 'agent.py'}:act", workers=1)
-    opening = GatewayOpening.open(config, PoolSettings(log=folder / "agents"))
-    gateway = opening.build(TemplateChats(engines._tokenizer), PlainReader(), reads_tools=False)
-    try:
-        await opening.agents.start()
-        async with opening.serve(gateway):
-            yield AgentRollouts(engines, opening.agents, gateway, None, ["gsm8k"])
-    finally:
-        opening.listener.close()
-        await opening.agents.close()
+async def judge_agent(folder: Path, engines: Engines, specs: list[str], text: Any, **columns: Any) -> wire.Response:
+    async with acting(folder, AGENT, engines=engines, chats=TemplateChats(engines.tokenizer)) as world:
+        return await judge(folder, engines, world.build_rollouts(None, ["gsm8k"]), specs, text, **columns)
 
 
 @pytest.fixture
@@ -166,18 +155,14 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_last_turn_of_an_agent_is_judged_though_its_helpers_branch_is_laid_out_after_it(
+@in_event_loop
+async def test_the_last_turn_of_an_agent_is_judged_though_its_helpers_branch_is_laid_out_after_it(
     folder: Path, is_chat: bool
 ) -> None:
     engines = Engines(load(folder), ANSWERS)
     text = [{"role": "user", "content": QUESTION}] if is_chat else QUESTION
-
-    async def run() -> wire.Response:
-        async with acting(folder, engines) as holder:
-            specs = ["gsm8k", "length:1,1000", f"{folder / 'reward.py'}:seen"]
-            return await judge(folder, engines, holder, specs, text, answer="50", task="ask", question=QUESTION)
-
-    response = asyncio.run(run())
+    specs = ["gsm8k", "length:1,1000", f"{folder / 'reward.py'}:seen"]
+    response = await judge_agent(folder, engines, specs, text, answer="50", task="ask", question=QUESTION)
     assert response.branches
     assert response.components["gsm8k"] == 1.0
     assert response.components["length"] == pytest.approx(-(engines.num_sampled - 1) / 1000)
@@ -190,17 +175,12 @@ def test_the_last_turn_of_an_agent_is_judged_though_its_helpers_branch_is_laid_o
 
 
 @pytest.mark.parametrize(("task", "said"), [("shortened", "50."), ("parallel", "late")])
-def test_messages_of_an_agents_last_chat_begin_with_the_first_that_the_policy_said_in_it(
+@in_event_loop
+async def test_messages_of_an_agents_last_chat_begin_with_the_first_that_the_policy_said_in_it(
     folder: Path, task: str, said: str
 ) -> None:
-    engines = Engines(load(folder), ANSWERS)
-
-    async def run() -> None:
-        async with acting(folder, engines) as holder:
-            text = [{"role": "user", "content": QUESTION}]
-            await judge(folder, engines, holder, [f"{folder / 'reward.py'}:seen"], text, task=task, question=QUESTION)
-
-    asyncio.run(run())
+    specs, text = [f"{folder / 'reward.py'}:seen"], [{"role": "user", "content": QUESTION}]
+    await judge_agent(folder, Engines(load(folder), ANSWERS), specs, text, task=task, question=QUESTION)
     # The chat quotes an earlier answer after another question: there it is the agent's.
     assert read_seen(folder)[1] == [{"role": "assistant", "content": said}]
 
@@ -216,24 +196,23 @@ async def judge_environment(
     folder: Path, name: str, specs: list[str], answers: dict[str, str], text: Any
 ) -> tuple[wire.Response, Engines]:
     (folder / "told.py").write_text(ENVIRONMENT)
-    engines, texts = Engines(load(folder), answers), TokenizerTexts.load(str(folder))
+    engines, chats = Engines(load(folder), answers), TemplateChats.load(str(folder))
     environments = EnvironmentPool(EnvironmentConfig(source=f"{folder / 'told.py'}:{name}", workers=1), PoolSettings())
     offered = await environments.start()
-    holder = Conversations(
-        engines, environments, texts, None, True, offered.has_step, offered.tools, Caller(), None, True
-    )
-    texts.check_prompt = lambda prompt: None  # type: ignore[method-assign]
+    holder = Conversations(engines, environments, chats, None, offered, Caller(), has_functions=True)
+    chats.check_prompt = lambda prompt: None  # type: ignore[method-assign]
     try:
         return await judge(folder, engines, holder, specs, text, answer="50"), engines
     finally:
         await environments.close()
 
 
-def test_what_an_environment_says_earns_the_policy_nothing(folder: Path) -> None:
+@in_event_loop
+async def test_what_an_environment_says_earns_the_policy_nothing(folder: Path) -> None:
     answers = {f"{QUESTION} Do not say #### 50.": "51", "it is #### 50.": "Still 52."}
     chat = [{"role": "user", "content": QUESTION}]
     specs = ["gsm8k", "length:1,1000", f"{folder / 'reward.py'}:seen"]
-    response, engines = asyncio.run(judge_environment(folder, "Told", specs, answers, chat))
+    response, engines = await judge_environment(folder, "Told", specs, answers, chat)
     assert response.components["gsm8k"] == 0.0
     assert response.components["length"] == pytest.approx(-(engines.num_sampled - 1) / 1000)
     said = [
@@ -244,12 +223,11 @@ def test_what_an_environment_says_earns_the_policy_nothing(folder: Path) -> None
     assert read_seen(folder) == [chat, said, engines.num_sampled]
 
 
-def test_calls_of_tools_and_their_results_are_messages_as_openai_writes_them(folder: Path) -> None:
+@in_event_loop
+async def test_calls_of_tools_and_their_results_are_messages_as_openai_writes_them(folder: Path) -> None:
     answers = {f"{QUESTION} Do not say #### 50.": "add!", "#### 50\n</tool_response>": "Then 52."}
     specs = ["gsm8k", f"{folder / 'reward.py'}:seen"]
-    response, _ = asyncio.run(
-        judge_environment(folder, "Tools", specs, answers, [{"role": "user", "content": QUESTION}])
-    )
+    response, _ = await judge_environment(folder, "Tools", specs, answers, [{"role": "user", "content": QUESTION}])
     assert response.components["gsm8k"] == 0.0
     call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"left": 1}'}}
     assert read_seen(folder)[1] == [

@@ -9,8 +9,9 @@ import pytest
 import transformers
 
 from megatron_rl.confined.process import CallFailed, ProcessEnded
+from megatron_rl.environments.types import Description
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway.chats import NumberTexts, TokenizerTexts
+from megatron_rl.gateway.chats import NumberChats, TemplateChats
 from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.selection import has_signal
@@ -80,7 +81,7 @@ class Pool:
 def hold(
     engines: Engines, pool: Pool, on_error: float | None = 0.0, size: int = 1, has_reward: bool = True
 ) -> list[wire.Response]:
-    conversations = Conversations(engines, pool, NumberTexts(), on_error, has_reward)  # type: ignore[arg-type]
+    conversations = Conversations(engines, pool, NumberChats(), on_error, Description("Talk", has_reward))  # type: ignore[arg-type]
     request = GroupRequest(**{**vars(REQUEST), "group_size": size})
     return [one.response for one in asyncio.run(conversations.hold_group(request, PROMPT))]
 
@@ -201,7 +202,7 @@ def test_a_conversation_that_others_ended_is_held_again_and_one_that_may_be_the_
 def test_a_conversation_has_the_tokens_that_the_template_gives_the_whole_chat(
     tmp_path, template: str, end: str
 ) -> None:
-    texts = TokenizerTexts.load(str(chat_models.save_tokenizer(tmp_path, template, end)))
+    texts = TemplateChats.load(str(chat_models.save_tokenizer(tmp_path, template, end)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "2 + 3"}]
     head, _ = ChatWriter(tokenizer).write_prompt(chat)

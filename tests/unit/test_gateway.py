@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.gateway import application
+from megatron_rl.gateway import application, openai_calls
 from megatron_rl.gateway.application import MAX_BODY_BYTES, build_gateway_application
 from megatron_rl.gateway.chats import NumberChats, TemplateChats
 from megatron_rl.gateway.gateway import Gateway
@@ -27,6 +27,7 @@ from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.tool_calls import PlainReader, Said, ToolCall
 from tests import chat_models
+from tests.reward_pools import in_event_loop, wait_until
 from tests.turns import make_turn
 
 ASKED = {"role": "user", "content": "2 + 3"}
@@ -87,8 +88,8 @@ async def serving(
         requests.append(request)
         if text == "broken":
             raise MegatronRLError("engine-3 is lost")
-        while text.startswith("xx") and len(requests) == 2:
-            await asyncio.sleep(0.01)
+        if text.startswith("xx"):
+            await wait_until(lambda: len(requests) != 2)
         if text == "slow":
             await asyncio.sleep(3600)
         tokens = [*tokenizer.encode(text), chat_models.find(end)][: request.max_tokens]
@@ -115,124 +116,106 @@ async def serving(
         await task
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+@in_event_loop
+async def test_what_the_policy_said_is_never_tokenized_again(tmp_path) -> None:
+    async with serving(tmp_path, "5 ", "9") as world:
+        first = await world.ask({"role": "system", "content": "Add."}, ASKED, logprobs=True)
+        choice = first.choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("5 ", "stop")
+        assert [one.logprob for one in choice.logprobs.content] == [-0.5, -1.5, -2.5]
+        assert [one.token for one in choice.logprobs.content] == ["5", " ", ""]
+        assert first.usage.completion_tokens == 3
+        # Clients send dumps of messages back, or strip them.
+        for answer in (choice.message, {"role": "assistant", "content": "5"}):
+            await world.ask({"role": "system", "content": "Add."}, ASKED, answer, {"role": "user", "content": "and 4"})
+        assert world.read_prompt(1) == world.read_prompt(2)
+        assert world.requests[1].tokens[: len(world.requests[0].tokens) + 3][-3:-1] == (ord("5") - 33, 220)
+        assert "5 <|im_end|>\n<|im_start|>user\nand 4<|im_end|>\n<|im_start|>assistant\n" in world.read_prompt(1)
+        assert world.gateway.counters.branches == 0
+        assert len({request.seed for request in world.requests}) == 3
+        assert [request.after for request in world.requests] == [None, "engine-0", "engine-0"]
+        response = world.rollout.record.build_response(5, "stop", {"agent": 1.0})
+        assert len(response.branches) == 2
+        assert sum(mask_sampled(response)) == 3 + 2 + 2
 
 
-def test_what_the_policy_said_is_never_tokenized_again(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5 ", "9") as world:
-            first = await world.ask({"role": "system", "content": "Add."}, ASKED, logprobs=True)
-            choice = first.choices[0]
-            assert (choice.message.content, choice.finish_reason) == ("5 ", "stop")
-            assert [one.logprob for one in choice.logprobs.content] == [-0.5, -1.5, -2.5]
-            assert [one.token for one in choice.logprobs.content] == ["5", " ", ""]
-            assert first.usage.completion_tokens == 3
-            # Clients send dumps of messages back, or strip them.
-            for answer in (choice.message, {"role": "assistant", "content": "5"}):
-                await world.ask(
-                    {"role": "system", "content": "Add."}, ASKED, answer, {"role": "user", "content": "and 4"}
-                )
-            assert world.read_prompt(1) == world.read_prompt(2)
-            assert world.requests[1].tokens[: len(world.requests[0].tokens) + 3][-3:-1] == (ord("5") - 33, 220)
-            assert "5 <|im_end|>\n<|im_start|>user\nand 4<|im_end|>\n<|im_start|>assistant\n" in world.read_prompt(1)
-            assert world.gateway.counters.branches == 0
-            assert len({request.seed for request in world.requests}) == 3
-            assert [request.after for request in world.requests] == [None, "engine-0", "engine-0"]
-            response = world.rollout.record.build_response(5, "stop", {"agent": 1.0})
-            assert len(response.branches) == 2
-            assert sum(mask_sampled(response)) == 3 + 2 + 2
-
-    run(test)
+@in_event_loop
+async def test_the_groups_prompt_is_shared_and_a_history_that_was_changed_is_a_branch(tmp_path, caplog) -> None:
+    async with serving(tmp_path, "5", "6") as world:
+        await world.ask(ASKED)
+        await world.ask(ASKED, {"role": "assistant", "content": "55"}, ASKED)
+        assert world.read_prompt(1).startswith("<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n55<|im_end")
+        response = world.rollout.record.build_response(5, "stop", {"agent": 1.0})
+        prompt = len(world.rollout.terms.prompt)
+        # The first 5 of the answer is shared: what follows it is not.
+        opening = len(world.requests[0].tokens) - prompt
+        assert response.branches == [wire.Branch(start=opening + 2, after=opening + 1)]
+        assert response.spans[0].end == opening
+        assert world.gateway.counters.branches == 1
+        assert "its message 2 (assistant) differs" in caplog.text
+        with pytest.raises(openai.BadRequestError, match="nothing reads the calls of tools of this model"):
+            await world.ask(ASKED, tools=[TOOL])
 
 
-def test_the_groups_prompt_is_shared_and_a_history_that_was_changed_is_a_branch(tmp_path, caplog) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5", "6") as world:
-            await world.ask(ASKED)
-            await world.ask(ASKED, {"role": "assistant", "content": "55"}, ASKED)
-            assert world.read_prompt(1).startswith(
-                "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n55<|im_end"
-            )
-            response = world.rollout.record.build_response(5, "stop", {"agent": 1.0})
-            prompt = len(world.rollout.terms.prompt)
-            # The first 5 of the answer is shared: what follows it is not.
-            opening = len(world.requests[0].tokens) - prompt
-            assert response.branches == [wire.Branch(start=opening + 2, after=opening + 1)]
-            assert response.spans[0].end == opening
-            assert world.gateway.counters.branches == 1
-            assert "its message 2 (assistant) differs" in caplog.text
-            with pytest.raises(openai.BadRequestError, match="nothing reads the calls of tools of this model"):
-                await world.ask(ASKED, tools=[TOOL])
-
-    run(test)
+@in_event_loop
+async def test_tools_are_refused_if_the_chat_template_writes_none(tmp_path) -> None:
+    async with serving(tmp_path, "5", reader=Thinker(), template=chat_models.CHATML) as world:
+        with pytest.raises(openai.BadRequestError, match="it does not write the tools that are offered"):
+            await world.ask(ASKED, tools=[TOOL])
+        assert world.requests == []
+        assert (await world.ask(ASKED)).choices[0].message.content == "5"
 
 
-def test_tools_are_refused_if_the_chat_template_writes_none(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5", reader=Thinker(), template=chat_models.CHATML) as world:
-            with pytest.raises(openai.BadRequestError, match="it does not write the tools that are offered"):
-                await world.ask(ASKED, tools=[TOOL])
-            assert world.requests == []
-            assert (await world.ask(ASKED)).choices[0].message.content == "5"
-
-    run(test)
-
-
-def test_a_streamed_answer_is_read_by_the_client_of_openai(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, 'why~add!{"a": 1}', "so~5", reader=Thinker()) as world:
-            stream = await world.ask(ASKED, tools=[TOOL], stream=True, stream_options={"include_usage": True})
-            chunks = [chunk async for chunk in stream]
-            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-            (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-            assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
-            assert "".join(delta.content or "" for delta in deltas) == ""
-            assert chunks[-1].usage.completion_tokens == len(world.tokenizer.encode('why~add!{"a": 1}')) + 1
-            assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
-            whole = await world.ask(ASKED, tools=[TOOL])
-            said = whole.choices[0].message
-            assert (said.content, said.reasoning_content) == ("5", "so")
-            # Other tools are another chat, whatever its messages are.
-            branches = world.gateway.counters.branches
-            other = {**TOOL, "function": {**TOOL["function"], "name": "subtract"}}
-            for tools in ([TOOL], [other]):
-                await world.ask(ASKED, said, ASKED, tools=tools)
-            assert world.gateway.counters.branches == branches + 1
-
-    run(test)
+@in_event_loop
+async def test_a_streamed_answer_is_read_by_the_client_of_openai(tmp_path) -> None:
+    async with serving(tmp_path, 'why~add!{"a": 1}', "so~5", reader=Thinker()) as world:
+        stream = await world.ask(ASKED, tools=[TOOL], stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+        assert "".join(delta.content or "" for delta in deltas) == ""
+        assert chunks[-1].usage.completion_tokens == len(world.tokenizer.encode('why~add!{"a": 1}')) + 1
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+        whole = await world.ask(ASKED, tools=[TOOL])
+        said = whole.choices[0].message
+        assert (said.content, said.reasoning_content) == ("5", "so")
+        # Other tools are another chat, whatever its messages are.
+        branches = world.gateway.counters.branches
+        other = {**TOOL, "function": {**TOOL["function"], "name": "subtract"}}
+        for tools in ([TOOL], [other]):
+            await world.ask(ASKED, said, ASKED, tools=tools)
+        assert world.gateway.counters.branches == branches + 1
 
 
-def test_the_client_of_anthropic_talks_uses_tools_and_streams(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, 'why~add!{"a": 1}', "so~5", "more", reader=Thinker()) as world:
-            client = world.anthropic
-            tool = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
-            common = {"model": MODEL, "max_tokens": 300, "tools": [tool], "system": "Add."}
-            first = await client.messages.create(messages=[ASKED], **common)
-            assert first.stop_reason == "tool_use"
-            thinking, use = first.content
-            assert (thinking.thinking, use.name, use.input) == ("why", "add", {"a": 1})
-            result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "5"}]}
-            chat = [ASKED, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-            async with client.messages.stream(messages=chat, **common) as stream:
-                second = await stream.get_final_message()
-            assert [block.type for block in second.content] == ["thinking", "text"]
-            assert (second.content[1].text, second.stop_reason) == ("5", "end_turn")
-            assert (
-                'why~add!{"a": 1}<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>'
-                in world.read_prompt(1)
-            )
-            # Thoughts may be left out of what is sent back.
-            chat += [{"role": "assistant", "content": "5"}, {"role": "user", "content": "and?"}]
-            await client.messages.create(messages=chat, **common)
-            assert "so~5<|im_end|>" in world.read_prompt(2)
-            assert world.gateway.counters.branches == 0
-            # Its system message parts this chat from the group's prompt, and nothing does later.
-            branches = world.rollout.record.build_response(5, "stop", {}).branches
-            assert branches == [wire.Branch(start=0, after=1 - len(world.rollout.terms.prompt))]
-
-    run(test)
+@in_event_loop
+async def test_the_client_of_anthropic_talks_uses_tools_and_streams(tmp_path) -> None:
+    async with serving(tmp_path, 'why~add!{"a": 1}', "so~5", "more", reader=Thinker()) as world:
+        client = world.anthropic
+        tool = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
+        common = {"model": MODEL, "max_tokens": 300, "tools": [tool], "system": "Add."}
+        first = await client.messages.create(messages=[ASKED], **common)
+        assert first.stop_reason == "tool_use"
+        thinking, use = first.content
+        assert (thinking.thinking, use.name, use.input) == ("why", "add", {"a": 1})
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "5"}]}
+        chat = [ASKED, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        async with client.messages.stream(messages=chat, **common) as stream:
+            second = await stream.get_final_message()
+        assert [block.type for block in second.content] == ["thinking", "text"]
+        assert (second.content[1].text, second.stop_reason) == ("5", "end_turn")
+        assert (
+            'why~add!{"a": 1}<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>'
+            in world.read_prompt(1)
+        )
+        # Thoughts may be left out of what is sent back.
+        chat += [{"role": "assistant", "content": "5"}, {"role": "user", "content": "and?"}]
+        await client.messages.create(messages=chat, **common)
+        assert "so~5<|im_end|>" in world.read_prompt(2)
+        assert world.gateway.counters.branches == 0
+        # Its system message parts this chat from the group's prompt, and nothing does later.
+        branches = world.rollout.record.build_response(5, "stop", {}).branches
+        assert branches == [wire.Branch(start=0, after=1 - len(world.rollout.terms.prompt))]
 
 
 @pytest.mark.parametrize(
@@ -244,45 +227,39 @@ def test_the_client_of_anthropic_talks_uses_tools_and_streams(tmp_path) -> None:
         ("[" * 20_000, {"arguments": "[" * 20_000}),
     ],
 )
-def test_arguments_that_the_policy_wrote_reach_clients_whatever_they_are(tmp_path, arguments: str, given) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5", reader=Thinker(arguments)) as world:
-            said = await world.anthropic.messages.create(
-                model=MODEL, max_tokens=9, messages=[ASKED], tools=[{"name": "add", "input_schema": {"type": "object"}}]
-            )
-            assert [block.input for block in said.content] == [given]
-            whole = await world.ask(ASKED, tools=[TOOL])
-            assert whole.choices[0].message.tool_calls[0].function.arguments == arguments
-
-    run(test)
+@in_event_loop
+async def test_arguments_that_the_policy_wrote_reach_clients_whatever_they_are(tmp_path, arguments: str, given) -> None:
+    async with serving(tmp_path, "5", reader=Thinker(arguments)) as world:
+        said = await world.anthropic.messages.create(
+            model=MODEL, max_tokens=9, messages=[ASKED], tools=[{"name": "add", "input_schema": {"type": "object"}}]
+        )
+        assert [block.input for block in said.content] == [given]
+        whole = await world.ask(ASKED, tools=[TOOL])
+        assert whole.choices[0].message.tool_calls[0].function.arguments == arguments
 
 
-def test_a_call_that_the_gateway_cannot_answer_ends_its_rollout_by_name(tmp_path, monkeypatch) -> None:
+@in_event_loop
+async def test_a_call_that_the_gateway_cannot_answer_ends_its_rollout_by_name(tmp_path, monkeypatch) -> None:
     def fail(answer: Any) -> Any:
         raise ArithmeticError("no answer is written")
 
-    monkeypatch.setattr(application, "OPENAI", dataclasses.replace(application.OPENAI, write_answer=fail))
+    monkeypatch.setattr(openai_calls, "write_answer", fail)
 
-    async def test() -> None:
-        async with serving(tmp_path, "5") as world:
-            with pytest.raises(openai.APIStatusError, match="the gateway raised ArithmeticError") as raised:
-                await world.ask(ASKED)
-            assert raised.value.status_code == 410
-            assert "no answer is written" in (world.rollout.broken or "")
-            assert world.gateway.counters.refused == 1
-
-    run(test)
+    async with serving(tmp_path, "5") as world:
+        with pytest.raises(openai.APIStatusError, match="the gateway raised ArithmeticError") as raised:
+            await world.ask(ASKED)
+        assert raised.value.status_code == 410
+        assert "no answer is written" in (world.rollout.broken or "")
+        assert world.gateway.counters.refused == 1
 
 
-def test_a_turn_that_calls_a_tool_ends_as_its_template_ends_such_turns(tmp_path) -> None:
-    async def test() -> None:
-        texts, end = ('add!{"a": 1}', "5"), "<|end|>"
-        async with serving(tmp_path, *texts, reader=Thinker(), template=chat_models.ONE_CALL, end=end) as world:
-            said = (await world.ask(ASKED, tools=[TOOL])).choices[0].message
-            await world.ask(ASKED, said, {"role": "user", "content": "go on"}, tools=[TOOL])
-            assert 'add!{"a": 1}<|end|><|start_header_id|>user' in world.read_prompt(1)
-
-    run(test)
+@in_event_loop
+async def test_a_turn_that_calls_a_tool_ends_as_its_template_ends_such_turns(tmp_path) -> None:
+    texts, end = ('add!{"a": 1}', "5"), "<|end|>"
+    async with serving(tmp_path, *texts, reader=Thinker(), template=chat_models.ONE_CALL, end=end) as world:
+        said = (await world.ask(ASKED, tools=[TOOL])).choices[0].message
+        await world.ask(ASKED, said, {"role": "user", "content": "go on"}, tools=[TOOL])
+        assert 'add!{"a": 1}<|end|><|start_header_id|>user' in world.read_prompt(1)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -306,24 +283,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_would_change_the_policy_is_refused_by_name_and_ends_nothing(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5") as world:
-            for changes, named in REFUSED:
-                asked = {"model": MODEL, "messages": [ASKED], **changes}
-                with pytest.raises(openai.APIStatusError) as raised:
-                    await world.openai.chat.completions.create(**asked)
-                assert named in raised.value.message
-                assert raised.value.status_code == (404 if "model" in changes else 400)
-            with pytest.raises(anthropic.BadRequestError, match=r"top_p 0\.5 would sample"):
-                await world.anthropic.messages.create(
-                    model=MODEL, max_tokens=9, messages=[ASKED], extra_body={"top_p": 0.5}
-                )
-            assert not world.requests
-            given = {"temperature": 0.7, "top_p": 1, "n": 1, "seed": 8, "user": "me", "stop": None}
-            assert (await world.ask(ASKED, **given)).choices[0].message.content == "5"
-
-    run(test)
+@in_event_loop
+async def test_what_would_change_the_policy_is_refused_by_name_and_ends_nothing(tmp_path) -> None:
+    async with serving(tmp_path, "5") as world:
+        for changes, named in REFUSED:
+            asked = {"model": MODEL, "messages": [ASKED], **changes}
+            with pytest.raises(openai.APIStatusError) as raised:
+                await world.openai.chat.completions.create(**asked)
+            assert named in raised.value.message
+            assert raised.value.status_code == (404 if "model" in changes else 400)
+        with pytest.raises(anthropic.BadRequestError, match=r"top_p 0\.5 would sample"):
+            await world.anthropic.messages.create(
+                model=MODEL, max_tokens=9, messages=[ASKED], extra_body={"top_p": 0.5}
+            )
+        assert not world.requests
+        given = {"temperature": 0.7, "top_p": 1, "n": 1, "seed": 8, "user": "me", "stop": None}
+        assert (await world.ask(ASKED, **given)).choices[0].message.content == "5"
 
 
 class Caller:
@@ -333,164 +308,154 @@ class Caller:
         return Said(text, None, (ToolCall(f"call-{text}", "add", "{}"),))
 
 
-def test_an_answer_without_its_text_is_told_by_its_calls_ids_and_an_edited_one_is_a_branch(tmp_path, caplog) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "first", "second", "on", reader=Caller(), max_tokens=4000, max_turns=20) as world:
-            answers = [(await world.ask(ASKED, tools=[TOOL])).choices[0].message for _ in range(2)]
-            for number, (text, call_id, num_branches) in enumerate(
-                [("", "call-first", 1), ("", "call-second", 1), (None, "call-first", 1), ("first", "call-second", 1),
-                 ("edited", "call-first", 2), ("", "call-other", 3)]
-            ):  # fmt: skip
-                call = {**answers[0].tool_calls[0].model_dump(), "id": call_id}
-                sent = {"role": "assistant", "content": text, "tool_calls": [call]}
-                result = {"role": "tool", "tool_call_id": call_id, "content": f"result {number}"}
-                await world.ask(ASKED, sent, result, tools=[TOOL])
-                assert world.gateway.counters.branches == num_branches
-                if num_branches == 1:
-                    said = text or call_id.removeprefix("call-")
-                    assert f"{said}<|im_end|>" in world.read_prompt(-1)
-            assert "its message 2 (assistant) differs from all that were recorded" in caplog.text
-
-    run(test)
-
-
-def test_a_refusal_lists_all_parameters_that_are_refused(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5") as world:
-            names = ("top_p", "frequency_penalty", "temperature", "tool_choice", "guided_json", "max_tokens")
-            with pytest.raises(openai.BadRequestError) as refused:
-                await world.ask(
-                    ASKED, top_p=0.9, frequency_penalty=1, temperature=0.2, tools=[TOOL], tool_choice="required",
-                    max_tokens=0, extra_body={"guided_json": {}},
-                )  # fmt: skip
-            assert not [name for name in names if name not in refused.value.message]
-            with pytest.raises(anthropic.BadRequestError) as also_refused:
-                await world.anthropic.messages.create(
-                    model=MODEL, max_tokens=9, messages=[], extra_body={"top_k": 3, "thinking": {"type": "disabled"}}
-                )
-            names = ("messages", "top_k", "thinking")
-            assert not [name for name in names if name not in also_refused.value.message]
-
-    run(test)
+@in_event_loop
+async def test_an_answer_without_its_text_is_told_by_its_calls_ids_and_an_edited_one_is_a_branch(
+    tmp_path, caplog
+) -> None:
+    async with serving(tmp_path, "first", "second", "on", reader=Caller(), max_tokens=4000, max_turns=20) as world:
+        answers = [(await world.ask(ASKED, tools=[TOOL])).choices[0].message for _ in range(2)]
+        for number, (text, call_id, num_branches) in enumerate(
+            [("", "call-first", 1), ("", "call-second", 1), (None, "call-first", 1), ("first", "call-second", 1),
+             ("edited", "call-first", 2), ("", "call-other", 3)]
+        ):  # fmt: skip
+            call = {**answers[0].tool_calls[0].model_dump(), "id": call_id}
+            sent = {"role": "assistant", "content": text, "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": call_id, "content": f"result {number}"}
+            await world.ask(ASKED, sent, result, tools=[TOOL])
+            assert world.gateway.counters.branches == num_branches
+            if num_branches == 1:
+                said = text or call_id.removeprefix("call-")
+                assert f"{said}<|im_end|>" in world.read_prompt(-1)
+        assert "its message 2 (assistant) differs from all that were recorded" in caplog.text
 
 
-def test_a_call_with_more_bytes_than_its_rollout_may_have_is_refused_before_it_is_parsed(tmp_path, monkeypatch) -> None:
+@in_event_loop
+async def test_a_refusal_lists_all_parameters_that_are_refused(tmp_path) -> None:
+    async with serving(tmp_path, "5") as world:
+        names = ("top_p", "frequency_penalty", "temperature", "tool_choice", "guided_json", "max_tokens")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await world.ask(
+                ASKED, top_p=0.9, frequency_penalty=1, temperature=0.2, tools=[TOOL], tool_choice="required",
+                max_tokens=0, extra_body={"guided_json": {}},
+            )  # fmt: skip
+        assert not [name for name in names if name not in refused.value.message]
+        with pytest.raises(anthropic.BadRequestError) as also_refused:
+            await world.anthropic.messages.create(
+                model=MODEL, max_tokens=9, messages=[], extra_body={"top_k": 3, "thinking": {"type": "disabled"}}
+            )
+        names = ("messages", "top_k", "thinking")
+        assert not [name for name in names if name not in also_refused.value.message]
+
+
+@in_event_loop
+async def test_a_call_with_more_bytes_than_its_rollout_may_have_is_refused_before_it_is_parsed(
+    tmp_path, monkeypatch
+) -> None:
     parsed: list[int] = []
     monkeypatch.setattr(application, "_parse", lambda data: parsed.append(len(data)) or json.loads(data))
 
-    async def test() -> None:
-        async with serving(tmp_path, "5", "9") as world:
-            for num_bytes in (2 << 20, 15 << 20):
-                with pytest.raises(openai.BadRequestError, match=r"may have 1,074,.* bytes, and one has") as refused:
-                    await world.ask({"role": "user", "content": " " * num_bytes})
-                assert refused.value.code == "limit"
-            assert parsed == []
-            # It is not the rollout's end.
-            assert (await world.ask(ASKED)).choices[0].message.content == "5"
-            assert len(parsed) == 1
-
-    run(test)
+    async with serving(tmp_path, "5", "9") as world:
+        for num_bytes in (2 << 20, 15 << 20):
+            with pytest.raises(openai.BadRequestError, match=r"may have 1,074,.* bytes, and one has") as refused:
+                await world.ask({"role": "user", "content": " " * num_bytes})
+            assert refused.value.code == "limit"
+        assert parsed == []
+        # It is not the rollout's end.
+        assert (await world.ask(ASKED)).choices[0].message.content == "5"
+        assert len(parsed) == 1
 
 
-def test_calls_that_cannot_be_read_end_their_rollout_and_foreign_and_late_ones_are_refused(tmp_path) -> None:
+@in_event_loop
+async def test_calls_that_cannot_be_read_end_their_rollout_and_foreign_and_late_ones_are_refused(tmp_path) -> None:
     async def post(world: World, **content: Any) -> httpx.Response:
         async with httpx.AsyncClient() as client:
             headers = {"authorization": f"Bearer {content.pop('key', world.key)}"}
             return await client.post(f"{world.url}/chat/completions", headers=headers, **content)
 
-    async def test() -> None:
-        for body, status in ((b"{", 400), (b"[1]", 400), (b"[" * 100_000, 400), (b" " * (MAX_BODY_BYTES + 1), 413)):
-            async with serving(tmp_path, "slow") as world:
-                waiting = asyncio.create_task(world.ask(ASKED))
-                while not world.requests:
-                    await asyncio.sleep(0.01)
-                foreign = await post(world, json={}, key="sk-other")
-                assert (foreign.status_code, foreign.json()["error"]["code"]) == (401, "invalid_api_key")
-                assert not world.rollout.ended.is_set()
-                answer = await post(world, content=body)
-                assert (answer.status_code, world.rollout.ended.is_set()) == (status, True)
-                assert "its agent made a call that cannot be read" in (world.rollout.broken or "")
-                with pytest.raises(openai.AuthenticationError, match="has ended"):
-                    await waiting
-                late = await post(world, json={"model": MODEL, "messages": [ASKED]})
-                assert (late.status_code, late.json()["error"]["code"]) == (401, "ended")
-        with pytest.raises(CallRefused, match="the rollout of this key has ended"):
-            world.gateway.find(world.key, ("", 0), ("", 0))
-
-    run(test)
+    for body, status in ((b"{", 400), (b"[1]", 400), (b"[" * 100_000, 400), (b" " * (MAX_BODY_BYTES + 1), 413)):
+        async with serving(tmp_path, "slow") as world:
+            waiting = asyncio.create_task(world.ask(ASKED))
+            await wait_until(lambda: world.requests)
+            foreign = await post(world, json={}, key="sk-other")
+            assert (foreign.status_code, foreign.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert not world.rollout.ended.is_set()
+            answer = await post(world, content=body)
+            assert (answer.status_code, world.rollout.ended.is_set()) == (status, True)
+            assert "its agent made a call that cannot be read" in (world.rollout.broken or "")
+            with pytest.raises(openai.AuthenticationError, match="has ended"):
+                await waiting
+            late = await post(world, json={"model": MODEL, "messages": [ASKED]})
+            assert (late.status_code, late.json()["error"]["code"]) == (401, "ended")
+    with pytest.raises(CallRefused, match="the rollout of this key has ended"):
+        world.gateway.find(world.key, ("", 0), ("", 0))
 
 
-def test_a_call_whose_body_arrives_after_its_rollouts_end_is_refused_and_not_sampled(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5") as world:
-            body = json.dumps({"model": MODEL, "messages": [ASKED]}).encode()
+@in_event_loop
+async def test_a_call_whose_body_arrives_after_its_rollouts_end_is_refused_and_not_sampled(tmp_path) -> None:
+    async with serving(tmp_path, "5") as world:
+        body = json.dumps({"model": MODEL, "messages": [ASKED]}).encode()
 
-            async def send() -> AsyncIterator[bytes]:
-                yield body[:9]
-                await world.rollout.ended.wait()
-                yield body[9:]
+        async def send() -> AsyncIterator[bytes]:
+            yield body[:9]
+            await world.rollout.ended.wait()
+            yield body[9:]
 
-            finding = asyncio.Event()
-            find = world.gateway.find
-            world.gateway.find = lambda *call: (finding.set(), find(*call))[1]
-            async with httpx.AsyncClient(headers={"authorization": f"Bearer {world.key}"}) as client:
-                asking = asyncio.create_task(client.post(f"{world.url}/chat/completions", content=send()))
-                await finding.wait()
-                world.rollout.end()
-                answer = await asking
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "ended")
-            assert world.requests == []
-
-    run(test)
+        finding = asyncio.Event()
+        find = world.gateway.find
+        world.gateway.find = lambda *call: (finding.set(), find(*call))[1]
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {world.key}"}) as client:
+            asking = asyncio.create_task(client.post(f"{world.url}/chat/completions", content=send()))
+            await finding.wait()
+            world.rollout.end()
+            answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "ended")
+        assert world.requests == []
 
 
-def test_limits_of_tokens_and_turns_refuse_the_call_that_passes_them(tmp_path) -> None:
-    async def test() -> None:
-        room = 60
-        async with serving(tmp_path, "x" * 30, max_tokens=room) as world:
-            short = await world.ask(ASKED, max_tokens=3)
-            opening = world.requests[0].tokens[len(world.rollout.terms.prompt) :]
-            assert (short.choices[0].finish_reason, short.choices[0].message.content) == ("length", "xxx")
-            # Both were given all that was left: the one that ends last keeps what the other leaves.
-            both = await asyncio.gather(world.ask(ASKED), world.ask(ASKED), return_exceptions=True)
-            assert [request.max_tokens for request in world.requests[1:]] == [room - len(opening) - 3] * 2
-            kept = [one.usage.completion_tokens for one in both if not isinstance(one, BaseException)]
-            assert sorted(kept) == [room - len(opening) - 3 - 31, 31]
-            assert world.rollout.record.num_tokens == room
-            with pytest.raises(openai.BadRequestError, match="none is left: end here"):
-                await world.ask(ASKED)
-            assert world.rollout.limit is not None
-            assert world.rollout.is_cut
-        async with serving(tmp_path, "5", max_turns=1) as world:
+@in_event_loop
+async def test_limits_of_tokens_and_turns_refuse_the_call_that_passes_them(tmp_path) -> None:
+    room = 60
+    async with serving(tmp_path, "x" * 30, max_tokens=room) as world:
+        short = await world.ask(ASKED, max_tokens=3)
+        opening = world.requests[0].tokens[len(world.rollout.terms.prompt) :]
+        assert (short.choices[0].finish_reason, short.choices[0].message.content) == ("length", "xxx")
+        # Both were given all that was left: the one that ends last keeps what the other leaves.
+        both = await asyncio.gather(world.ask(ASKED), world.ask(ASKED), return_exceptions=True)
+        assert [request.max_tokens for request in world.requests[1:]] == [room - len(opening) - 3] * 2
+        kept = [one.usage.completion_tokens for one in both if not isinstance(one, BaseException)]
+        assert sorted(kept) == [room - len(opening) - 3 - 31, 31]
+        assert world.rollout.record.num_tokens == room
+        with pytest.raises(openai.BadRequestError, match="none is left: end here"):
             await world.ask(ASKED)
-            assert world.requests[0].max_tokens == 400 - len(opening)
-            with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
-                await world.ask(ASKED)
-
-    run(test)
-
-
-def test_a_call_beyond_the_limits_is_refused_before_it_is_tokenized(tmp_path, monkeypatch) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "5", max_turns=1) as world:
-            tokenized: list[str] = []
-            encode = world.tokenizer.encode
-            monkeypatch.setattr(
-                world.tokenizer, "encode", lambda text, **rest: (tokenized.append(text), encode(text, **rest))[1]
-            )
-            with pytest.raises(openai.BadRequestError, match="may have 400 tokens, and a call has more: end here"):
-                await world.ask({"role": "user", "content": "x" * 50_000})
-            assert tokenized == []
+        assert world.rollout.limit is not None
+        assert world.rollout.is_cut
+    async with serving(tmp_path, "5", max_turns=1) as world:
+        await world.ask(ASKED)
+        assert world.requests[0].max_tokens == 400 - len(opening)
+        with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
             await world.ask(ASKED)
-            tokenized.clear()
-            with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
-                await world.ask(ASKED)
-            assert tokenized == []
-
-    run(test)
 
 
-def test_chats_are_written_beside_the_event_loop_in_the_order_of_their_calls() -> None:
+@in_event_loop
+async def test_a_call_beyond_the_limits_is_refused_before_it_is_tokenized(tmp_path, monkeypatch) -> None:
+    async with serving(tmp_path, "5", max_turns=1) as world:
+        tokenized: list[str] = []
+        encode = world.tokenizer.encode
+        monkeypatch.setattr(
+            world.tokenizer, "encode", lambda text, **rest: (tokenized.append(text), encode(text, **rest))[1]
+        )
+        with pytest.raises(openai.BadRequestError, match="may have 400 tokens, and a call has more: end here"):
+            await world.ask({"role": "user", "content": "x" * 50_000})
+        assert tokenized == []
+        await world.ask(ASKED)
+        tokenized.clear()
+        with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
+            await world.ask(ASKED)
+        assert tokenized == []
+
+
+@in_event_loop
+async def test_chats_are_written_beside_the_event_loop_in_the_order_of_their_calls() -> None:
     going = threading.Event()
     written: list[str] = []
 
@@ -506,20 +471,16 @@ def test_chats_are_written_beside_the_event_loop_in_the_order_of_their_calls() -
         requests.append(request)
         raise MegatronRLError("enough")
 
-    async def test() -> None:
-        gateway = Gateway(SlowChats(), PlainReader(), reads_tools=False)
-        terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=9, max_turns=4))
-        with gateway.open(terms, sample) as (_, rollout):
-            calls = [Call([{"role": "user", "content": text}], [], None) for text in "123"]
-            answering = [asyncio.create_task(rollout.answer(call)) for call in calls]
-            while not written:
-                await asyncio.sleep(0.01)
-            assert written == ["1"]
-            going.set()
-            await asyncio.wait(answering)
-        assert [(request.number, request.tokens) for request in requests] == [(0, (1,)), (1, (2,)), (2, (3,))]
-
-    run(test)
+    gateway = Gateway(SlowChats(), PlainReader(), reads_tools=False)
+    terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=9, max_turns=4))
+    with gateway.open(terms, sample) as (_, rollout):
+        calls = [Call([{"role": "user", "content": text}], [], None) for text in "123"]
+        answering = [asyncio.create_task(rollout.answer(call)) for call in calls]
+        await wait_until(lambda: written)
+        assert written == ["1"]
+        going.set()
+        await asyncio.wait(answering)
+    assert [(request.number, request.tokens) for request in requests] == [(0, (1,)), (1, (2,)), (2, (3,))]
 
 
 @pytest.mark.parametrize("has_thoughts", [True, False])
@@ -560,32 +521,30 @@ def test_a_call_extends_the_same_one_of_equal_answers_in_every_order_of_arrival(
     assert both == [[(7, thought, 50, 20) for thought in thoughts]] * 2
 
 
-def test_a_failure_of_the_engines_ends_the_rollout_and_nothing_is_recorded_for_a_client_that_left(tmp_path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, "broken") as world:
-            with pytest.raises(openai.APIStatusError, match="engine-3 is lost"):
-                await world.ask(ASKED)
-            assert str(world.rollout.fault) == "engine-3 is lost"
-        async with serving(tmp_path, "slow", "5") as world:
-            with pytest.raises(openai.APITimeoutError):
-                await world.ask(ASKED, timeout=0.2)
+@in_event_loop
+async def test_a_failure_of_the_engines_ends_the_rollout_and_nothing_is_recorded_for_a_client_that_left(
+    tmp_path,
+) -> None:
+    async with serving(tmp_path, "broken") as world:
+        with pytest.raises(openai.APIStatusError, match="engine-3 is lost"):
             await world.ask(ASKED)
-            assert world.rollout.record.num_turns == 1
-            # The turn that was given up is not counted.
-            assert world.rollout._num_taken == 1
-            assert json.loads(json.dumps(world.gateway.status()))["gateway_calls"] == 2
-
-    run(test)
+        assert str(world.rollout.fault) == "engine-3 is lost"
+    async with serving(tmp_path, "slow", "5") as world:
+        with pytest.raises(openai.APITimeoutError):
+            await world.ask(ASKED, timeout=0.2)
+        await world.ask(ASKED)
+        assert world.rollout.record.num_turns == 1
+        # The turn that was given up is not counted.
+        assert world.rollout._num_taken == 1
+        assert json.loads(json.dumps(world.gateway.status()))["gateway_calls"] == 2
 
 
 @pytest.mark.parametrize(("path", "carrier"), [("chat/completions", "x-api-key"), ("messages", "authorization")])
-def test_a_key_is_read_where_a_proxy_has_left_it(tmp_path, path: str, carrier: str) -> None:
-    async def run() -> None:
-        async with serving(tmp_path, "5") as world, httpx.AsyncClient(base_url=world.url) as client:
-            headers = {"authorization": "Bearer EMPTY", "x-api-key": "EMPTY"}
-            body = {"model": MODEL, "messages": [ASKED], "max_tokens": 5}
-            assert (await client.post(f"/{path}", headers=headers, json=body)).status_code == 401
-            headers[carrier] = f"Bearer {world.key}" if carrier == "authorization" else world.key
-            assert (await client.post(f"/{path}", headers=headers, json=body)).status_code == 200
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_key_is_read_where_a_proxy_has_left_it(tmp_path, path: str, carrier: str) -> None:
+    async with serving(tmp_path, "5") as world, httpx.AsyncClient(base_url=world.url) as client:
+        headers = {"authorization": "Bearer EMPTY", "x-api-key": "EMPTY"}
+        body = {"model": MODEL, "messages": [ASKED], "max_tokens": 5}
+        assert (await client.post(f"/{path}", headers=headers, json=body)).status_code == 401
+        headers[carrier] = f"Bearer {world.key}" if carrier == "authorization" else world.key
+        assert (await client.post(f"/{path}", headers=headers, json=body)).status_code == 200

@@ -1,6 +1,5 @@
 """Ways out of the network confinement of agents: each is tried in an agent's own process, next to a real receiver."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -11,15 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.confinement import NETWORK, landlock_version
-from megatron_rl.confined.pool import PoolSettings
-from megatron_rl.gateway.chats import NumberChats
-from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
-from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.tool_calls import PlainReader
-from tests.unit.test_agents import Engines
+from tests.agents import acting
+from tests.reward_pools import in_event_loop
 
 AGENT = """
 import ctypes, json, os, socket, struct, urllib.request
@@ -172,36 +165,24 @@ class Receivers:
 
 async def try_all(folder: Path, receivers: Receivers, network: str) -> tuple[dict[str, float], dict[str, str]]:
     """Have an agent try each way out; return those that worked, as 1, and the measures that are missing."""
-    (folder / "agent.py").write_text(AGENT)
-    config = EnvironmentConfig(agent=f"{folder}/agent.py:act", workers=1, agent_timeout=60.0, agent_network=network)
-    opening = GatewayOpening.open(config, PoolSettings())
-    gateway = opening.build(NumberChats(), PlainReader(), reads_tools=False)
-    try:
-        await opening.agents.start()
-        async with opening.serve(gateway):
-            rollouts = AgentRollouts(Engines(), opening.agents, gateway, None, ())
-            columns = {"task": json.dumps(receivers.places)}
-            prompt = wire.Prompt(index=4, row="rows:4", tokens=b"", text="7 8", columns=columns)
-            sampling = wire.Sampling(max_tokens=30, max_turns=4)
-            (made,) = await rollouts.hold_group(GroupRequest("r", (7, 8), 1, 100, sampling, prompt=4), prompt)
-        return made.response.components, opening.agents._pool.missing
-    finally:
-        opening.listener.close()
-        await opening.agents.close()
+    async with acting(folder, AGENT, agent_timeout=60.0, agent_network=network) as world:
+        (response,) = await world.act(on_error=None, task=json.dumps(receivers.places))
+        return response.components, world.agents.missing
 
 
-def test_no_way_out_leads_past_the_gateway(tmp_path: Path) -> None:
+@in_event_loop
+async def test_no_way_out_leads_past_the_gateway(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         # A unix socket has a short path.
         receivers = Receivers(stack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="doors-"))))
-        found, missing = asyncio.run(try_all(tmp_path, receivers, "gateway"))
+        found, missing = await try_all(tmp_path, receivers, "gateway")
         if landlock_version() < 4:
             assert NETWORK in missing
             pytest.skip("this kernel lacks Landlock for TCP ports, which Linux has from 6.7 on")
         assert {name for name, got_out in found.items() if got_out} == set()
         assert list(receivers.list_heard()) == []
         # The same calls reach these receivers where the network is open, so the test can fail.
-        found, _ = asyncio.run(try_all(tmp_path, receivers, "any"))
+        found, _ = await try_all(tmp_path, receivers, "any")
         got_out = {name for name, got_out in found.items() if got_out}
         assert {"tcp", "mptcp", "fast open", "fast open of messages", "listen", "udp", "udp messages"} <= got_out
         assert {"tcp", "udp", "netlink"} <= set(receivers.list_heard())

@@ -8,8 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from megatron_rl.errors import InputError, UsageError
-from megatron_rl.rewards.ready_made import REWARDS
-from megatron_rl.rewards.ready_made.text import find_number
+from megatron_rl.rewards.ready_made import REWARDS, find_number
 from megatron_rl.rewards.spec import parse_on_error, parse_spec, parse_specs
 from megatron_rl.rewards.types import RewardRequest, RewardSpec, check_values
 from megatron_rl.rewards.verl import from_verl

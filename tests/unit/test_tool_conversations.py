@@ -14,7 +14,7 @@ import transformers
 from megatron_rl.config.settings import DataConfig
 from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError, PlatformError, UsageError
-from megatron_rl.gateway.chats import NumberReader, NumberTexts, TokenizerTexts, write_results
+from megatron_rl.gateway.chats import NumberChats, NumberReader, TemplateChats, write_results
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, mask_sampled
 from megatron_rl.sidecar.conversations import Conversations
@@ -59,7 +59,9 @@ class Reader:
 
 
 def hold(talk: Talk, reader: Reader | None, has_step: bool = False) -> wire.Response:
-    conversations = Conversations(Engines(), Pool(talk), NumberTexts(), 0.0, True, has_step, [ADD], reader)
+    conversations = Conversations(
+        Engines(), Pool(talk), NumberChats(), 0.0, Description("Sums", True, has_step, (ADD,)), reader
+    )
     request = type(REQUEST)(**{**vars(REQUEST), "group_size": 1, "sampling": wire.Sampling(max_tokens=40, max_turns=4)})
     (transcript,) = asyncio.run(conversations.hold_group(request, PROMPT))
     return transcript.response
@@ -78,7 +80,7 @@ def test_each_call_of_a_turn_is_answered_in_order_and_a_turn_without_one_ends_th
     assert tokens[~mask_sampled(response)].tolist() == [9, 20, 21, 22, 23]
     assert [span.version == ENVIRONMENT for span in response.spans] == [True, False, True, False, True, False]
     # The reader is given the turn as it was sampled, and the tools.
-    assert reader.asked[0] == (tokens[1:3].tolist(), " ".join(map(str, tokens[1:3])), [ADD])
+    assert reader.asked[0] == (tokens[1:3].tolist(), " ".join(map(str, tokens[1:3])), (ADD,))
 
 
 def test_text_is_answered_by_step_beside_tools_and_without_thoughts() -> None:
@@ -96,7 +98,7 @@ def test_scripted_engines_call_a_tool_with_the_tokens_of_a_turn() -> None:
     )
     assert asyncio.run(read([3, 5], "3 5", [ADD])) == Said("3 5", None, ())
     results = write_results([call := ToolCall("1", "add", "{}")], ["12 no such"])
-    assert NumberTexts().follow(PROMPT, results, [1], [call]) == [12, 2, 4]
+    assert NumberChats().follow(PROMPT, results, [1], [call]) == [12, 2, 4]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_conversation_with_tools_has_the_tokens_that_the_template_gives_the_whole_chat(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = TokenizerTexts.load(str(folder))
+    texts = TemplateChats.load(str(folder))
     texts.offer([ADD])
     chat = [{"role": "user", "content": "2 + 3"}]
     function = {"name": "add", "arguments": {"a": 2}}
@@ -141,7 +143,7 @@ def test_the_trainer_tells_the_policy_of_the_tools_and_the_sidecar_knows_its_pro
         given = {**sizes, "has_environments": True, "tools": tools}
         return tokenize_prompts(read_prompts(config), config, folder, **given).take(1)[0]  # type: ignore[arg-type]
 
-    texts = TokenizerTexts.load(str(folder))
+    texts = TemplateChats.load(str(folder))
     texts.check_prompt(read([]))
     texts.offer([ADD])
     texts.check_prompt(read([ADD]))
@@ -156,7 +158,7 @@ def test_the_trainer_tells_the_policy_of_the_tools_and_the_sidecar_knows_its_pro
 def test_a_model_without_calls_in_its_template_is_refused_and_a_missing_parser_is_named(tmp_path, folder: Path) -> None:
     chat_models.save_tokenizer(tmp_path, chat_models.CHATML, "<|im_end|>")
     with pytest.raises(InputError, match="chat template of --hf-model cannot write calls of tools"):
-        TokenizerTexts.load(str(tmp_path)).offer([ADD])
+        TemplateChats.load(str(tmp_path)).offer([ADD])
     offered = Description("Sums", True, False, (ADD,))
     model = command_lines.folder(folder, command_lines.QWEN3)
     words = f"--rollout-folder run --platform cpu --seq-length 64 --hf-model {model} --rollout-env {__file__}:ToolTalk"
@@ -164,8 +166,8 @@ def test_a_model_without_calls_in_its_template_is_refused_and_a_missing_parser_i
         check_offered(offered, parse(words.split()))
     for more in ("--rollout-tool-parser hermes", "--rollout-engine scripted"):
         check_offered(offered, parse([*words.split(), *more.split()]))
-    assert isinstance(choose_reader(TokenizerTexts.load(str(folder)), Description("Game", True), None), PlainReader)
-    assert isinstance(choose_reader(NumberTexts(), offered, None), NumberReader)
+    assert isinstance(choose_reader(TemplateChats.load(str(folder)), Description("Game", True), None), PlainReader)
+    assert isinstance(choose_reader(NumberChats(), offered, None), NumberReader)
     assert suggest_parser("{{ m.content }}") is None
 
 

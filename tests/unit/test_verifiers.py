@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_rl.gateway import verifiers
 from megatron_rl.gateway.rollout_context import RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer, build_request
 from megatron_rl.sidecar.temporary import make_socket_folder
+from tests.reward_pools import in_event_loop, wait_until
 
 CONTEXT = RolloutContext({"prompt": "abc", "answer": "cba"}, "http://127.0.0.1:8000/v1", "the-key", 7, "policy")
 Messages = Sequence[tuple[bytes, Any]]
@@ -78,35 +79,38 @@ def tmp_path() -> Path:
     return make_socket_folder()
 
 
-def run(
-    folder: Path,
-    messages: Messages,
-    check: Callable[[VerifiersServer, Server], Any],
-    *,
-    timeout: float = 60,
-    patience: float = 30,
-) -> Any:
-    async def inner() -> Any:
-        address = f"ipc://{folder / 's'}"
-        server, client = Server(address, messages), VerifiersServer(address, timeout, patience, concurrency=2)
-        try:
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, messages: Messages = (), *, timeout: float = 60, patience: float = 30
+) -> AsyncIterator[tuple[VerifiersServer, Server]]:
+    """Serve these messages, and connect a client."""
+    address = f"ipc://{folder / 's'}"
+    server, client = Server(address, messages), VerifiersServer(address, timeout, patience, concurrency=2)
+    try:
+        async with asyncio.timeout(60):
             await client.start()
-            return await asyncio.wait_for(check(client, server), 60)
-        finally:
-            await client.close()
-            server.task.cancel()
-            await asyncio.gather(server.task, return_exceptions=True)
-
-    return asyncio.run(inner())
+            yield client, server
+    finally:
+        await client.close()
+        server.task.cancel()
+        await asyncio.gather(server.task, return_exceptions=True)
 
 
-def act(folder: Path, *messages: tuple[bytes, Any]) -> Any:
-    return run(folder, messages, lambda client, server: client.act(CONTEXT))
+async def act(folder: Path, *messages: tuple[bytes, Any]) -> Any:
+    async with serving(folder, messages) as (client, _):
+        return await client.act(CONTEXT)
 
 
-def test_rewards_are_the_weighted_ones_of_the_trace_that_was_not_discarded(tmp_path: Path) -> None:
+async def wait_for_requests(server: Server, number: int) -> list[bytes]:
+    """Wait until the server has this many requests; return their methods."""
+    await wait_until(lambda: len(server.requests) >= number)
+    return [method for method, _ in server.requests]
+
+
+@in_event_loop
+async def test_rewards_are_the_weighted_ones_of_the_trace_that_was_not_discarded(tmp_path: Path) -> None:
     first = trace("first", rewards=rewards(exact=-8.0), ok=False)
-    found = act(
+    found = await act(
         tmp_path,
         (b"delta", first),
         (b"delta", {"trace": "first", "discard": True}),
@@ -118,25 +122,23 @@ def test_rewards_are_the_weighted_ones_of_the_trace_that_was_not_discarded(tmp_p
     assert found == {"exact": 0.5, "format": 0.25}
 
 
-def test_a_judge_with_a_model_of_its_own_is_no_second_agent(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_judge_with_a_model_of_its_own_is_no_second_agent(tmp_path: Path) -> None:
     judge = trace("judge", "another", rewards=rewards(own=9.0))
-    found = act(tmp_path, (b"delta", judge), (b"delta", trace(rewards=rewards(exact=1.0))), reply("judge", "t"))
+    found = await act(tmp_path, (b"delta", judge), (b"delta", trace(rewards=rewards(exact=1.0))), reply("judge", "t"))
     assert found == {"exact": 0.5}
 
 
-def test_a_request_has_the_task_and_the_way_to_the_policy(tmp_path: Path) -> None:
-    async def check(client: VerifiersServer, server: Server) -> list[Any]:
+@in_event_loop
+async def test_a_request_has_the_task_and_the_way_to_the_policy(tmp_path: Path) -> None:
+    async with serving(tmp_path, [(b"delta", trace(rewards=rewards(exact=1.0))), reply("t")]) as (client, server):
         await client.act(CONTEXT)
-        return server.requests
-
-    messages = [(b"delta", trace(rewards=rewards(exact=1.0))), reply("t")]
-    ((method, request),) = run(tmp_path, messages, check)
+    ((method, request),) = server.requests
     assert method == b"run"
     assert request["task_data"] == {"prompt": "abc", "answer": "cba"}
     assert (request["model"], request["sampling"]) == ("policy", {})
-    client = request["client"]
-    assert (client["type"], client["base_url"]) == ("eval", CONTEXT.address)
-    assert set(client["headers"].values()) == {"Bearer the-key", "the-key"}
+    assert (request["client"]["type"], request["client"]["base_url"]) == ("eval", CONTEXT.address)
+    assert set(request["client"]["headers"].values()) == {"Bearer the-key", "the-key"}
     whole = RolloutContext({"prompt": "?", "task": {"prompt": None, "turns": ["a", "b"]}}, "", "", 0, "policy")
     assert build_request(whole)["task_data"] == {"prompt": None, "turns": ["a", "b"]}
 
@@ -165,77 +167,65 @@ FAILED = {**trace(ok=False, rewards={"exact": None}), "errors": [{"type": "TaskE
         ([(b"another", {})], "not of verifiers 0.4: a message of kind"),
     ],
 )
-def test_a_rollout_without_a_reward_of_its_own_fails_by_name(tmp_path: Path, messages: Messages, reason: str) -> None:
+@in_event_loop
+async def test_a_rollout_without_a_reward_of_its_own_fails_by_name(
+    tmp_path: Path, messages: Messages, reason: str
+) -> None:
     with pytest.raises(CallFailed, match=reason):
-        act(tmp_path, *messages)
+        await act(tmp_path, *messages)
 
 
-def test_a_rollout_that_is_called_off_is_cancelled_on_the_server(tmp_path: Path) -> None:
-    async def check(client: VerifiersServer, server: Server) -> None:
+@in_event_loop
+async def test_a_rollout_that_is_called_off_is_cancelled_on_the_server(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, server):
         acting = asyncio.create_task(client.act(CONTEXT))
-        while not server.requests:
-            await asyncio.sleep(0.01)
+        await wait_for_requests(server, 1)
         acting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await acting
-        while len(server.requests) < 2:
-            await asyncio.sleep(0.01)
-        method, request = server.requests[1]
-        assert method == b"cancel"
-        assert list(request) == ["request_id"]
-
-    run(tmp_path, [], check)
+        assert await wait_for_requests(server, 2) == [b"run", b"cancel"]
+        assert list(server.requests[1][1]) == ["request_id"]
 
 
-def test_a_rollout_that_takes_too_long_is_cancelled_on_the_server(tmp_path: Path) -> None:
-    async def check(client: VerifiersServer, server: Server) -> None:
+@in_event_loop
+async def test_a_rollout_that_takes_too_long_is_cancelled_on_the_server(tmp_path: Path) -> None:
+    async with serving(tmp_path, timeout=0.2) as (client, server):
         with pytest.raises(CallFailed, match=r"the server used more than 0\.2 seconds"):
             await client.act(CONTEXT)
-        while len(server.requests) < 2:
-            await asyncio.sleep(0.01)
-        assert server.requests[1][0] == b"cancel"
-
-    run(tmp_path, [], check, timeout=0.2)
+        assert await wait_for_requests(server, 2) == [b"run", b"cancel"]
 
 
-def test_rollouts_beyond_the_bound_wait_for_a_place(tmp_path: Path) -> None:
-    async def check(client: VerifiersServer, server: Server) -> None:
+@in_event_loop
+async def test_rollouts_beyond_the_bound_wait_for_a_place(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, server):
         acting = [asyncio.create_task(client.act(CONTEXT)) for _ in range(3)]
-        while len(server.requests) < 2:
-            await asyncio.sleep(0.01)
+        await wait_for_requests(server, 2)
         await asyncio.sleep(0.1)
         assert [method for method, _ in server.requests] == [b"run"] * 2
         acting[0].cancel()
-        while len(server.requests) < 4:
-            await asyncio.sleep(0.01)
-        assert sorted(method for method, _ in server.requests) == [b"cancel", b"run", b"run", b"run"]
+        assert sorted(await wait_for_requests(server, 4)) == [b"cancel", b"run", b"run", b"run"]
         for task in acting:
             task.cancel()
         await asyncio.gather(*acting, return_exceptions=True)
 
-    run(tmp_path, [], check)
 
-
-def test_a_server_that_falls_silent_fails_its_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_server_that_falls_silent_fails_its_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiers, "_ASK_SECONDS", 0.01)
-
-    async def check(client: VerifiersServer, server: Server) -> None:
+    async with serving(tmp_path, patience=0.5) as (client, server):
         server.is_silent = True
         with pytest.raises(CallFailed, match=r"said nothing for 0\.5 seconds"):
             await client.act(CONTEXT)
         # It may only have been slow, and would act to the rollout's end.
-        while len(server.requests) < 2:
-            await asyncio.sleep(0.01)
-        assert [method for method, _ in server.requests] == [b"run", b"cancel"]
-
-    run(tmp_path, [], check, patience=0.5)
+        assert await wait_for_requests(server, 2) == [b"run", b"cancel"]
 
 
-def test_a_run_without_a_server_ends_before_it_begins(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_run_without_a_server_ends_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(PlatformError, match="no environment server of verifiers answered within 0.2 seconds"):
-        asyncio.run(VerifiersServer(f"ipc://{tmp_path / 's'}", 60, 0.2, 1).start())
+        await VerifiersServer(f"ipc://{tmp_path / 's'}", 60, 0.2, 1).start()
     with pytest.raises(UsageError, match=r"--rollout-verifiers here: .*; write it as tcp://"):
-        asyncio.run(VerifiersServer("here", 60, 0.2, 1).start())
+        await VerifiersServer("here", 60, 0.2, 1).start()
 
 
 def test_one_flag_says_who_acts(tmp_path: Path) -> None:

@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import transformers
 
-from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.confined.process import CallFailed
 from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.gateway.rollout_context import RolloutContext
 from megatron_rl.gateway.verifiers import VerifiersServer
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import find_span_problems, mask_sampled
-from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.tool_calls import PlainReader
 from tests import chat_models
+from tests.agents import acting
+from tests.reward_pools import in_event_loop
 from tests.turns import make_turn
 from tests.verifiers.server import needs_verifiers, serve_guessing
 
@@ -91,20 +89,19 @@ def address() -> Iterator[str]:
         yield address
 
 
-def test_rollouts_of_a_real_server_give_their_rewards_or_fail_by_name(address: str) -> None:
-    async def act(policy: str) -> list[Any]:
-        server = VerifiersServer(address, 300, 120, 4)
-        await server.start()
-        try:
-            secrets = [{"prompt": "Guess!", "secret": secret} for secret in (3, 13, 99)]
-            rows = [*secrets, {"prompt": "?", "task": {"prompt": "Guess!", "secret": 1}}]
+@in_event_loop
+async def test_rollouts_of_a_real_server_give_their_rewards_or_fail_by_name(address: str) -> None:
+    secrets = [{"prompt": "Guess!", "secret": secret} for secret in (3, 13, 99)]
+    rows = [*secrets, {"prompt": "?", "task": {"prompt": "Guess!", "secret": 1}}]
+    server = VerifiersServer(address, 300, 120, 4)
+    await server.start()
+    try:
+        with serving_policy() as policy:
             contexts = [RolloutContext(row, policy, f"key-{number}", 0, "policy") for number, row in enumerate(rows)]
-            return await asyncio.gather(*map(server.act, contexts), return_exceptions=True)
-        finally:
-            await server.close()
-
-    with serving_policy() as policy:
-        found, failed, not_found, whole = asyncio.run(act(policy))
+            outcomes = await asyncio.gather(*map(server.act, contexts), return_exceptions=True)
+    finally:
+        await server.close()
+    found, failed, not_found, whole = outcomes
     assert (found, not_found, whole) == ({"found": 0.5}, {"found": 0.0}, {"found": 0.5})
     assert isinstance(failed, CallFailed)
     assert "TaskError" in str(failed)
@@ -116,30 +113,22 @@ def test_rollouts_of_a_real_server_give_their_rewards_or_fail_by_name(address: s
     assert all(set(body) <= {"model", "messages", "stream", "stream_options"} for _, _, body in Policy.calls)
 
 
-def test_a_rollout_through_the_gateway_has_what_the_policy_and_the_environment_said(
+@in_event_loop
+async def test_a_rollout_through_the_gateway_has_what_the_policy_and_the_environment_said(
     address: str, tmp_path: Path
 ) -> None:
     chat_models.save_tokenizer(tmp_path, chat_models.CHATML, "<|im_end|>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "Guess!"}]
     first = tuple(tokenizer.encode("<|im_start|>user\nGuess!", add_special_tokens=False))
-    config = EnvironmentConfig(verifiers=address, timeout=120.0)
-
-    async def act() -> list[wire.Response]:
-        opening = GatewayOpening.open(config, PoolSettings())
-        gateway = opening.build(TemplateChats(tokenizer), PlainReader(), False)
-        await opening.agents.start()
-        try:
-            async with opening.serve(gateway):
-                rollouts = AgentRollouts(Engines(tokenizer), opening.agents, gateway, -1.0, ())
-                prompt = wire.Prompt(index=0, row="rows:0", tokens=b"", text=chat, columns={"secret": 3})
-                sampling = wire.Sampling(max_tokens=200, max_turns=5)
-                held = await rollouts.hold_group(GroupRequest("run-1-0", first, 2, 100, sampling), prompt)
-                return [one.response for one in held]
-        finally:
-            await opening.agents.close()
-
-    for number, response in enumerate(asyncio.run(act())):
+    prompt = wire.Prompt(index=0, row="rows:0", tokens=b"", text=chat, columns={"secret": 3})
+    request = GroupRequest("run-1-0", first, 2, 100, wire.Sampling(max_tokens=200, max_turns=5))
+    engines, chats = Engines(tokenizer), TemplateChats(tokenizer)
+    async with acting(
+        tmp_path, "", engines=engines, chats=chats, agent=None, verifiers=address, timeout=120.0
+    ) as world:
+        held = await world.build_rollouts(-1.0, ()).hold_group(request, prompt)
+    for number, response in enumerate(transcript.response for transcript in held):
         assert (response.reward, response.components, response.seed) == (0.5, {"found": 0.5}, 100 + number)
         assert (response.finish_reason, response.branches) == ("stop", [])
         assert list(find_span_problems(response, "1", 5, len(first))) == []

@@ -1,12 +1,17 @@
-"""The ready-made rewards that read a completion's text or its tokens, without a call to another program.
+"""The ready-made rewards: each is made by `make_NAME(argument, timeout)`, as a function of TRL's signature.
 
-Each `make_...(argument, timeout)` returns a function of TRL's signature; the argument follows the reward's name and a
-colon.
+The argument follows the reward's name and a colon; the timeout is the function's limit in seconds.
 """
 
+import http.client
 import importlib.util
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -14,6 +19,9 @@ from megatron_rl.rewards.types import get_column, get_text
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+_TRIES = 3
+_FIRST_PAUSE = 0.25
+_MOST_ANSWER_BYTES = 1 << 20
 
 
 def make_exact(argument: str | None, timeout: float) -> Callable[..., list[float]]:
@@ -151,3 +159,75 @@ def make_regex(argument: str | None, timeout: float) -> Callable[..., list[float
         return [float(pattern.search(get_text(completion)) is not None) for completion in completions]
 
     return regex
+
+
+def make_http(argument: str | None, timeout: float) -> Callable[..., list[Any]]:
+    """Make http://ADDRESS: the rewards that a remote reward model answers with.
+
+    Each group is one POST of `{"prompts", "completions", "completion_ids", "columns"}`. The answer is `{"rewards":
+    [...]}` or the bare list, with a number or null for each completion.
+
+    Failed connections and answers of 500 and above are tried again, three times in all and within the function's limit.
+    Every other answer is final. If REWARD_HTTP_TOKEN is in the worker's environment, it is sent as a bearer token.
+    """
+    if not argument or not argument.startswith(("http://", "https://")):
+        raise ValueError("http needs the address of the reward model: write --reward http://HOST/PATH")
+    url = argument
+
+    def http(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[Any]:
+        content = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "columns": columns,
+        }
+        # Ends a little before the pool's limit, so that a late answer is this function's own error.
+        return _read_rewards(url, _ask(url, json.dumps(content).encode(), time.monotonic() + 0.9 * timeout))
+
+    return http
+
+
+def _ask(url: str, body: bytes, deadline: float) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    if "REWARD_HTTP_TOKEN" in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ['REWARD_HTTP_TOKEN']}"
+    for attempt in range(_TRIES):
+        request = urllib.request.Request(url, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), 0.01)) as answer:
+                return answer.read(_MOST_ANSWER_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise RuntimeError(f"{url} answered {error.code} {error.reason}") from None
+            reason = f"answered {error.code} {error.reason}"
+        except (OSError, http.client.HTTPException) as error:
+            reason = f"did not answer: {error}"
+        pause = _FIRST_PAUSE * 2**attempt
+        if attempt == _TRIES - 1 or time.monotonic() + pause > deadline:
+            break
+        time.sleep(pause)
+    raise RuntimeError(f"{url} {reason} (tried {attempt + 1} times)")
+
+
+def _read_rewards(url: str, answer: bytes) -> list[Any]:
+    if len(answer) > _MOST_ANSWER_BYTES:
+        raise RuntimeError(f"{url} answered with more than {_MOST_ANSWER_BYTES} bytes")
+    try:
+        content = json.loads(answer)
+    except ValueError:
+        raise RuntimeError(f"{url} did not answer with JSON") from None
+    rewards = content.get("rewards") if isinstance(content, dict) else content
+    if not isinstance(rewards, list):
+        raise RuntimeError(f'{url} answered without a list of "rewards"')
+    return rewards
+
+
+REWARDS: Mapping[str, Callable[[str | None, float], Callable[..., Any]]] = {
+    "exact": make_exact,
+    "format": make_format,
+    "gsm8k": make_gsm8k,
+    "http": make_http,
+    "length": make_length,
+    "math": make_math,
+    "regex": make_regex,
+}
