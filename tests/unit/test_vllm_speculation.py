@@ -1,4 +1,4 @@
-"""Drafts in engines: the flag of vLLM's, its mistakes, and the patch of temperatures on CPUs."""
+"""Drafts in engines: the flag of vLLM's, its mistakes, and the counts of what was accepted."""
 
 import asyncio
 import importlib.util
@@ -11,14 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import Drafts
 from megatron_rl.sidecar.vllm.connection import DraftMeter, count_drafts
 from megatron_rl.sidecar.vllm.flags import FLAGS_OF_DRAFTS, drop_flags, find_problems_of_replay, split_flags
-from megatron_rl.sidecar.vllm.patches import describe_draft_model, expand_values, patch_expansion
 from megatron_rl.sidecar.vllm.server import find_invariance_problems
 from megatron_rl.sidecar.vllm.speculation import PACKAGE, describe_for_vllm, find_draft_problems
 from tests.ranks import ROOT
@@ -30,31 +27,6 @@ vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="policy"} 4.0
 vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="policy"} 7.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 6.0
 """
-
-
-def broken(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """Return memory that was not written, as vLLM does on a CPU; it may hold what was there before."""
-    return torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 1.0])
-
-
-def test_each_drafted_token_gets_the_temperature_of_its_request():
-    ends = torch.tensor([2, 2, 3, 7], dtype=torch.int32)
-    found = expand_values(torch.tensor([0.5, 9.0, 0.0, 1.5]), ends, 7, replace_from=0, replace_to=1)
-    assert found.tolist() == [0.5, 0.5, 1.0, 1.5, 1.5, 1.5, 1.5]
-    assert found.dtype == torch.float32
-
-
-def test_a_sampler_that_gives_tokens_other_temperatures_is_patched_and_no_other():
-    sampler = SimpleNamespace(expand_batch_to_tokens=broken)
-    assert patch_expansion(sampler) == "applied"
-    assert sampler.expand_batch_to_tokens is expand_values
-    assert patch_expansion(sampler).startswith("not needed")
-
-    unknown = SimpleNamespace(expand_batch_to_tokens=lambda x, something_new: x)
-    with pytest.raises(PlatformError, match="something_new"):
-        patch_expansion(unknown)
 
 
 def test_drafts_are_given_to_vllm_with_its_rule_that_keeps_the_policys_distribution(tmp_path):
@@ -222,15 +194,6 @@ def test_drafts_are_counted_in_the_metrics_of_an_engine_for_each_version():
 
     expected = [Drafts(), count_drafts(METRICS), None, Drafts(count=1, drafted=4, accepted=2), Drafts()]
     assert asyncio.run(run()) == expected
-
-
-def test_the_parameters_that_a_draft_shares_with_the_policy_are_named():
-    policy, draft = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    draft[1].weight = policy.weight
-    runner = SimpleNamespace(get_model=lambda: policy, get_draft_model=lambda: draft)
-    assert describe_draft_model(runner) == {"num_parameters": 4, "shared": ["1.weight"]}
-    for without in (SimpleNamespace(), SimpleNamespace(get_draft_model=lambda: None)):
-        assert describe_draft_model(without) is None
 
 
 @pytest.mark.each_change

@@ -1,4 +1,4 @@
-"""vLLM's GPT-OSS gets one expert at a time under its own names, and its sinks by their loader."""
+"""vLLM's GPT-OSS gets one expert at a time under its own names."""
 
 import importlib.util
 from pathlib import Path
@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.mapping import Mapping
-from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
 from megatron_rl.sidecar.vllm.received import read_started_from
-from megatron_rl.sidecar.vllm.stacked import join_projections, patch_stacked_experts
+from megatron_rl.sidecar.vllm.stacked import join_projections
 from tests import hf_models
 
 
@@ -57,52 +56,6 @@ def test_an_expert_comes_as_the_files_store_it_however_the_weights_are_divided(f
         else:
             assert torch.equal(found.pop(name), tensor), name
     assert not found
-
-
-class Inner(torch.nn.Module):
-    """The parts of vLLM's GPT-OSS that the patch reads."""
-
-    def _load_weights_other(self) -> None: ...
-
-    def _try_load_streamed_expert(self) -> None: ...
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Inner()
-        self.model.attn = torch.nn.Module()
-        self.model.attn.sinks = torch.nn.Parameter(torch.zeros(2, device="meta"))
-        self.given: dict[str, torch.Tensor] = {}
-
-    def load_weights(self, weights):
-        self.given |= dict(weights)
-        return set(self.given)
-
-
-def test_sinks_are_loaded_by_their_loader_and_each_rank_takes_its_heads() -> None:
-    kind = type("Own", (Model,), {})
-    model = kind()
-    assert patch_stacked_experts(model, 1) == "applied"
-    assert patch_stacked_experts(model, 1) == "applied before"
-    loads: list[torch.Tensor] = []
-    model.model.attn.sinks.weight_loader = lambda parameter, given: loads.append(given)
-    names = model.load_weights([("model.self_attn.sinks", torch.arange(4.0)), ("norm", torch.ones(1))])
-    assert names == {"model.attn.sinks", "norm"}
-    assert [one.tolist() for one in loads] == [[2.0, 3.0]]
-    assert list(model.given) == ["norm"]
-
-
-def test_other_models_and_another_vllm_are_left_alone() -> None:
-    class Older(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.nn.Module()
-            self.model._load_weights_other = None
-
-    for model, report in ((torch.nn.Linear(1, 1), "not needed"), (Older(), NOT_APPLIED)):
-        assert patch_stacked_experts(model, 0).startswith(report)
-    assert Older.load_weights is Model.load_weights
 
 
 def test_the_vllm_that_is_installed_is_known() -> None:

@@ -12,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import FileSource
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongWeights
-from megatron_rl.sidecar.vllm import patches as vllm_seed_patch
 from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
 from megatron_rl.sidecar.vllm.held_model import HeldModel
@@ -377,24 +376,6 @@ def test_parameters_that_the_model_did_not_load_are_found(tmp_path):
     answer = load(extension, tmp_path)
     assert answer["error"] == "1 parameters were not loaded: a.bias"
     assert extension.megatron_rl_report() == {"fingerprint": ""}
-
-
-def test_the_seed_patch_refuses_code_that_it_does_not_know():
-    class Runner:
-        def _sample(self, logits, something_new):
-            return logits
-
-        def _bookkeeping_sync(self):
-            return "set_offset"
-
-    with pytest.raises(PlatformError, match="something_new"):
-        vllm_seed_patch.patch_runner(Runner)
-
-    class Mended(Runner):
-        def _bookkeeping_sync(self):
-            return None
-
-    assert vllm_seed_patch.patch_runner(Mended).startswith("not needed")
 
 
 @pytest.mark.parametrize(
