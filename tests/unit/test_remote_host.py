@@ -135,7 +135,8 @@ def test_agents_are_asked_for_few_starts_at_once_and_nothing_reaches_an_engine_b
 
     async def reach(request: httpx.Request) -> httpx.Response:
         reached.append(1)
-        return httpx.Response(200, content=pack(EngineAnswer(number=0, status=200, kind="", body=b"")))
+        answer = pack(EngineAnswer(number=0, status=200, kind="", body=b""))
+        return httpx.Response(200, stream=httpx.ByteStream(answer))
 
     async def check() -> None:
         async with connected(tmp_path) as (agent, _, host):
