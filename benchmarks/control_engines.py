@@ -115,14 +115,17 @@ class _Agent:
             return msgspec.json.encode(messages.Welcome(lease="lease", user=os.getuid()))
         if path == "/v1/beat":
             return msgspec.json.encode(messages.Pulse(engines=dict.fromkeys(self._engines, messages.Life())))
-        name, slash, rest = path.removeprefix("/v1/engines/").partition("/")
+        self._find(path.removeprefix("/v1/engines/"))
+        return _STARTED
+
+    def _find(self, name: str) -> _Server:
         # An engine is asked whether it is healthy from its start on.
         if name not in self._engines:
             self._engines[name] = _Server(*self._sizes)
-        return self._engines[name].answer(f"/{rest}", body) if slash else _STARTED
+        return self._engines[name]
 
     def _ask(self, request: messages.EngineRequest) -> bytes:
-        return self._engines[request.engine].answer(request.path, request.body)
+        return self._find(request.engine).answer(request.path, request.body)
 
 
 def serve_agents(num_agents: int, group_size: int, num_tokens: int, pipe: Pipe) -> None:

@@ -1,12 +1,9 @@
-"""Agents with vLLM on hosts that have files of their own, and the file that names them."""
+"""Agents with vLLM, on hosts that share the test's files or have files of their own."""
 
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.hosts.namespaces import INSIDE, Host
-from tests.hosts.worlds import TOKEN, Agent
+from tests.hosts.worlds import Agent
 
 PORT = 7100
 _MODULE = "megatron_rl.sidecar.agent"
@@ -17,30 +14,16 @@ _AHEAD = (
 )
 
 
-class HostAgent(Agent):
-    """An agent with vLLM on a host that has files of its own."""
+class RealAgent(Agent):
+    """An agent that starts vLLM, and receives weights."""
 
-    def __init__(self, host: Host) -> None:
-        assert host.folder is not None
-        super().__init__(host.folder / "agent", f"{host.address}:{PORT}", host.popen)
-        self.is_ahead = False
-        """True if its clock is ten minutes ahead."""
+    program = ("-m", _MODULE)
 
-    def start(self) -> None:
-        inside = INSIDE / "agent"
-        program = ["-c", _AHEAD] if self.is_ahead else ["-m", _MODULE]
-        words = [sys.executable, *program, "--listen", self.address]
-        words += ["--token-file", str(inside / "token"), "--folder", str(inside)]
-        with (self.folder / "output").open("ab") as output:
-            self.process = self._popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    def __init__(self, host: Host, folder: Path | None = None) -> None:
+        """Make an agent, whose folder is in the host's own one if none is given."""
+        own = None if folder is not None else INSIDE / "agent"
+        super().__init__(folder or host.folder / "agent", f"{host.address}:{PORT}", host.popen, own)
 
-
-def write_hosts(host: Host, agents: Sequence[Agent]) -> Path:
-    """Write the file of hosts into a host's folder; return it as that host sees it."""
-    assert host.folder is not None
-    token = host.folder / "token-of-agents"
-    token.touch(mode=0o600)
-    token.write_text(TOKEN)
-    named = [f'[[host]]\naddress = "{agent.address}"\n' for agent in agents]
-    (host.folder / "hosts.toml").write_text("\n".join([f'token_file = "{token.name}"', *named]))
-    return INSIDE / "hosts.toml"
+    def turn_clock(self) -> None:
+        """Have its clock ten minutes ahead when it starts again."""
+        self.program = ("-c", _AHEAD)

@@ -2,23 +2,18 @@
 
 import asyncio
 import dataclasses
-import socket
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
-from megatron_rl.sidecar.agent.messages import TIMEOUTS
+from megatron_rl.sidecar.agent.messages import REQUESTS_ROUTE, TIMEOUTS
 from megatron_rl.sidecar.engines import EngineLost
-from tests.hosts.worlds import TOKEN, Agent, agents, serving, until, until_gone
+from tests.hosts.worlds import TOKEN, Agent, agents, find_free_address, serving, until, until_gone
 from tests.sidecar.standin_engines import request
 
 pytestmark = pytest.mark.each_change
-
-
-def find_free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_an_engine_on_another_host_works_as_a_local_one_and_dies_with_its_agent(tmp_path):
@@ -67,7 +62,7 @@ def test_an_agent_tells_nothing_without_its_token_and_one_service_does_not_take_
             await until(lambda: holder.hosts.all[0].lease)
             async with httpx.AsyncClient(base_url=f"http://{agent.address}") as client:
                 assert (await client.get("/health")).json() == {"status": "ok"}
-                for method, route in (("POST", "/v1/lease"), ("GET", "/v1/engines/engine-0/health"), ("GET", "/no")):
+                for method, route in (("POST", "/v1/lease"), ("POST", REQUESTS_ROUTE), ("GET", "/no")):
                     for headers in ({}, {"authorization": "Bearer another"}):
                         answer = await client.request(method, route, headers=headers)
                         assert (answer.status_code, answer.json()) == (401, {"error": "the token is missing or wrong"})
@@ -75,7 +70,7 @@ def test_an_agent_tells_nothing_without_its_token_and_one_service_does_not_take_
                 # A request of a service that holds no lease.
                 answer = await client.put("/v1/engines/engine-0", headers=right, content=b"{}")
                 assert answer.status_code in (400, 409)
-                answer = await client.get("/v1/engines/engine-0/health", headers=right)
+                answer = await client.post(REQUESTS_ROUTE, headers=right, content=msgspec.msgpack.encode([]))
                 assert answer.status_code == 409
             for token, run, reason in ((f"{TOKEN}0", "run", "the token is wrong"), (TOKEN, "another", "the run 'run'")):
                 async with serving(tmp_path, [agent.address], token, quick, run) as world:

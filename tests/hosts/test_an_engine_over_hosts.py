@@ -9,7 +9,8 @@ import pytest
 from megatron_rl.cli import main as megatron_rl
 from tests.e2e import loop
 from tests.hosts.namespaces import network
-from tests.hosts.test_vllm_on_a_host import PORT, RealAgent
+from tests.hosts.real_agents import RealAgent
+from tests.hosts.worlds import running, write_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -21,31 +22,19 @@ def test_an_engine_over_two_hosts_trains_a_run_and_starts_again_after_one_part_w
     folder = tmp_path / "runs" / "run"
     before = set(Path("/dev/shm").glob("megatron_rl-agent-*"))
     with network(2) as hosts:
-        agents = [
-            RealAgent(tmp_path / f"host-{number}", f"{host.address}:{PORT}", host.popen)
-            for number, host in enumerate(hosts)
-        ]
-        for agent in agents:
-            agent.start()
-        named = "".join(f'[[host]]\naddress = "{agent.address}"\ntogether = "both"\n' for agent in agents)
-        (agents[0].folder / "hosts.toml").write_text(f'token_file = "token"\n{named}')
+        agents = [RealAgent(host, tmp_path / f"host-{number}") for number, host in enumerate(hosts)]
+        named = write_hosts(tmp_path, agents, 'together = "both"')
         words = world.words(
             "run", train_iters=ITERATIONS, rollout_engine="vllm", rollout_num_engines=0, rollout_max_num_seqs=8,
-            rollout_hosts=f"static:{agents[0].folder / 'hosts.toml'}", rollout_tensor_parallel_size=2,
+            rollout_hosts=f"static:{named}", rollout_tensor_parallel_size=2,
         )  # fmt: skip
         killing = threading.Thread(target=kill_a_worker, args=(agents[1], folder / "metrics.jsonl"))
-        try:
-            for agent in agents:
-                agent.wait()
+        with running(agents):
             killing.start()
             loop.run(tmp_path / "outputs", 1, words, seconds=900, OMP_NUM_THREADS="1")
             killing.join()
             for agent in agents:
                 assert agent.list_engine_processes() == []
-        finally:
-            for agent in agents:
-                agent.end()
-                print(agent.output)
     assert set(Path("/dev/shm").glob("megatron_rl-agent-*")) == before
     assert megatron_rl(["audit", str(folder)]) == 0
     assert f"{ITERATIONS} of {ITERATIONS} iterations complete, 0 breaches" in capsys.readouterr().out

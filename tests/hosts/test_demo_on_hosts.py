@@ -17,8 +17,8 @@ from examples.arithmetic import demo, task, warm_up
 from megatron_rl.cli import main as megatron_rl
 from megatron_rl.observe.metrics import read_metrics
 from tests.hosts.namespaces import INSIDE, Host, network
-from tests.hosts.real_agents import HostAgent, write_hosts
-from tests.hosts.worlds import Agent
+from tests.hosts.real_agents import RealAgent
+from tests.hosts.worlds import Agent, running, write_hosts
 from tests.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -46,7 +46,7 @@ def train(hosts: Sequence[Host], agents: Sequence[Agent], start: Path, layout: s
         for name in FILES:
             copy = shutil.copytree if (start / name).is_dir() else shutil.copy
             copy(start / name, host.folder / name)
-    write_hosts(first, agents)
+    write_hosts(first.folder, agents)
     flags: dict[str, Any] = {
         "train_iters": ITERATIONS, "eval_interval": ITERATIONS, "rollout_num_engines": 0,
         "hf_model": INSIDE / "model", "prompts": INSIDE / "train.jsonl", "eval_prompts": INSIDE / "held_out.jsonl",
@@ -95,18 +95,10 @@ def check_links(hosts: Sequence[Host], start: Path, run: Path) -> None:
 @pytest.mark.parametrize(("count", "layout"), [(2, "tp2"), (4, "dp2")])
 def test_the_demo_learns_on_hosts_that_share_no_folder(count, layout, start, tmp_path, capsys):
     with network(count, tmp_path) as hosts:
-        agents = [HostAgent(host) for host in hosts[-2:]]
-        for agent in agents:
-            agent.start()
-        try:
-            for agent in agents:
-                agent.wait()
+        agents = [RealAgent(host) for host in hosts[-2:]]
+        with running(agents):
             assert train(hosts, agents, start, layout) == [0, 0]
             assert [agent.list_engine_processes() for agent in agents] == [[], []]
-        finally:
-            for agent in agents:
-                agent.end()
-                print(agent.output)
         for host in hosts:
             assert host.list_processes() == []
             assert host.list_files("/dev/shm") == []

@@ -34,8 +34,8 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, read_token
 from tests.e2e import loop
 from tests.hosts.namespaces import INSIDE, Host, network
-from tests.hosts.real_agents import HostAgent, write_hosts
-from tests.hosts.worlds import TOKEN
+from tests.hosts.real_agents import RealAgent
+from tests.hosts.worlds import TOKEN, write_hosts
 from tests.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,23 +45,22 @@ SOON = 240.0
 ITERATIONS = 6
 
 
-def make_words(hosts: Sequence[Host], hosts_file: Path, **changes: Any) -> list[str]:
+def make_words(hosts: Sequence[Host], agent: RealAgent, **changes: Any) -> list[str]:
     """Write the files of a small run on all hosts; return the run's words."""
     first = hosts[0]
-    assert first.folder is not None
+    write_hosts(first.folder, [agent])
     loop.make_world(first.folder, head_dim=32)
     for host in hosts[1:]:
         shutil.copytree(first.folder, host.folder, dirs_exist_ok=True)
     world = loop.World(INSIDE, INSIDE / "model", INSIDE / "prompts.jsonl", f"{INSIDE / 'reward.py'}:parity")
     return world.words(
         "run", train_iters=ITERATIONS, rollout_engine="vllm", rollout_num_engines=0, rollout_max_num_seqs=8,
-        rollout_hosts=f"static:{hosts_file}", rollout_listen=f"{first.address}:{SERVICE_PORT}", save_interval=1,
-        **changes,
+        rollout_hosts=f"static:{INSIDE / 'hosts.toml'}", rollout_listen=f"{first.address}:{SERVICE_PORT}",
+        save_interval=1, **changes,
     )  # fmt: skip
 
 
 def launch(host: Host, program: list[str], words: list[str], **environment: str) -> "subprocess.Popen[bytes]":
-    assert host.folder is not None
     with (host.folder / "output").open("ab") as output:
         return host.popen(
             [sys.executable, *program, str(ROOT / "pretrain_grpo.py"), *words],
@@ -79,7 +78,6 @@ def await_(condition: Callable[[], object], process: "subprocess.Popen[bytes]") 
 
 
 def count_iterations(host: Host) -> int:
-    assert host.folder is not None
     with contextlib.suppress(InputError):
         return len(read_metrics(host.folder / "runs" / "run"))
     return 0
@@ -87,7 +85,6 @@ def count_iterations(host: Host) -> int:
 
 def ask(host: Host) -> Mapping[str, Any]:
     """Return the state of the service, or nothing if it does not answer."""
-    assert host.folder is not None
     with contextlib.suppress(OSError, RolloutError):
         token = read_token(host.folder / "runs" / "run" / "token")
         with RolloutClient(f"http://{host.address}:{SERVICE_PORT}", token, 2.0) as client:
@@ -119,10 +116,10 @@ def check_end(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_survives_the_loss_of_its_only_host_with_engines_and_resumes_after_that_of_its_service(tmp_path, capsys):
     with network(2, tmp_path) as (first, second), shown(first, second):
-        agent = HostAgent(second)
+        agent = RealAgent(second)
         agent.start()
         agent.wait()
-        words = make_words((first, second), write_hosts(first, [agent]), save=INSIDE / "save", load=INSIDE / "save")
+        words = make_words((first, second), agent, save=INSIDE / "save", load=INSIDE / "save")
         process = launch(first, [], words)
         await_(lambda: count_iterations(first) >= 1 and is_sampling(first), process)
         version = ask(first)["version"]
@@ -135,7 +132,7 @@ def test_a_run_survives_the_loss_of_its_only_host_with_engines_and_resumes_after
         await_(lambda: "the token is wrong" in str(ask(first).get("hosts", {}).get(name, {}).get("error")), process)
         agent.end()
         (agent.folder / "token").write_text(TOKEN)
-        agent.is_ahead = True
+        agent.turn_clock()
         agent.start()
         await_(lambda: any(engine["state"] == "ready" for engine in ask(first)["engines"]["engines"].values()), process)
         # The iteration that lost its only engine continues.
@@ -165,10 +162,10 @@ def test_a_run_that_loses_a_trainer_host_continues_on_the_other_from_its_checkpo
     save = Path(tempfile.mkdtemp(prefix="megatron-rl-test-", dir="/var/tmp"))
     try:
         with network(3, tmp_path) as (first, second, third), shown(first, second, third):
-            agent = HostAgent(third)
+            agent = RealAgent(third)
             agent.start()
             agent.wait()
-            words = make_words((first, second, third), write_hosts(first, [agent]), save=save, load=save)
+            words = make_words((first, second, third), agent, save=save, load=save)
             processes = []
             for host in (first, second):
                 elastic = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]

@@ -1,25 +1,14 @@
 """Hosts that join and leave while groups are sampled."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from megatron_rl.sidecar.hosts.static import read_hosts
-from tests.hosts.test_agents import find_free_address
-from tests.hosts.worlds import TOKEN, Agent, agents, serving, until, until_gone
+from tests.hosts.worlds import Agent, agents, find_free_address, serving, until, until_gone, write_hosts
 from tests.sidecar.standin_engines import request
 
 pytestmark = pytest.mark.slow
-
-
-def write_hosts(folder: Path, addresses: list[str]) -> str:
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(TOKEN)
-    entries = "".join(f'[[host]]\naddress = "{address}"\n' for address in addresses)
-    (folder / "hosts.toml").write_text(f'token_file = "token"\n{entries}')
-    return f"static:{folder / 'hosts.toml'}"
 
 
 def test_hosts_join_while_groups_are_sampled_and_leave_with_a_publish_without_a_loss(tmp_path, caplog):
@@ -30,7 +19,7 @@ def test_hosts_join_while_groups_are_sampled_and_leave_with_a_publish_without_a_
             await world.publish()
             sampling = asyncio.create_task(supervisor.generate(request()))
             await until(lambda: supervisor.pool.in_flight("engine-0"))
-            value = write_hosts(tmp_path, [first.address, second.address])
+            value = f"static:{write_hosts(tmp_path, [first, second])}"
             world.membership.follow_source(lambda: read_hosts(value, 1), seconds=0.1)
             await until(lambda: supervisor.names() == ["engine-0", "engine-1"] and world.is_ready(1))
             # The one that joins samples at once, with the version that was published before.
@@ -38,7 +27,7 @@ def test_hosts_join_while_groups_are_sampled_and_leave_with_a_publish_without_a_
             assert {span.version for span in joined.spans} == {"1"}
             (tmp_path / "hosts.toml").write_text("[[host")
             await until(lambda: "the hosts stay as they are until this is corrected" in caplog.text)
-            write_hosts(tmp_path, [second.address])
+            write_hosts(tmp_path, [second])
             await until(lambda: supervisor.status()["engines"]["engine-0"]["leaving"])
             assert world.hosts.status()[first.address]["state"] == "leaving"
             assert (await sampling)[0].spans == joined.spans
@@ -49,7 +38,7 @@ def test_hosts_join_while_groups_are_sampled_and_leave_with_a_publish_without_a_
             await until_gone(processes)
             await until(lambda: [host.name for host in world.hosts.all] == [second.address])
             # It may come again.
-            write_hosts(tmp_path, [second.address, first.address])
+            write_hosts(tmp_path, [second, first])
             await until(lambda: "engine-2" in supervisor.names() and world.is_ready(2))
             assert supervisor.pool.num_retried == 0
             await world.membership.close()

@@ -16,7 +16,8 @@ from megatron_rl.cli import main as megatron_rl
 from megatron_rl.errors import ExitCode
 from tests.e2e import loop
 from tests.hosts.namespaces import OWN_ADDRESS, network
-from tests.hosts.test_vllm_on_a_host import PORT, RealAgent
+from tests.hosts.real_agents import RealAgent
+from tests.hosts.worlds import running, write_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -65,34 +66,20 @@ MEETINGS = """
 class GlooAgent(RealAgent):
     """An agent whose engines receive streams over gloo."""
 
-    module = "tests.hosts.gloo_agent"
+    program = ("-m", "tests.hosts.gloo_agent")
 
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[list[GlooAgent]]:
     """Start agents on two hosts."""
     with network(2) as hosts:
-        made = [
-            GlooAgent(tmp_path / f"host-{number}", f"{host.address}:{PORT}", host.popen)
-            for number, host in enumerate(hosts)
-        ]
-        try:
-            for agent in made:
-                agent.start()
-            for agent in made:
-                agent.wait()
+        made = [GlooAgent(host, tmp_path / f"host-{number}") for number, host in enumerate(hosts)]
+        with running(made):
             yield made
-        finally:
-            for agent in made:
-                agent.end()
-                print(agent.output)
 
 
 def list_words(world: loop.World, agents: list[GlooAgent], *together: str, **changes: object) -> list[str]:
-    hosts = agents[0].folder / "hosts.toml"
-    lines = "\n".join(together)
-    named = "".join(f'[[host]]\naddress = "{agent.address}"\n{lines}\n' for agent in agents)
-    hosts.write_text(f'token_file = "token"\n{named}')
+    hosts = write_hosts(world.folder, agents, *together)
     return world.words(
         "run", tensor_model_parallel_size=2, rollout_engine="vllm", rollout_num_engines=0, rollout_max_num_seqs=8,
         rollout_transport="nccl", rollout_hosts=f"static:{hosts}", **changes,

@@ -38,16 +38,25 @@ SERVED_SECONDS = 120.0
 Popen = Callable[..., "subprocess.Popen[bytes]"]
 
 
+def find_free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 class Agent:
     """The process of an agent, which may be killed and started again."""
 
-    def __init__(self, folder: Path, address: str, popen: Popen = subprocess.Popen) -> None:
+    program: Sequence[str] = ("-m", "tests.hosts.standin_agent")
+
+    def __init__(self, folder: Path, address: str, popen: Popen = subprocess.Popen, inside: Path | None = None) -> None:
+        """Make an agent; it sees its folder as `inside`, if that differs."""
         self.address = address
         self.folder = folder
         self.slow: dict[str, float] = {}
         """The seconds of the steps of its first engine."""
         self.process: subprocess.Popen[bytes] | None = None
         self._popen = popen
+        self._inside = inside or folder
         folder.mkdir(mode=0o700)
         token = folder / "token"
         token.touch(mode=0o600)
@@ -58,8 +67,8 @@ class Agent:
         return (self.folder / "output").read_text()
 
     def start(self) -> None:
-        words = [sys.executable, "-m", "tests.hosts.standin_agent", "--listen", self.address]
-        words += ["--token-file", str(self.folder / "token"), "--folder", str(self.folder)]
+        words = [sys.executable, *self.program, "--listen", self.address]
+        words += ["--token-file", str(self._inside / "token"), "--folder", str(self._inside)]
         with (self.folder / "output").open("ab") as output:
             self.process = self._popen(
                 words,
@@ -109,30 +118,45 @@ class Agent:
 
 
 @contextlib.contextmanager
+def running(made: Sequence[Agent]) -> Iterator[None]:
+    """Start agents; at the end, nothing of them is left, and their output is shown."""
+    for agent in made:
+        agent.start()
+    try:
+        for agent in made:
+            agent.wait()
+        yield
+    finally:
+        for agent in made:
+            agent.end()
+            print(agent.output)
+
+
+@contextlib.contextmanager
 def agents(
     folder: Path,
     addresses: Sequence[str],
     popens: Sequence[Popen] = (),
     slow: Mapping[str, float] | None = None,
 ) -> Iterator[list[Agent]]:
-    """Start an agent at each address; at the end, nothing of them is left.
-
-    The steps of the first engine of the first one last as long as `slow` says.
-    """
+    """Run an agent at each address. The steps of the first engine of the first one last as long as `slow` says."""
     made = [
         Agent(folder / f"host-{number}", address, *popens[number : number + 1])
         for number, address in enumerate(addresses)
     ]
     made[0].slow = dict(slow or {})
-    for agent in made:
-        agent.start()
-    try:
-        for agent in made:
-            agent.wait()
+    with running(made):
         yield made
-    finally:
-        for agent in made:
-            agent.end()
+
+
+def write_hosts(folder: Path, agents: Sequence[Agent], *lines: str) -> Path:
+    """Write a file of static hosts, with these lines for each, and that of their token; return its path."""
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    named = ["\n".join(["[[host]]", f'address = "{agent.address}"', *lines, ""]) for agent in agents]
+    (folder / "hosts.toml").write_text("\n".join(['token_file = "token"', *named]))
+    return folder / "hosts.toml"
 
 
 @dataclasses.dataclass

@@ -21,8 +21,7 @@ from megatron_rl.shared.protocol.client import RolloutClient, read_token
 from megatron_rl.sidecar.hosts import build_source, ray_cluster
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster
 from tests.e2e import loop
-from tests.hosts.listeners import find_free_address
-from tests.hosts.worlds import TOKEN
+from tests.hosts.worlds import TOKEN, find_free_address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

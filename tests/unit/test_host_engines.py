@@ -241,22 +241,32 @@ def test_a_beat_tells_faults_new_lines_and_the_folder_of_a_version(world, tmp_pa
     asyncio.run(check())
 
 
-def test_all_mistakes_in_an_agents_flags_are_named_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "text", "words", "message"),
+    [
+        (0o644, "", "", "chmod 600"),
+        (0o600, "short", "", "16 characters or more"),
+        (0o600, "0123456789abcdef", "--tls-cert TOKEN", "belong together"),
+        (0o600, "0123456789abcdef", "--tls-cert TOKEN --tls-key TOKEN", "cannot be used"),
+        (0o600, "0123456789abcdef", "", None),
+    ],
+)
+def test_mistakes_in_an_agents_flags_are_named(tmp_path, mode, text, words, message):
+    token = tmp_path / "token"
+    token.write_text(f"{text}\n")
+    token.chmod(mode)
+    flags = ["--listen", "[::1]:7100", "--token-file", str(token), "--folder", str(tmp_path)]
+    flags += words.replace("TOKEN", str(token)).split()
+    if message is None:
+        settings = parse(flags)
+        assert (settings.listen, settings.token, settings.shares_folder) == (("::1", 7100), text, False)
+        return
+    with pytest.raises(UsageError, match=message) as raised:
+        parse(flags)
+    assert len(raised.value.problems) == 1
+
+
+def test_all_mistakes_in_an_agents_flags_are_named_at_once():
     with pytest.raises(UsageError) as raised:
         parse(["--listen", "10.0.0.2"])
     assert len(raised.value.problems) == 3
-    token = tmp_path / "token"
-    token.touch(mode=0o644)
-    with pytest.raises(UsageError, match="chmod 600"):
-        parse(["--listen", "127.0.0.1:0", "--token-file", str(token), "--folder", str(tmp_path)])
-    token.chmod(0o600)
-    with pytest.raises(UsageError, match="16 characters or more"):
-        parse(["--listen", "127.0.0.1:0", "--token-file", str(token), "--folder", str(tmp_path)])
-    token.write_text("0123456789abcdef\n")
-    with pytest.raises(UsageError, match="belong together"):
-        parse(["--tls-cert", str(token)])
-    with pytest.raises(UsageError, match="cannot be used"):
-        parse(["--tls-cert", str(token), "--tls-key", str(token)])
-    settings = parse(["--listen", "[::1]:7100", "--token-file", str(token), "--folder", str(tmp_path)])
-    assert (settings.listen, settings.token) == (("::1", 7100), "0123456789abcdef")
-    assert not settings.shares_folder

@@ -28,7 +28,7 @@ from megatron_rl.sidecar.hosts import (
 )
 from megatron_rl.sidecar.hosts.scheduled import AgentsMissing
 from megatron_rl.sidecar.settings import parse
-from tests.hosts.listeners import answering, find_free_address
+from tests.hosts.worlds import find_free_address
 from tests.reward_pools import request, score
 
 TOKEN = "0123456789abcdef"
@@ -250,6 +250,20 @@ def test_hosts_in_a_row_run_an_engine_together(tmp_path, schedulers):
         find(4, 3)
     with pytest.raises(UsageError, match=re.escape("devices = [0, 1, 2, 3] must name 2")):
         find(4, 2)
+
+
+@contextlib.asynccontextmanager
+async def answering(address: str, status: str = "200 OK") -> AsyncIterator[None]:
+    """Answer every request with a status."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health ")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        writer.close()
+
+    host, port = address.split(":")
+    async with await asyncio.start_server(answer, host, int(port)):
+        yield
 
 
 def test_agents_are_waited_for_and_those_that_are_missing_are_named(tmp_path, monkeypatch):

@@ -180,9 +180,11 @@ def test_hosts_that_run_engines_together_stay_and_a_mistake_is_said_once(caplog)
     assert "cannot change during a run" in caplog.text
 
 
-def test_a_version_is_brought_to_a_host_that_takes_weights_and_in_the_name_of_the_trainer(monkeypatch):
-    brought = []
-    monkeypatch.setattr(membership, "redeliver", lambda *arguments: brought.append(arguments) or True)
+def test_a_version_is_brought_to_a_host_that_takes_weights_once_for_its_engines_and_in_the_name_of_the_trainer(
+    monkeypatch,
+):
+    brought, answers = [], iter((True, False))
+    monkeypatch.setattr(membership, "redeliver", lambda *arguments: brought.append(arguments) or next(answers))
 
     async def check() -> None:
         async with followed(A) as (hosts, _, _):
@@ -190,24 +192,10 @@ def test_a_version_is_brought_to_a_host_that_takes_weights_and_in_the_name_of_th
             hosts.find_trainer_lease = lambda: 7
             assert not await host.bring(host, WEIGHTS)
             host.port = 100
-            assert await host.bring(host, WEIGHTS)
             key = hosts.list_for_delivery([]).token.encode()
-            assert brought == [(WEIGHTS, Target(A.address, "127.0.0.1", 100), key, 7)]
-
-    asyncio.run(check())
-
-
-def test_engines_of_a_host_share_an_attempt_to_bring_a_version(monkeypatch):
-    attempts = []
-    monkeypatch.setattr(membership, "redeliver", lambda *arguments: attempts.append(arguments) or False)
-
-    async def check() -> None:
-        async with followed(A) as (hosts, _, _):
-            (host,) = hosts.all
-            host.port = 100
-            assert await asyncio.gather(*(host.bring(host, WEIGHTS) for _ in range(3))) == [False] * 3
-            assert len(attempts) == 1
-            assert not await host.bring(host, WEIGHTS)
-            assert len(attempts) == 2
+            for number, is_brought in enumerate((True, False), 1):
+                asking = (host.bring(host, WEIGHTS) for _ in range(3))
+                assert await asyncio.gather(*asking) == [is_brought] * 3
+                assert brought == [(WEIGHTS, Target(A.address, "127.0.0.1", 100), key, 7)] * number
 
     asyncio.run(check())

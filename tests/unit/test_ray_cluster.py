@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.sidecar.hosts import ray_cluster
 from megatron_rl.sidecar.hosts.ray_cluster import NoRoomInCluster, RayCluster, RayHosts
+from tests.unit.test_remote_host import until
 
 
 class RayError(Exception):
@@ -111,12 +112,6 @@ async def opened(ray: Ray, hosts: int, seconds: float = 60.0, num_devices: int =
         yield cluster
     finally:
         await context.__aexit__(None, None, None)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_a_lost_host_gets_another_actor_in_its_own_group_and_keeps_its_address_until_that_has_one(ray):

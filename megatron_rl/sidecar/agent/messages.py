@@ -1,7 +1,6 @@
 """The protocol between a rollout service and the agent of a host: messages as JSON, durations and bounds.
 
-The routes are in `application.py`. Requests to several engines travel together, as msgpack, because they have bodies of
-bytes.
+The routes are in `application.py`. Requests to engines travel in lists, as msgpack, because they have bodies of bytes.
 
 A lease is the right of one service to run engines on a host. It has a name that cannot be guessed, and every request
 but the first carries it. Its length is a duration that each side counts on its own steady clock: no time of day is
@@ -18,13 +17,11 @@ import msgspec
 from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of these messages and of the routes; an agent refuses a service of another one."""
 
 REQUESTS_ROUTE = "/v1/requests"
 LEASE_HEADER = "x-lease"
-FAULT_HEADER = "x-agent-fault"
-"""Marks an answer that the agent gives in place of an engine. An engine may answer with any status itself."""
 UNAUTHORIZED = 401
 
 MAX_BODY_BYTES = 1 << 28
@@ -56,7 +53,6 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the agent's user, who owns the weights on its host."""
     port: int | None = None
     """The port at which the host takes weights; None if it shares the trainer's folder."""
-    protocol: int = PROTOCOL
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +114,10 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A POST to an engine's server; the answer to a list of them is a stream of EngineAnswer, each with its length."""
+    """A request to an engine's server; a list of them is answered by a stream of EngineAnswer, each with its length."""
 
     engine: str
+    method: str
     path: str
     kind: str
     """The type of its body."""
@@ -136,7 +133,7 @@ class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     body: bytes
     is_fault: bool = False
-    """True if the agent answers in place of the engine."""
+    """True if the agent answers in place of the engine, which may answer with any status itself."""
 
 
 _LENGTH = struct.Struct("<I")

@@ -29,9 +29,10 @@ from megatron_rl.shared.protocol.wire import Weights
 from megatron_rl.sidecar.agent.messages import (
     LEASE_HEADER,
     UNAUTHORIZED,
-    AgentRefusal,
     Arrived,
     Beat,
+    EngineAnswer,
+    EngineRequest,
     EngineStart,
     HostLimits,
     LeaseRequest,
@@ -44,7 +45,7 @@ from megatron_rl.sidecar.agent.messages import (
 from megatron_rl.sidecar.engines import EngineRefused, NotGiven, WeightsNotWritten, WeightsPlace
 from megatron_rl.sidecar.engines.hosts import LIMITS, OWN_HOST
 from megatron_rl.sidecar.hosts import HostPlace
-from megatron_rl.sidecar.hosts.engine_requests import Forwarded, GatheredRequests
+from megatron_rl.sidecar.hosts.engine_requests import EngineRequests, Forwarded, explain_refusal
 from megatron_rl.sidecar.launcher import LOG_LINES
 from megatron_rl.sidecar.vllm.server import ServerConfig
 
@@ -123,25 +124,16 @@ class RemoteHost:
         self._version: int | None = None
         self._arrived: Arrived | None = None
         self._beating = asyncio.Lock()
-        self.url = f"{'https' if tls else 'http'}://{place.address}"
-        self._transport = httpx.AsyncHTTPTransport(limits=LIMITS, verify=tls or False)
+        url, headers = f"{'https' if tls else 'http'}://{place.address}", {"Authorization": f"Bearer {token}"}
+        # A proxy of the environment would be handed the token.
         self._http = httpx.AsyncClient(
-            base_url=self.url,
-            verify=tls or False,
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=timeouts.answer,
-            # A proxy of the environment would be handed the token.
-            trust_env=False,
+            base_url=url, verify=tls or False, headers=headers, timeout=timeouts.answer, trust_env=False
         )
-        self._authorization = f"Bearer {token}"
+        self._transport = httpx.AsyncHTTPTransport(limits=LIMITS, verify=tls or False)
         # An engine may take any time for its answer: its callers have their own deadlines. A link may be cut meanwhile.
-        self._sending = httpx.Timeout(None, connect=timeouts.lost, write=timeouts.lost)
-        self.gathered = GatheredRequests(self, self._transport, self._authorization, self._sending, limits.connects)
-
-    @property
-    def num_engines(self) -> int:
-        """The number of engines, or parts of some, that were started here."""
-        return len(self._handles)
+        sending = httpx.Timeout(None, connect=timeouts.lost, write=timeouts.lost)
+        to_engines = httpx.AsyncClient(base_url=url, transport=self._transport, headers=headers, timeout=sending)
+        self._engine_requests = EngineRequests(to_engines, lambda: self._lease, limits.connects)
 
     @property
     def engines(self) -> Collection[str]:
@@ -260,13 +252,24 @@ class RemoteHost:
     async def until_back(self) -> None:
         await self._back.wait()
 
-    async def until_started(self, name: str) -> None:
-        """Wait until an agent was asked to start this engine, if it is to be: until then no connection reaches it."""
-        if (handle := self._handles.get(name)) is not None and not handle.starting.done():
-            await asyncio.wait((handle.starting,))
-
     def connect(self, address: str, is_ours: bool = True) -> httpx.AsyncBaseTransport:
-        return Forwarded(self, address, self._transport, self._authorization, self._sending)
+        return Forwarded(address, self._ask_engine)
+
+    async def _ask_engine(self, request: EngineRequest, is_of_step: bool) -> EngineAnswer:
+        if (handle := self._handles.get(request.engine)) is not None and not handle.starting.done():
+            # Until an agent was asked to start the engine, no connection reaches it.
+            await asyncio.wait((handle.starting,))
+        requests = self._engine_requests
+        ask = requests.ask_gathered if is_of_step and len(self._handles) > 1 else requests.ask
+        try:
+            answer = await ask(request)
+            if answer.is_fault:
+                raise httpx.ReadError(answer.body.decode(errors="replace"))
+        except httpx.HTTPError as error:
+            # The host may be lost, or the engine dead: its last lines explain that.
+            await self.answers()
+            raise type(error)(f"host {self.name}: {str(error) or 'it does not answer'}") from None
+        return answer
 
     async def is_given(self, weights: Weights) -> bool:
         if weights.is_streamed:
@@ -389,11 +392,8 @@ class RemoteHost:
             return answer.content
         if answer.status_code == UNAUTHORIZED:
             raise HostRefused("the token is wrong: give the agent and the file of --rollout-hosts the same")
-        try:
-            said = msgspec.json.decode(answer.content, type=AgentRefusal).error
-        except msgspec.DecodeError:
-            said = f"it answers {answer.status_code}: {answer.text[:200]}"
-        raise _KINDS.get(answer.status_code, HostRefused)(said)
+        reason = explain_refusal(answer.status_code, answer.content)
+        raise _KINDS.get(answer.status_code, HostRefused)(reason)
 
 
 class RemoteHandle:
