@@ -150,13 +150,22 @@ class Twin:
         rules: Rules,
         dtype: torch.dtype = torch.float32,
         stir: int | None = None,
+        start: "Twin | None" = None,
     ):
-        """Make the models; `stir` draws which of their weights move, each to a neighbour in its precision."""
+        """Make the models; `stir` draws which of their weights move, each to a neighbour in its precision.
+
+        `start` is a twin of the same models, groups and precision: the frozen models' log-probs are the same by all
+        rules with one temperature.
+        """
         self.rules = rules
         self._dtype = dtype
         self._draws = None if stir is None else torch.Generator().manual_seed(stir)
         self._policy = self._load(policy)
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
+        if start is not None:
+            assert start.rules.temperature == rules.temperature
+            self._old, self._reference = start._old, start._reference
+            return
         # The old policy is the one that the iteration starts with, whatever the updates change.
         self._old = [self._log_probs(self._policy, batch)[0] for batch in self._batches]
         frozen = self._load(reference)
