@@ -256,14 +256,20 @@ class Twin:
         self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and entropies."""
+        lengths_R = batch.attention_RL.sum(1)
+        order_R = lengths_R.argsort()
+        parts = []
         with torch.set_grad_enabled(with_gradients), everything_in(self._dtype):
-            parts = [
-                log_probs_and_entropies(model, ids_RL, attention_RL, self.rules.temperature)
-                for ids_RL, attention_RL in zip(batch.ids_RL.split(_ROWS), batch.attention_RL.split(_ROWS), strict=True)
-            ]
-        log_probs, entropies = zip(*parts, strict=True)
-        place = batch.row_BL, batch.column_BL
-        return torch.cat(log_probs)[place], torch.cat(entropies)[place]
+            # Rows of about one length together, so that there is little padding.
+            for rows in order_R.split(_ROWS):
+                length = int(lengths_R[rows].max())
+                ids_RL, attention_RL = (values_RL[rows, :length] for values_RL in (batch.ids_RL, batch.attention_RL))
+                found = log_probs_and_entropies(model, ids_RL, attention_RL, self.rules.temperature)
+                missing = batch.ids_RL.shape[1] - length
+                parts.append([torch.nn.functional.pad(values_RL, (0, missing)) for values_RL in found])
+        place = order_R.argsort()[batch.row_BL], batch.column_BL
+        log_probs_BL, entropies_BL = (torch.cat(values)[place] for values in zip(*parts, strict=True))
+        return log_probs_BL, entropies_BL
 
     def _deviation(self, advantage_BL: torch.Tensor, mask_BL: torch.Tensor) -> float:
         """Return the divisor of all advantages of an update if it is common to them: over tokens, or over responses."""
