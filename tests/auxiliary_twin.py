@@ -1,8 +1,8 @@
-"""Compute the auxiliary losses of routers from their formulas: transformers and torch, one sequence after the other.
+"""Compute the auxiliary losses of routers from their formulas, with transformers and torch.
 
 Tests compare the trainer's results with these, so nothing of megatron_rl is used here.
 
-Letters: T tokens of a micro-batch, X experts.
+Letters: T tokens of a micro-batch, B sequences of L tokens, R rows of these, X experts.
 """
 
 import dataclasses
@@ -103,27 +103,27 @@ def as_saved(tensors: Tensors) -> Tensors:
 
 def _router_logits(model: torch.nn.Module, batch: MicroBatch, is_shared: bool, multiple_of: int) -> list[torch.Tensor]:
     """Return each layer's router logits [T, X] of all tokens that pass through it."""
-    routers = [layer.mlp.gate for layer in model.model.layers]
-    rows: list[list[torch.Tensor]] = [[] for _ in routers]
-
-    def run(tokens: list[int], first: int) -> None:
-        seen: dict[torch.nn.Module, torch.Tensor] = {}
-        hooks = [router.register_forward_hook(lambda r, _, out: seen.update({r: out[0]})) for router in routers]
-        model.model(torch.tensor([tokens]))
-        for hook in hooks:
-            hook.remove()
-        for of_layer, router in zip(rows, routers, strict=True):
-            of_layer.append(seen[router][first:])
-
-    num_tokens = 0
-    for prompt, responses in batch:
-        for number, response in enumerate(responses):
-            first = len(prompt) if is_shared and number else 0
-            run(prompt + response, first)
-            num_tokens += len(prompt) + len(response) - first
+    # Each sequence, and the first of its tokens that no earlier one has.
+    sequences = [
+        (prompt + response, len(prompt) if is_shared and number else 0)
+        for prompt, responses in batch
+        for number, response in enumerate(responses)
+    ]
+    num_tokens = sum(len(tokens) - first for tokens, first in sequences)
     if num_tokens % multiple_of:
-        run([0] * (-num_tokens % multiple_of), 0)
-    return [torch.cat(of_layer) for of_layer in rows]
+        sequences.append(([0] * (-num_tokens % multiple_of), 0))
+    # No token sees the padding after a shorter sequence.
+    ids_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens, _ in sequences], batch_first=True)
+    counts_BL = torch.zeros(ids_BL.shape, dtype=torch.bool)
+    for row_L, (tokens, first) in zip(counts_BL, sequences, strict=True):
+        row_L[first : len(tokens)] = True
+    seen: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(lambda *found: seen.append(found[2][0])) for gate in gates]
+    model.model(ids_BL)
+    for hook in hooks:
+        hook.remove()
+    return [logits_RX[counts_BL.flatten()] for logits_RX in seen]
 
 
 def _balancing(logits_TX: torch.Tensor, num_active: int) -> torch.Tensor:

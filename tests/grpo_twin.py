@@ -150,13 +150,22 @@ class Twin:
         rules: Rules,
         dtype: torch.dtype = torch.float32,
         stir: int | None = None,
+        start: "Twin | None" = None,
     ):
-        """Make the models; `stir` draws which of their weights move, each to a neighbour in its precision."""
+        """Make the models; `stir` draws which of their weights move, each to a neighbour in its precision.
+
+        `start` is a twin of the same models, groups and precision: the frozen models' log-probs are the same by all
+        rules with one temperature.
+        """
         self.rules = rules
         self._dtype = dtype
         self._draws = None if stir is None else torch.Generator().manual_seed(stir)
         self._policy = self._load(policy)
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
+        if start is not None:
+            assert start.rules.temperature == rules.temperature
+            self._old, self._reference = start._old, start._reference
+            return
         # The old policy is the one that the iteration starts with, whatever the updates change.
         self._old = [self._log_probs(self._policy, batch)[0] for batch in self._batches]
         frozen = self._load(reference)
@@ -247,14 +256,20 @@ class Twin:
         self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and entropies."""
+        lengths_R = batch.attention_RL.sum(1)
+        order_R = lengths_R.argsort()
+        parts = []
         with torch.set_grad_enabled(with_gradients), everything_in(self._dtype):
-            parts = [
-                log_probs_and_entropies(model, ids_RL, attention_RL, self.rules.temperature)
-                for ids_RL, attention_RL in zip(batch.ids_RL.split(_ROWS), batch.attention_RL.split(_ROWS), strict=True)
-            ]
-        log_probs, entropies = zip(*parts, strict=True)
-        place = batch.row_BL, batch.column_BL
-        return torch.cat(log_probs)[place], torch.cat(entropies)[place]
+            # Rows of about one length together, so that there is little padding.
+            for rows in order_R.split(_ROWS):
+                length = int(lengths_R[rows].max())
+                ids_RL, attention_RL = (values_RL[rows, :length] for values_RL in (batch.ids_RL, batch.attention_RL))
+                found = log_probs_and_entropies(model, ids_RL, attention_RL, self.rules.temperature)
+                missing = batch.ids_RL.shape[1] - length
+                parts.append([torch.nn.functional.pad(values_RL, (0, missing)) for values_RL in found])
+        place = order_R.argsort()[batch.row_BL], batch.column_BL
+        log_probs_BL, entropies_BL = (torch.cat(values)[place] for values in zip(*parts, strict=True))
+        return log_probs_BL, entropies_BL
 
     def _deviation(self, advantage_BL: torch.Tensor, mask_BL: torch.Tensor) -> float:
         """Return the divisor of all advantages of an update if it is common to them: over tokens, or over responses."""

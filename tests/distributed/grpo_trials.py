@@ -77,10 +77,8 @@ class Run:
         self, problem: Problem, identity: Identity, batcher: Any = None, is_shuffled: bool = False, max_turns: int = 0
     ) -> IterationSlots:
         source = Source(problem, self.sizes.division, self.session.replica, identity, is_shuffled)
-        batcher, copier = (
-            batcher or build_batcher(self.settings, self.session.device),
-            DeviceCopier(self.session.platform),
-        )
+        batcher = batcher or build_batcher(self.settings, self.session.device)
+        copier = DeviceCopier(self.session.platform)
         return IterationSlots(source.slot, batcher, self.sizes.division, identity, copier, max_turns=max_turns)
 
     def learn(

@@ -12,7 +12,6 @@ from megatron_rl.trainer.data.demonstrations import Demonstration, Demonstration
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.measures import Measures
 from megatron_rl.trainer.loop.supervised import (
-    Demonstrations,
     SupervisedStage,
     build_packer,
     compute_supervised_metrics,
@@ -73,10 +72,9 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
     model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
     packer = build_packer(settings, DeviceCopier(session.platform))
     source = DemonstrationSource(trial.rows, seed=0, shuffle=False) if session.rank == 0 else None
-    demonstrations = Demonstrations(session, sizes.division, packer, source)
     of_turn = count_interleaved(settings) if settings.parallel_sizes.virtual_pipeline is not None else 1
     parts = divide_held_out(trial.held_out, MICRO_BATCH_SIZE, session, of_turn)
-    stage = SupervisedStage("run", policy, session, demonstrations, sizes.largest_micro_batch)
+    stage = SupervisedStage("run", policy, session, sizes.division, packer, source, sizes.largest_micro_batch)
     kept: list[tuple[Tensors, Tensors]] = []
     step = policy.optimizer.step
 

@@ -1,6 +1,8 @@
 """A model that megatron-core's own parts make, adopted: our numbers, and refusals of what would be lost."""
 
 import copy
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -119,27 +121,25 @@ class OwnAttention(DotProductAttention):
     """A recipe's own core attention."""
 
 
-def try_changes(folder: Path) -> dict[str, Any]:
+def try_changes(folder: Path) -> None:
     settings = settings_of(folder, FLAGS)
-    found: dict[str, Any] = {}
     with start_session(settings) as session:
         plain = results(training_in(session, settings))
         damped = training_in(session, settings, build_model=lambda _: build(settings, layer=DampedLayer))
         before = {name: parameter.detach().clone() for name, parameter in damped.chunks[0].named_parameters()}
         changed = results(damped)
-        found["equal"] = sorted(plain.keys() - set(differences(plain, changed)))
-        found["unmoved"] = [name for name, values in before.items() if torch.equal(values, changed[name])]
+        # Every log-prob, gradient and weight is another one, and all of them move.
+        assert plain.keys() == set(differences(plain, changed))
+        assert not any(torch.equal(values, changed[name]) for name, values in before.items())
         renamed = build(settings, kind=RenamedModel)[0]
-        renamed_training = training_in(session, settings, build_model=lambda _: [renamed])
-        found["renamed"] = differences(plain, results(renamed_training))
-        found["was_called"] = renamed.was_called
-        found["fused"], log_probs = fuse_heads(session, settings)
-        found["near"] = [torch.allclose(one, plain[f"log-probs {i}"], atol=1e-4) for i, one in enumerate(log_probs)]
-        for name, chunk in refusable(settings).items():
-            with pytest.raises(UsageError) as caught:
+        assert differences(plain, results(training_in(session, settings, build_model=lambda _: [renamed]))) == []
+        assert renamed.was_called
+        kinds, log_probs = fuse_heads(session, settings)
+        assert kinds[:2] == ["FusedSelfAttention", "OwnSelfAttention"]
+        assert all(torch.allclose(one, plain[f"log-probs {i}"], atol=1e-4) for i, one in enumerate(log_probs))
+        for text, chunk in refusable(settings):
+            with pytest.raises(UsageError, match=re.escape(text)):
                 adopt(chunk, settings.architecture, "naive", "torch")
-            found[name] = str(caught.value)
-    return found
 
 
 def fuse_heads(session: Session, settings: Settings) -> tuple[list[str], list[torch.Tensor]]:
@@ -155,49 +155,30 @@ def fuse_heads(session: Session, settings: Settings) -> tuple[list[str], list[to
     return [type(layer.self_attention).__name__ for layer in fused.decoder.layers], log_probs
 
 
-def refusable(settings: Settings) -> dict[str, torch.nn.Module]:
-    """Build models of which something would be lost."""
+def refusable(settings: Settings) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Build models of which something would be lost; yield each with the reason that names it."""
     with_parameters, with_own, without, biased = (provide(settings) for _ in range(4))
     attention: Any = with_parameters.decoder.layers[1].self_attention
     attention.core_attention.register_parameter("offset", torch.nn.Parameter(torch.zeros(4)))
+    yield "the core attention of layer 2 must not have parameters (offset)", with_parameters
     attention = with_own.decoder.layers[0].self_attention
     attention.core_attention.__class__ = OwnAttention
+    yield "the core attention of layer 1, OwnAttention, is the recipe's own and would not be called", with_own
     del without.decoder.layers[0].self_attention.core_attention
+    yield "layer 1, a TransformerLayer, must have a self_attention.core_attention to replace", without
     biased.output_layer.bias = torch.nn.Parameter(torch.zeros(2))
-    return {
-        "parameters": with_parameters,
-        "own attention": with_own,
-        "no attention": without,
-        "bias": biased,
-        "postprocess": provide(settings, kind=OwnPostprocess),
-        "rotary base": provide(settings, rotary_base=500_000),
-        "rotary percent": provide(settings, rotary_percent=0.5),
-        "positions": provide(settings, position_embedding_type="none"),
-        "vocabulary": provide(settings, vocab_size=128),
-        "kind": torch.nn.Linear(2, 2),
-    }
+    yield "without a bias, not an output layer with a bias", biased
+    postprocess = provide(settings, kind=OwnPostprocess)
+    yield "OwnPostprocess._postprocess is the recipe's own and would not be called", postprocess
+    yield "rotary frequencies differ from config.json's", provide(settings, rotary_base=500_000)
+    yield "rotary frequencies differ from config.json's", provide(settings, rotary_percent=0.5)
+    yield (
+        "position embeddings must be rotary, not of type 'none'", provide(settings, position_embedding_type="none")
+    )  # fmt: skip
+    yield "the recipe's vocabulary of 128 must have the 131 tokens", provide(settings, vocab_size=128)
+    yield "the recipe builds a Linear", torch.nn.Linear(2, 2)
 
 
 @pytest.mark.each_change
 def test_a_recipes_own_layer_trains_and_what_would_be_lost_is_refused_by_name(folder: Path) -> None:
-    (found,) = run_ranks(try_changes, 1, folder)
-    # Every log-prob, gradient and weight is another one, and all of them move.
-    assert found["equal"] == []
-    assert found["unmoved"] == []
-    assert found["renamed"] == []
-    assert found["was_called"]
-    assert found["fused"][:2] == ["FusedSelfAttention", "OwnSelfAttention"]
-    assert all(found["near"])
-    for name, text in {
-        "parameters": "the core attention of layer 2 must not have parameters (offset)",
-        "own attention": "the core attention of layer 1, OwnAttention, is the recipe's own and would not be called",
-        "no attention": "layer 1, a TransformerLayer, must have a self_attention.core_attention to replace",
-        "bias": "without a bias, not an output layer with a bias",
-        "postprocess": "OwnPostprocess._postprocess is the recipe's own and would not be called",
-        "rotary base": "rotary frequencies differ from config.json's",
-        "rotary percent": "rotary frequencies differ from config.json's",
-        "positions": "position embeddings must be rotary, not of type 'none'",
-        "vocabulary": "the recipe's vocabulary of 128 must have the 131 tokens",
-        "kind": "the recipe builds a Linear",
-    }.items():
-        assert text in found[name]
+    run_ranks(try_changes, 1, folder)

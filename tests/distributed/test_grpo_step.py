@@ -90,10 +90,13 @@ class Expected:
 class Twins:
     """An iteration in both precisions."""
 
-    def __init__(self, problem: Problem, trial: Trial):
+    def __init__(self, problem: Problem, trial: Trial, start: "Twins | None" = None):
+        """`start` are those of the same groups by other rules."""
         updates = problem.divided(trial.num_updates).updates
         self._make = functools.partial(Twin, problem.policy, problem.reference, updates, trial.rules)
-        self._twins = [self._make(dtype) for dtype in (torch.float32, torch.float64)]
+        starts = [None, None] if start is None else start._twins
+        dtypes = (torch.float32, torch.float64)
+        self._twins = [self._make(dtype, start=one) for dtype, one in zip(dtypes, starts, strict=True)]
         self.first = self.update(0)
         # The weights after the first update.
         self.stepped = [twin.step() for twin in self._twins]
@@ -120,7 +123,8 @@ def remember_twins(problem: Problem) -> Callable[[Trial], Twins]:
     def of(trial: Trial) -> Twins:
         key = (trial.rules, trial.num_updates)
         if key not in known:
-            known[key] = Twins(problem, trial)
+            starts = (twins for (_, num_updates), twins in known.items() if num_updates == trial.num_updates)
+            known[key] = Twins(problem, trial, next(starts, None))
         return known[key]
 
     return of

@@ -206,21 +206,24 @@ def choose_by_transformers(folder: Path, weights: Tensors, keys: Sequence[Key]) 
             )
         )
     prefixes = {prefix for _, prefix in keys}
-    longest = prefixes - {prefix[:-1] for prefix in prefixes}
-    found: dict[Key, frozenset[int]] = {}
+    longest = [*(prefixes - {prefix[:-1] for prefix in prefixes})]
+    # No token sees the padding after a shorter sequence.
+    ids_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(sequence) for sequence in longest], batch_first=True)
     with torch.no_grad():
-        for sequence in longest:
-            model(torch.tensor([sequence]))
-            num_clear = len(sequence)
-            for layer, (scores_RX, experts_RK) in chosen.items():
-                best_RX = scores_RX.sort(descending=True).values
-                count = experts_RK.shape[1]
-                is_clear = best_RX[:, count - 1] - best_RX[:, count] > 2e-5
-                for end, experts in enumerate(experts_RK[:num_clear].tolist()):
-                    if is_clear[end]:
-                        found[layer, sequence[: end + 1]] = frozenset(experts)
-                # Later layers depend on the experts of this token, and of those before.
-                num_clear = min(num_clear, int(is_clear.cumprod(0).sum()))
+        model(ids_BL)
+    found: dict[Key, frozenset[int]] = {}
+    for row, sequence in enumerate(longest):
+        own = slice(row * ids_BL.shape[1], row * ids_BL.shape[1] + len(sequence))
+        num_clear = len(sequence)
+        for layer, (scores_RX, experts_RK) in chosen.items():
+            best_LX = scores_RX[own].sort(descending=True).values
+            count = experts_RK.shape[1]
+            is_clear = best_LX[:, count - 1] - best_LX[:, count] > 2e-5
+            for end, experts in enumerate(experts_RK[own][:num_clear].tolist()):
+                if is_clear[end]:
+                    found[layer, sequence[: end + 1]] = frozenset(experts)
+            # Later layers depend on the experts of this token, and of those before.
+            num_clear = min(num_clear, int(is_clear.cumprod(0).sum()))
     return found
 
 

@@ -201,6 +201,26 @@ def test_a_gradient_that_is_not_finite_ends_every_rank_unchanged_and_float16_fin
         assert [report.gradient_norm for _, report in of_experts] == [norm] + [pytest.approx(norm, rel=1e-3)] * 2
 
 
+def measure_norm(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the gradient's norm that an update reports, and the gradients; ranks divide the norms over all heads."""
+    torch.distributed.init_process_group("gloo")
+    with training(folder, f"--lr 1e-3 {LAYOUTS['TP2+SP,EP2,ETP1']}") as trained:
+        trained.accumulate()
+        gradients = trained.gradients()
+        return apply_update(trained.optimizer, trained.scheduler, trained.wrapped, 1.0).gradient_norm, gradients
+
+
+@pytest.mark.slow
+def test_the_gradients_norm_has_the_norms_of_every_ranks_heads(tmp_path: Path) -> None:
+    (ours, gradients), _ = run_ranks(measure_norm, 2, hf_models.draw("minimax_m2", tmp_path / "model"))
+    squares = {name: value.double().square().sum().item() for name, value in gradients.items()}
+    truth = sum(squares.values()) ** 0.5
+    of_norms = sum(value for name, value in squares.items() if name.endswith(("q_norm.weight", "k_norm.weight")))
+    without = (truth**2 - of_norms / 2) ** 0.5
+    print(f"norm {ours:.8g}, by definition {truth:.8g}, without a rank's norms about {without:.8g}")
+    assert abs(ours - truth) < 0.05 * (truth - without)
+
+
 class Groups:
     """An optimizer, as a schedule sees it."""
 

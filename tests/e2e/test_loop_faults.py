@@ -85,31 +85,6 @@ def test_an_exception_on_the_rank_that_fetches_slots_is_what_ends_the_ranks_that
     ended(world, "fetching", r"ZeroDivisionError: planted \(rank 0\)", 1, {0: fault}, pipeline_model_parallel_size=2)
 
 
-@pytest.mark.each_change
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_while_it_waits_for_a_slot_ends_the_other_by_name(world, victim):
-    folder = world.folder / f"slot-{victim}"
-    script = world.folder / "slot.json"
-    script.write_text(json.dumps({"delay": [30.0, 30.0], "delay_seed": 1}))
-    marker = folder / "there"
-    fault = f"""
-        import pathlib
-        from megatron_rl.trainer.data.slots import IterationSlots
-        batch = IterationSlots.batch
-        def telling(self, index):
-            pathlib.Path({str(marker)!r}).touch()
-            return batch(self, index)
-        IterationSlots.batch = telling
-    """
-    words = world.words("slot", rollout_folder=folder / "r", rollout_script=script, tensor_model_parallel_size=2)
-    with loop.running(folder, 2, words, {victim: fault}) as ranks:
-        until(marker.exists, ranks)
-        ranks.processes[victim].kill()
-        assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
-    (said,) = re.findall(r"the run ended: (.*)", ranks.outputs[1 - victim].read_text())
-    assert said == f"its process ended without a message: it was killed, or its host cannot be reached (rank {victim})"
-
-
 def test_a_loss_of_nan_ends_the_run_before_the_update(world):
     fault = PATCH_LOSS.format(fault="statistics.sums['loss'] = total.detach() * float('nan')")
     ended(world, "nan", r"the loss of micro-batch \d is nan", 5, {1: fault})
@@ -172,7 +147,7 @@ def test_a_disk_that_is_full_where_a_run_begins_ends_it_by_name_and_without_a_tr
     assert "Traceback" not in (world.folder / "full" / "rank-0.output").read_text()
 
 
-# The place where a rank of a run that starts stays, until it is killed.
+# The place where a rank stays until it is killed.
 MOMENTS = {
     "before megatron is imported": """
         from megatron_rl.trainer.loop.watch import Watch
@@ -201,16 +176,26 @@ MOMENTS = {
         from megatron_rl.shared.protocol.client import RolloutClient
         RolloutClient.take_lease = stay
     """,
+    "while it waits for a slot": """
+        from megatron_rl.trainer.data.slots import IterationSlots
+        batch = IterationSlots.batch
+        def telling(self, index):
+            tell()
+            return batch(self, index)
+        IterationSlots.batch = telling
+    """,
 }
 STAY = """
     import pathlib, time
-    def stay(*arguments):
+    def tell():
         pathlib.Path({marker!r}).touch()
+    def stay(*arguments):
+        tell()
         time.sleep(600)
 """
 _OF_RANK_0 = ("while engines start", "while the lease is taken")
 _FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"), (0, "while weights are loaded"),
-         (1, "while engines start")}  # fmt: skip
+         (1, "while engines start"), (0, "while it waits for a slot"), (1, "while it waits for a slot")}  # fmt: skip
 
 
 @pytest.mark.each_change
@@ -222,19 +207,18 @@ _FAST = {(0, "before megatron is imported"), (1, "before megatron is imported"),
         for victim in (0, 1)
     ],
 )
-def test_a_rank_that_is_killed_while_a_run_starts_ends_the_other_by_name(world, victim, moment):
+def test_a_rank_that_is_killed_ends_the_other_by_name(world, victim, moment):
     folder = world.folder / f"{moment} {victim}".replace(" ", "-")
     folder.mkdir()
     marker = folder / "there"
     fault = textwrap.dedent(STAY.format(marker=str(marker))) + textwrap.dedent(MOMENTS[moment])
     # Rank 0 alone waits for the sidecar; the other waits for rank 0 then.
     staying = 0 if moment in _OF_RANK_0 else victim
-    with loop.running(folder, 2, world.words("start", rollout_folder=folder / "r"), {staying: fault}) as ranks:
-        deadline = time.monotonic() + 120
-        while not marker.exists():
-            assert time.monotonic() < deadline, ranks.text()
-            assert all(process.poll() is None for process in ranks.processes), ranks.text()
-            time.sleep(0.05)
+    slow = {"rollout_script": write_delay(world, 30.0), "tensor_model_parallel_size": 2}
+    changes = slow if moment == "while it waits for a slot" else {}
+    words = world.words("start", rollout_folder=folder / "r", **changes)
+    with loop.running(folder, 2, words, {staying: fault}) as ranks:
+        until(marker.exists, ranks)
         ranks.processes[victim].kill()
         killed = time.monotonic()
         assert ranks.processes[1 - victim].wait(60) == 5, ranks.text()
@@ -255,11 +239,10 @@ def test_a_reward_that_raises_ends_all_ranks_by_its_name(world, tmp_path):
 @pytest.mark.each_change
 def test_a_sidecar_that_is_gone_ends_all_ranks_by_name(world):
     folder = world.folder / "gone"
-    script = world.folder / "slow.json"
-    script.write_text(json.dumps({"delay": [2.0, 2.0], "delay_seed": 1}))
     words = world.words(
-        "gone", rollout_folder=folder / "gone", rollout_script=script, rollout_patience_seconds=600, train_iters=50
-    )
+        "gone", rollout_folder=folder / "gone", rollout_script=write_delay(world, 2.0), rollout_patience_seconds=600,
+        train_iters=50,
+    )  # fmt: skip
     with loop.running(folder, 2, words) as ranks:
         until_line(ranks, folder / "gone", 1)
         (sidecar,) = [
@@ -335,18 +318,13 @@ def test_a_run_that_is_asked_to_stop_while_engines_start_ends_at_once_and_leaves
 @pytest.mark.each_change
 def test_a_run_that_cannot_stop_in_time_leaves_its_checkpoint_as_it_is_and_no_weights(world):
     folder = world.folder / "grace"
-    script = world.folder / "slowest.json"
-    script.write_text(json.dumps({"delay": [30.0, 30.0], "delay_seed": 1}))
     shared = folder / "shared"
     words = world.words(
-        "grace", rollout_folder=folder / "grace", rollout_script=script, save=folder / "save", exit_grace_seconds=1,
-        publish_folder=shared,
+        "grace", rollout_folder=folder / "grace", rollout_script=write_delay(world, 30.0), save=folder / "save",
+        exit_grace_seconds=1, publish_folder=shared,
     )  # fmt: skip
     with loop.running(folder, 2, words) as ranks:
-        deadline = time.monotonic() + 600
-        while not list(shared.glob("*/version-0")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert list(shared.glob("*/version-0/*")), ranks.text()
+        until(lambda: bool(list(shared.glob("*/version-0/*"))), ranks)
         time.sleep(1)
         ranks.signal(signal.SIGTERM)
         assert ranks.wait() == [143, 143], ranks.text()
@@ -473,6 +451,13 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+def write_delay(world: loop.World, seconds: float) -> Path:
+    """Write engines whose every group takes this long."""
+    path = world.folder / f"delay-{seconds:g}.json"
+    path.write_text(json.dumps({"delay": [seconds, seconds], "delay_seed": 1}))
+    return path
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """List the processes whose command lines name the folder."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
@@ -480,18 +465,14 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 def until(is_so: Callable[[], bool], ranks: loop.Ranks, is_over: bool = False) -> None:
     """Wait until it is true, while the ranks run; if they are over, without them."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not is_so():
         assert time.monotonic() < deadline, ranks.text()
         assert is_over or all(process.poll() is None for process in ranks.processes), ranks.text()
         time.sleep(0.05)
 
 
-def until_line(ranks: loop.Ranks, run: Path, count: int, seconds: float = 600.0) -> None:
+def until_line(ranks: loop.Ranks, run: Path, count: int) -> None:
     """Wait until `count` iterations are written down."""
-    deadline = time.monotonic() + seconds
     path = run / "metrics.jsonl"
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert time.monotonic() < deadline, ranks.text()
-        assert all(process.poll() is None for process in ranks.processes), ranks.text()
-        time.sleep(0.1)
+    until(lambda: path.exists() and len(path.read_text().splitlines()) >= count, ranks)

@@ -16,7 +16,7 @@ from megatron_rl.shared.protocol.wire import Plan
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.learner import TrainingFailed
-from megatron_rl.trainer.loop.supervised import Demonstrations, Packer, Packs, _check, divide_held_out
+from megatron_rl.trainer.loop.supervised import Packer, Packs, SupervisedStage, _check, divide_held_out
 
 
 def draw(number: int) -> Demonstration:
@@ -63,9 +63,9 @@ def test_replicas_share_every_update_and_leave_nothing_out(replicas: int, size: 
     of_update: list[list[int]] = [[], []]
     for replica in range(replicas):
         source = DemonstrationSource([draw(number) for number in range(2 * count)], seed=0, shuffle=False)
-        demonstrations = Demonstrations(session_of(replica, replicas), divide(plan), packer(), source)
+        stage = SupervisedStage("run", None, session_of(replica, replicas), divide(plan), packer(), source, 1)
         for taken in of_update:
-            packs = rows_of(demonstrations.take())
+            packs = rows_of(stage.take())
             assert [len(rows) for rows in packs] == [size] * slots
             taken += [row for rows in packs for row in rows]
     assert sorted(of_update[0]) == [*range(count)]

@@ -123,39 +123,16 @@ class Packs:
         return sum(one.num_tokens for part in self._parts for one in part)
 
 
-class Demonstrations:
-    """The data of a run, as one rank takes it."""
-
-    def __init__(self, session: Session, division: Division, packer: Packer, source: DemonstrationSource | None):
-        """`source` is rank 0's; on the others it is None."""
-        self._session = session
-        self._division = division
-        self._packer = packer
-        self._source = source
-
-    def take(self) -> Packs:
-        """Return the packs of the next update."""
-        division, replica = self._division, self._session.replica
-        count = division.plan.num_prompts
-        taken = self._session.broadcast(None if self._source is None else self._source.take(count))
-        assert taken is not None
-        numbers = [division.bound_numbers(Place(replica, index)) for index in range(division.slots_per_update)]
-        return Packs([[taken[number] for number in of_slot] for of_slot in numbers], self._packer)
-
-    @property
-    def epochs(self) -> float:
-        """The number of passes over the data set so far; on rank 0."""
-        assert self._source is not None
-        return self._source.epochs
-
-
 @dataclasses.dataclass(frozen=True)
 class SupervisedStage:
     run: str
     """The run's name."""
     policy: Policy
     session: Session
-    demonstrations: Demonstrations
+    division: Division
+    packer: Packer
+    source: DemonstrationSource | None
+    """The data; on rank 0."""
     largest_micro_batch: int
     """The number of tokens that a micro-batch may have."""
     log: RunLog = dataclasses.field(default_factory=RunLog)
@@ -172,18 +149,27 @@ class SupervisedStage:
     def learn(self, identity: Identity) -> Learned:
         with self.log.phase("train"):
             with self.log.timeline.span("pack"):
-                packs = self.demonstrations.take()
+                packs = self.take()
             return self._update(packs)
 
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
         metrics = compute_supervised_metrics(measures, learned.updates[-1], self.largest_micro_batch)
-        return metrics | {"epochs": self.demonstrations.epochs}
+        assert self.source is not None
+        return metrics | {"epochs": self.source.epochs}
 
     def list_remarks(self, checkpoint: Path | None) -> Sequence[str]:
         return ()
 
     def close(self) -> None:
         pass
+
+    def take(self) -> Packs:
+        """Return the packs of the replica's part of the next update."""
+        division, replica = self.division, self.session.replica
+        taken = self.session.broadcast(None if self.source is None else self.source.take(division.plan.num_prompts))
+        assert taken is not None
+        numbers = [division.bound_numbers(Place(replica, index)) for index in range(division.slots_per_update)]
+        return Packs([[taken[number] for number in of_slot] for of_slot in numbers], self.packer)
 
     def _update(self, packs: Packs) -> Learned:
         """Make one update; raise before one whose loss is not finite."""
@@ -274,7 +260,9 @@ def build_supervised(
         run=settings.name,
         policy=policy,
         session=session,
-        demonstrations=Demonstrations(session, settings.sizes.division, packer, source),
+        division=settings.sizes.division,
+        packer=packer,
+        source=source,
         largest_micro_batch=settings.sizes.largest_micro_batch,
         log=log,
         evaluator=_build_evaluator(rank, source, policy, packer),
