@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing, MemoryHandle
+from megatron_rl.platforms.platform import CannotShare, DeviceSharing, MemoryHandle
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.parcels import list_slices
