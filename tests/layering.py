@@ -77,7 +77,8 @@ def violations(root: Path) -> list[str]:
     for path in sorted((root / PACKAGE).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         name = _module_name(path.relative_to(root))
-        messages = [*_import_violations(name, tree), *_device_violations(name, tree), *_effects(tree)]
+        # A literal of importlib is also a name.
+        messages = dict.fromkeys((*_import_violations(name, tree), *_device_violations(name, tree), *_effects(tree)))
         found += [f"{path.relative_to(root)}:{line}: {message}" for line, message in messages]
     return found + list(_circles(root))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_rl.platforms.device_sharing import CannotShare, MemoryHandle
+from megatron_rl.platforms.platform import CannotShare, MemoryHandle
 from megatron_rl.shared.weights.offer import Offer, OfferedPiece, RankOffer, identify_host
 
 NUM_RANKS = 2

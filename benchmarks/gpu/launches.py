@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.work import Work
 from megatron_rl import platforms
-from megatron_rl.ops import kept_launches
+from megatron_rl.ops import triton_support
 
 NUM_ROUNDS = 7
 # Fewer than a stream queues, so that the host never waits.
@@ -50,7 +50,7 @@ def add_row(
         kernel[grid](*arguments, **constants)
 
     def launch_kept() -> None:
-        kept_launches.launch(kernel, grid, *arguments, **constants)
+        triton_support.launch(kernel, grid, *arguments, **constants)
 
     platform.synchronize()
     begun = time.perf_counter()
@@ -67,7 +67,7 @@ def add_row(
             platform.synchronize()
             rounds[name].append(time_host(act, num_launches))
     figures = {name: 1e6 * statistics.median(seconds) for name, seconds in rounds.items()}
-    note = "" if kept_launches.is_kept(kernel) else "no launch is kept here"
+    note = "" if triton_support.is_kept(kernel) else "no launch is kept here"
     speedup = figures["cold"] / figures["kept"]
     work.add("launches", describe(kernel, arguments, constants), note, first=1e3 * first, speedup=speedup, **figures)
 

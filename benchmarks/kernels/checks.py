@@ -44,7 +44,7 @@ def compare(computation: Computation, dtype: torch.dtype, device: torch.device) 
     for seed in range(_DRAWS):
         given = computation.draw_operands(dtype, device, seed)
         theirs = compute(computation.twin, given)
-        # The second time, kernels are launched as in every later step (`ops.kept_launches`).
+        # The second time, kernels are launched as in every later step (`ops.triton_support`).
         for found in [compute(computation.ours, given) for _ in range(2)]:
             if computation.is_exact:
                 truth: Sequence[torch.Tensor] = theirs

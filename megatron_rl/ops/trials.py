@@ -52,7 +52,7 @@ def compare(
     host = torch.device("cpu")
     exact, rounded = (define(host, kind) for kind in (torch.float64, dtype))
     try:
-        # The second time, kernels are launched as in every later step (`ops.kept_launches`).
+        # The second time, kernels are launched as in every later step (`ops.triton_support`).
         _, results = (compute(device, dtype) for _ in range(2))
     except Exception as error:
         # A compiler may fail in many ways.

@@ -11,7 +11,6 @@ from types import ModuleType
 import torch
 
 from megatron_rl.errors import PlatformError, UsageError
-from megatron_rl.platforms.cpu import CpuPlatform
 from megatron_rl.platforms.platform import (
     KNOWN_WARNINGS,
     MemoryFigures,
@@ -63,6 +62,8 @@ def select(name: str | None = None) -> Platform:
 @functools.cache
 def _platform(name: str) -> Platform:
     if name == "cpu":
+        from megatron_rl.platforms.cpu import CpuPlatform
+
         return CpuPlatform()
     platform: Platform = getattr(_load(name), f"{name.capitalize()}Platform")()
     return platform

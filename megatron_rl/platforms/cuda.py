@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import PlatformError
-from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing, MemoryHandle
 from megatron_rl.platforms.host import bind_to_cores, read_core_list
-from megatron_rl.platforms.platform import Accelerator, sum_in_fixed_order
+from megatron_rl.platforms.platform import Accelerator, CannotShare, DeviceSharing, MemoryHandle, sum_in_fixed_order
 from megatron_rl.versions import find_engine_refusal
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -103,7 +102,7 @@ _NO_EVENT = b""
 
 
 class CudaSharing:
-    """Satisfies `megatron_rl.platforms.device_sharing.DeviceSharing`.
+    """Satisfies `megatron_rl.platforms.platform.DeviceSharing`.
 
     A process opens memory on its own device even if the memory lies on another one, which may be hidden from it
     (CUDA_VISIBLE_DEVICES). Addresses are unique on a host, so the device finds the memory by itself.

@@ -7,13 +7,12 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from megatron_rl import versions
-from megatron_rl.errors import PlatformError
-from megatron_rl.platforms.device_sharing import DeviceSharing
+from megatron_rl.errors import MegatronRLError, PlatformError
 from megatron_rl.platforms.megatron_patches import FIXES, Patch, install_patches
 
 # The platform that this process is set up for; a process can be set up for only one.
@@ -37,6 +36,47 @@ KNOWN_WARNINGS = (
     "Warning. tp_group is None, using default tp group",
     "torch.distributed is disabled, unavailable or uninitialized",
 )
+
+
+class CannotShare(MegatronRLError):
+    """Memory of a device cannot be shared, or shared memory cannot be opened."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryHandle:
+    """Memory of a device that another process of the host can open, without a copy; plain data, so it can be written.
+
+    Nothing orders reads and writes of the two processes, which must agree on them. Every field but the device is as the
+    device's driver and torch give it.
+    """
+
+    device: str
+    """The device's unique identifier, which is the same in all processes."""
+    memory: bytes
+    num_bytes: int
+    first_byte: int
+    """The place of the bytes in the allocation that `memory` stands for."""
+    counter: bytes = b""
+    counter_place: int = 0
+
+
+class DeviceSharing(Protocol):
+    """Shares memory of this process's device, and opens what others share."""
+
+    def find_obstacles(self) -> list[str]:
+        """Return why memory of this process cannot be shared; nothing if it can."""
+        ...
+
+    def share(self, storage: torch.UntypedStorage) -> MemoryHandle:
+        """Share a storage for as long as it exists; raise CannotShare with the reason if that is refused."""
+        ...
+
+    def open(self, handle: MemoryHandle) -> torch.Tensor:
+        """Return the shared bytes as a tensor on this process's device; raise CannotShare if that is refused.
+
+        The memory is released with the tensor's storage.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

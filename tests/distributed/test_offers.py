@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.errors import UsageError
 from megatron_rl.platforms.cpu import CpuPlatform
-from megatron_rl.platforms.device_sharing import CannotShare
+from megatron_rl.platforms.platform import CannotShare
 from megatron_rl.shared.protocol.wire import PublishAnswer, Weights
 from megatron_rl.shared.weights import offer
 from megatron_rl.shared.weights.files import read_digests

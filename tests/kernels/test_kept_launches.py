@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megatron_rl.ops import kept_launches
+from megatron_rl.ops import triton_support
 
 Launched = tuple[Any, ...]
 
@@ -77,7 +77,7 @@ def kernel(device: Device) -> Iterator[Any]:
     """Yield a kernel, and unload what was compiled of it before its driver is removed."""
     found = JITFunction(_scale, do_not_specialize=["count"])
     yield found
-    kept_launches._LAUNCHES.clear()
+    triton_support._LAUNCHES.clear()
     found.device_caches.clear()
     gc.collect()
 
@@ -127,7 +127,7 @@ def test_kept_launches_give_a_launcher_what_triton_does(device: Device, kernel: 
 
     for turn in range(3):
         for (device.current, arguments, constants), one in zip(cases, expected, strict=True):
-            kept_launches.launch(kernel, (3, 2), *arguments, **constants)
+            triton_support.launch(kernel, (3, 2), *arguments, **constants)
             _compare(_without_hooks(device.launched.pop()), one)
         assert len(triton_runs) == len(cases), turn
 
@@ -135,7 +135,7 @@ def test_kept_launches_give_a_launcher_what_triton_does(device: Device, kernel: 
     device.current, device.stream, other = 0, 80, torch.ones(64)
     for grid, arguments in (((9,), (other, place, 1, 19, 1)), ((1, 2, 3), (place, other, 1, 33, 16))):
         JITFunction.run(kernel, *arguments, grid=grid, warmup=False, SIZE=16)
-        kept_launches.launch(kernel, grid, *arguments, SIZE=16)
+        triton_support.launch(kernel, grid, *arguments, SIZE=16)
         _compare(*map(_without_hooks, device.launched[-2:]))
     assert len(triton_runs) == len(cases)
 
@@ -147,7 +147,7 @@ def test_launches_take_tritons_way_while_they_are_watched(
         """Launch twice, and return how many launches there were in all, and how many took Triton's way."""
         before = len(device.launched), len(triton_runs)
         for _ in range(2):
-            kept_launches.launch(kernel, (1,), place, place, 1, 17, 5, SIZE=16)
+            triton_support.launch(kernel, (1,), place, place, 1, 17, 5, SIZE=16)
         return len(device.launched) - before[0], len(triton_runs) - before[1]
 
     place = torch.zeros(64)
@@ -187,12 +187,12 @@ def test_no_launch_is_kept_with_a_version_of_triton_that_was_not_checked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(triton, "__version__", "3.99.0")
-    kept_launches._find_triton.cache_clear()
+    triton_support._find_triton.cache_clear()
     place = torch.zeros(64)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            kept_launches.launch(kernel, (1,), place, place, 1, 17, 5, SIZE=16)
-    kept_launches._find_triton.cache_clear()
+            triton_support.launch(kernel, (1,), place, place, 1, 17, 5, SIZE=16)
+    triton_support._find_triton.cache_clear()
     assert len(triton_runs) == len(device.launched) == 3
     assert [record.getMessage().split("this is ")[1] for record in caplog.records] == ["3.99.0"]
 

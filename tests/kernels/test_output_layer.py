@@ -15,13 +15,6 @@ FP32, BF16 = torch.float32, torch.bfloat16
 numbers_of_rows = st.integers(1, 1 << 20)
 
 
-def compute(backend: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    hidden_NE, weight_VE = (torch.randn(n, 8, generator=generator).to(BF16).requires_grad_() for n in (9, 50))
-    out = output_log_probs(hidden_NE, weight_VE, torch.arange(9), VocabularyShard(0, 45), 0.7, 20, True, backend)
-    return [out.detach(), *torch.autograd.grad(out.sum(), (hidden_NE, weight_VE))]
-
-
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_weights_gradient_is_added_to_its_main_gradient_block_by_block(is_tied: bool) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -39,11 +32,6 @@ def test_the_weights_gradient_is_added_to_its_main_gradient_block_by_block(is_ti
     assert (weight.grad is None) == is_tied
     assert torch.allclose(weight.main_grad.double(), before_VE + exact_VE.grad, rtol=0, atol=1e-5)
     assert torch.equal(weight.main_grad[45:], before_VE[45:])
-
-
-def test_auto_gives_the_bits_of_torch_on_a_cpu_even_where_triton_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert all(torch.equal(one, other) for one, other in zip(compute("auto"), compute("torch"), strict=True))
 
 
 @given(numbers_of_rows, st.sampled_from([BF16, torch.float16, FP32]))

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron_rl.platforms.device_sharing import MemoryHandle
+from megatron_rl.platforms.platform import MemoryHandle
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.mapping import TensorSpec

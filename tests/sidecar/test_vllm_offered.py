@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import InputError
-from megatron_rl.platforms.device_sharing import CannotShare
+from megatron_rl.platforms.platform import CannotShare
 from megatron_rl.shared.weights.offer import Offer
 from megatron_rl.sidecar.vllm.held import NotHeld, Order
 from megatron_rl.sidecar.vllm.in_place import OpenedMemory, Places, find_unheld

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megatron_rl.platforms.cuda import CudaSharing
-from megatron_rl.platforms.device_sharing import CannotShare
+from megatron_rl.platforms.platform import CannotShare
 
 pytestmark = pytest.mark.each_change
 

@@ -158,6 +158,9 @@ def test_a_run_on_one_host_imports_no_part_that_only_other_runs_need():
     optional = [name.partition(":")[0] for name in (*OPTIONAL_PARTS.values(), *KINDS.values())]
     folders = ("megatron_rl.gateway", "megatron_rl.sidecar.agent.", "megatron_rl.sidecar.hosts.")
     assert [name for name in imported if name in optional or name.startswith(folders)] == []
+    backends = ("cudnn", "flash_attention", "flash_npu", "gather", "invariant", "naive")
+    assert not {f"megatron_rl.ops.shared_prompt.backends.{name}" for name in backends} & imported
+    assert not {"megatron_rl.platforms.cuda", "megatron_rl.platforms.npu"} & imported
     # The tables name modules that exist.
     run_python(f"import importlib\nfor name in {optional}:\n    importlib.import_module(name)")
 

@@ -301,22 +301,20 @@ def test_an_npu_that_is_not_visible_is_an_error(monkeypatch):
         npu.NpuPlatform()._after_install()
 
 
-def test_the_npu_platform_uses_the_calls_of_torch_npu(monkeypatch):
+@pytest.mark.parametrize(("platform", "noun"), [(cuda.CudaPlatform(), "GPU"), (npu.NpuPlatform(), "NPU")])
+def test_an_accelerator_uses_the_calls_of_its_namespace_and_counts_the_devices_of_its_ranks(
+    platform, noun, monkeypatch
+):
     calls = _fake_torch_npu(monkeypatch, available=True)
-    platform = npu.NpuPlatform()
+    for name, function in vars(torch.npu).items():
+        monkeypatch.setattr(torch.cuda, name, function)
     platform.set_device(1)
     platform.synchronize()
     assert calls == ["set_device 1", "synchronize"]
-    with pytest.raises(PlatformError, match="local rank 2 has no NPU, 2 are visible"):
+    with pytest.raises(PlatformError, match=f"local rank 2 has no {noun}, 2 are visible: start at most 2 ranks"):
         platform.set_device(2)
+    # Those of engines do not count.
     assert (platform.smallest_device(1), platform.smallest_device(8)) == (3 << 30, 2 << 30)
-
-
-def test_the_smallest_of_the_ranks_gpus_counts_and_not_those_of_engines(monkeypatch):
-    sizes = [SimpleNamespace(total_memory=size) for size in (3, 2, 1)]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
-    assert [cuda.CudaPlatform().smallest_device(count) for count in (1, 2, 8)] == [3, 2, 1]
     assert select("cpu").smallest_device(1) is None
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.kept_launches import launch
-from megatron_rl.ops.triton_support import refuse_triton
+from megatron_rl.ops.triton_support import launch, refuse_triton
 
 # The columns of a program of SwiGLU, and its warps: 16 columns a thread.
 SWIGLU_COLUMNS, SWIGLU_WARPS = 1024, 2

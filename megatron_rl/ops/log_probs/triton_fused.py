@@ -8,9 +8,8 @@ import torch
 
 from megatron_rl.ops import main_gradients
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics
-from megatron_rl.ops.triton_support import refuse_triton
+from megatron_rl.ops.triton_support import launch, refuse_triton
 
 MOST_BLOCK_BYTES = 1 << 29
 # With narrower blocks, most of the time is spent on adding to the hidden states' gradient.

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.qkv.naive import HeadNorms
-from megatron_rl.ops.triton_support import refuse_triton
+from megatron_rl.ops.triton_support import launch, refuse_triton
 
 # The pairs that a program has at once: 8 a thread, so that 16-bit numbers are loaded 16 bytes at once.
 _PAIRS, NUM_WARPS = 1024, 4

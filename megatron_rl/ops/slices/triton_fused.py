@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.ops import kept_launches
+from megatron_rl.ops import triton_support
 from megatron_rl.ops.slices import naive
 from megatron_rl.ops.slices.triton_tables import Launch, SliceKind, build_launches
 
@@ -77,7 +77,7 @@ def launch(kernel: Any, one: Launch, tensors: Sequence[torch.Tensor | None]) -> 
     """Launch a program for each task."""
     constants = name_constants(one.kind, one.rows_per_task)
     grid = (len(one.tasks),)
-    kept_launches.launch(kernel, grid, one.slices, one.tasks, *tensors, one.kind.column_stride, **constants)
+    triton_support.launch(kernel, grid, one.slices, one.tasks, *tensors, one.kind.column_stride, **constants)
 
 
 def name_constants(kind: SliceKind, rows_per_task: int) -> dict[str, Any]:

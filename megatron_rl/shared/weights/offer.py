@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.platforms.device_sharing import MemoryHandle
+from megatron_rl.platforms.platform import MemoryHandle
 
 OFFER_FILE = "offer"
 OFFER_VERSION = 3

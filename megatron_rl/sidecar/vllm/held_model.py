@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
+from megatron_rl.platforms.platform import CannotShare, DeviceSharing
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint, read_digests
 from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, digest

@@ -30,7 +30,7 @@ import torch
 
 from megatron_rl.errors import InputError
 from megatron_rl.ops.slices import Move, SliceMover, build_slice_mover
-from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing, MemoryHandle
+from megatron_rl.platforms.platform import CannotShare, DeviceSharing, MemoryHandle
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, OfferedPiece, identify_host

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.shared_prompt.backends import make_rows_dense, triton_fused
 from megatron_rl.ops.shared_prompt.backends.flash_cpu import FlashCall, RowRanges
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout, Rows, find_strands
 from megatron_rl.ops.shared_prompt.tables import find_tables
-from megatron_rl.ops.triton_support import refuse_triton
+from megatron_rl.ops.triton_support import launch, refuse_triton
 
 _log = logging.getLogger(__name__)
 OPERATORS = torch.ops.aten

@@ -169,9 +169,9 @@ def differentiate(
 TORCH = Kernels(attend, differentiate)
 
 
-def find_kernels(device: torch.device) -> Kernels:
+def find_kernels(device: str) -> Kernels:
     """Return the operators of torch, or on an NPU those of torch_npu, which only such a run imports."""
-    return importlib.import_module(_NPU).KERNELS if device.type == "npu" else TORCH
+    return importlib.import_module(_NPU).KERNELS if device == "npu" else TORCH
 
 
 def _list_rows(ranges: list[Rows]) -> torch.Tensor:

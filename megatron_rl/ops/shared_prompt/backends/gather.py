@@ -99,9 +99,7 @@ def _attend(
     k_NGD, v_NGD = (tensor_TGD.index_select(0, gathered.rows_N) for tensor_TGD in (k_TGD, v_TGD))
     if q_THD.device.type == "npu":
         assert sinks_H is None
-        call = VarlenCall(gathered.queries, gathered.keys, True, scale)
-        # torch_npu differentiates its operator itself.
-        return find_kernels(q_THD.device).attend((q_THD, k_NGD, v_NGD), call)[0]
+        return _attend_on_npu(q_THD, k_NGD, v_NGD, gathered, scale)
     if q_THD.is_cuda and q_THD.dtype in (torch.float16, torch.bfloat16):
         assert sinks_H is None
         return _attend_in_one_call(q_THD, k_NGD, v_NGD, gathered, scale, window)
@@ -156,6 +154,14 @@ def declare_grouping(varlen_attn: Callable[..., object], q_THD: torch.Tensor, k_
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return {}
     return {"enable_gqa": q_THD.shape[1] != k_NGD.shape[1]}
+
+
+def _attend_on_npu(
+    q_THD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor, gathered: Gathered, scale: float
+) -> torch.Tensor:
+    call = VarlenCall(gathered.queries, gathered.keys, True, scale)
+    # torch_npu differentiates its operator itself.
+    return find_kernels("npu").attend((q_THD, k_NGD, v_NGD), call)[0]
 
 
 def _attend_by_strand(

@@ -73,7 +73,7 @@ def attention(
 
 def choose_calls(device: torch.device) -> tuple[Any, ...]:
     """Return the function that plans the calls on a device of this type, and its arguments after the layout."""
-    return (CpuFlash.of,) if device.type == "cpu" else (VarlenFlash.of, find_kernels(device))
+    return (CpuFlash.of,) if device.type == "cpu" else (VarlenFlash.of, find_kernels(device.type))
 
 
 def attend_and_merge(

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.kept_launches import launch
 from megatron_rl.ops.shared_prompt.backends import add_sinks, attend_to_nothing, differentiate_sinks, make_rows_dense
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import Blocks, choose_blocks, find_chip
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TileTables
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.ops.shared_prompt.tables import find_tables
-from megatron_rl.ops.triton_support import refuse_triton
+from megatron_rl.ops.triton_support import launch, refuse_triton
 
 NARROWEST, WIDEST = 16, 256
 # The rows of a program of the summing kernel.

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from megatron_rl.errors import UsageError
-from megatron_rl.platforms.device_sharing import CannotShare, DeviceSharing
+from megatron_rl.platforms.platform import CannotShare, DeviceSharing
 from megatron_rl.shared.protocol.wire import PublishAnswer
 from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
