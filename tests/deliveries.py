@@ -1,4 +1,4 @@
-"""What tests of publishes share: folders in memory, readers of files that arrive, and a trainer's ranks.
+"""Parts that tests of publishes share: folders in memory, readers of files that arrive, and a trainer's ranks.
 
 The ranks write what they own to files, and send it to receivers.
 """

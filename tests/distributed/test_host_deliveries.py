@@ -67,19 +67,28 @@ class Hosts(Service):
 
 @contextlib.contextmanager
 def publishing(case: str, model: Path, folder: Path, settings: HostSettings, is_apart: bool = False) -> Iterator[Any]:
-    """Build a publisher; ranks that are apart do not see each other's folders, as on hosts of their own."""
+    """Build a model and its publisher."""
     with start_session(CASES[case]) as session:
-        hosts = Hosts(folder, 2) if session.rank == 0 else None
         weights = build(session, CASES[case], model).weights
-        own = folder / (f"rank-{session.rank}" if is_apart else "ranks")
-        deliveries = Deliveries(weights, session, hosts, "run", settings, deadline_seconds=60)
-        publisher = Publisher(weights, session, hosts, "run", FilesTransport(own / "run", hosts=deliveries))
-        yield hosts, weights, publisher
-        publisher.close()
-        session.barrier()
-        assert list(own.iterdir()) == []
-        for receiver in hosts.receivers if hosts is not None else ():
-            receiver.close()
+        with publishing_weights(weights, session, folder, settings, is_apart) as (hosts, publisher):
+            yield hosts, weights, publisher
+
+
+@contextlib.contextmanager
+def publishing_weights(
+    weights: Any, session: Any, folder: Path, settings: HostSettings, is_apart: bool
+) -> Iterator[Any]:
+    """Build a publisher; ranks that are apart do not see each other's folders, as on hosts of their own."""
+    hosts = Hosts(folder, 2) if session.rank == 0 else None
+    own = folder / (f"rank-{session.rank}" if is_apart else "ranks")
+    deliveries = Deliveries(weights, session, hosts, "run", settings, deadline_seconds=60)
+    publisher = Publisher(weights, session, hosts, "run", FilesTransport(own / "run", hosts=deliveries))
+    yield hosts, publisher
+    publisher.close()
+    session.barrier()
+    assert list(own.iterdir()) == []
+    for receiver in hosts.receivers if hosts is not None else ():
+        receiver.close()
 
 
 def publish_and_lose_a_host(case: str, model: Path, folder: Path, is_apart: bool) -> Any:
@@ -128,25 +137,17 @@ def test_every_host_loads_what_ranks_send_and_a_lost_host_is_left_out(
 def publish_adapters(model: Path, folder: Path) -> Any:
     torch.distributed.init_process_group("gloo")
     with training(model, "--tensor-model-parallel-size 2 --lora-rank 4 --lr 1e-3") as trained:
-        session, base = trained.session, trained.base
+        base = trained.base
         assert base is not None
-        hosts = Hosts(folder, 2) if session.rank == 0 else None
-        weights = base.weights.without_base(base.adapters, None)
-        deliveries = Deliveries(weights, session, hosts, "run", HostSettings(), deadline_seconds=60)
-        own = folder / f"rank-{session.rank}" / "run"
-        publisher = Publisher(weights, session, hosts, "run", FilesTransport(own, hosts=deliveries))
-        given = {}
-        for version in range(2):
-            publisher.publish(version)
-            for shard in base.adapters.shards:
-                shard.parameter.detach().fill_(0.5 + version)
-        if hosts is not None:
-            given = map_file_tensors(hosts.receivers[0].folder / "version-1")
-            given = {name: tensor.clone() for name, tensor in given.items()}
-        publisher.close()
-        session.barrier()
-        for receiver in hosts.receivers if hosts is not None else ():
-            receiver.close()
+        weights, given = base.weights.without_base(base.adapters, None), {}
+        with publishing_weights(weights, trained.session, folder, HostSettings(), is_apart=True) as (hosts, publisher):
+            for version in range(2):
+                publisher.publish(version)
+                for shard in base.adapters.shards:
+                    shard.parameter.detach().fill_(0.5 + version)
+            if hosts is not None:
+                given = map_file_tensors(hosts.receivers[0].folder / "version-1")
+                given = {name: tensor.clone() for name, tensor in given.items()}
         return None if hosts is None else (hosts.loaded, hosts.lost, given)
 
 

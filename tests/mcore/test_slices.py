@@ -18,7 +18,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 @given(ranges())
 def test_boxes_hold_the_elements_of_the_range_in_their_order(drawn: tuple[tuple[int, ...], int, int]) -> None:
-    """Each axis but the last adds at most two boxes."""
+    """Check that each axis but the last adds at most two boxes, too."""
     shape, start, end = drawn
     numbered = torch.arange(math.prod(shape)).view(shape)
     found: list[int] = []

@@ -140,11 +140,11 @@ class DeviceExport:
     def _send(self, number: int, parcel: Parcel, buffer: torch.Tensor, file: torch.Tensor) -> _Sent:
         """Queue a parcel's copies to the host."""
         done = self._platform.event()
+        staged: torch.Tensor | None = None
         if self._refusal is not None:
             staged = self._stage(number)
             staged[: parcel.num_bytes].copy_(buffer[: parcel.num_bytes], non_blocking=True)
             return _Sent(parcel, done, file, staged)
-        staged = None
         for span, strip in _list_spans(parcel):
             if strip.num_rows == 1:
                 place = file[strip.first_byte : strip.first_byte + strip.row_bytes]

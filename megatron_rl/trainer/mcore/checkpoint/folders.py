@@ -148,11 +148,6 @@ def withdraw(target: Path) -> None:
         _clear(target.parent)
 
 
-def discard(staged: Path) -> None:
-    """Remove the files of a save that failed."""
-    shutil.rmtree(staged, ignore_errors=True)
-
-
 def _check_complete(folder: Path) -> Path:
     if not (folder / "metadata.json").exists():
         raise InputError(

@@ -115,7 +115,7 @@ def prepare(
         request = run_together(session, lambda: _plan(state, staged, fully_parallel), unwritable(staged))
     except BaseException:
         if session.rank == 0:
-            folders.discard(staged)
+            shutil.rmtree(staged, ignore_errors=True)
         raise
     request = _in_one_process(request)
     request.add_finalize_fn(
@@ -132,7 +132,7 @@ def finish(session: Session, prepared: Prepared, action: Callable[[], T]) -> T:
         return run_together(session, action, unwritable(prepared.staged.parent))
     except BaseException:
         if session.rank == 0:
-            folders.discard(prepared.staged)
+            shutil.rmtree(prepared.staged, ignore_errors=True)
         raise
 
 

@@ -206,52 +206,19 @@ def build_chunks(
     device: torch.device | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks: one, or one per virtual stage. Weights are allocated, not initialized."""
-    # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
-    with device or contextlib.nullcontext():
-        chunks = _build_stages(
-            config,
-            architecture,
-            vocab_divisible_by,
-            attention_backend,
-            output_layer_backend,
-            qkv_backend,
-            linear_attention_backend,
-        )
-        for chunk in chunks:
-            freeze_router_biases(chunk)
-            settle_expert_biases(chunk)
-            settle_choices(chunk)
-    for chunk in chunks:
-        fuse_layers(chunk, elementwise_backend)
-        if elementwise_backend == "invariant":
-            make_invariant(chunk)
-    return chunks
-
-
-def _build_stages(
-    config: TransformerConfig,
-    architecture: Architecture,
-    vocab_divisible_by: int,
-    attention_backend: str,
-    output_layer_backend: str,
-    qkv_backend: str,
-    linear_attention_backend: str,
-) -> list[PackedGPTModel]:
     num_virtual = config.virtual_pipeline_model_parallel_size
-    chunks = []
-    for vp_stage in range(num_virtual) if num_virtual else [None]:
+    vocab_size = padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by)
+
+    def build_stage(vp_stage: int | None) -> PackedGPTModel:
         where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-        chunk = PackedGPTModel(
+        backends = (attention_backend, qkv_backend, linear_attention_backend)
+        return PackedGPTModel(
             config,
             architecture,
             output_layer_backend,
             qkv_backend,
-            transformer_layer_spec=block_spec(
-                config, architecture, vp_stage, attention_backend, qkv_backend, linear_attention_backend
-            ),
-            vocab_size=padded_vocab_size(
-                architecture.vocab_size, config.tensor_model_parallel_size, vocab_divisible_by
-            ),
+            transformer_layer_spec=block_spec(config, architecture, vp_stage, *backends),
+            vocab_size=vocab_size,
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
@@ -260,8 +227,19 @@ def _build_stages(
             rotary_base=int(architecture.rope.base),
             vp_stage=vp_stage,
         )
-        mark_tensor_parallel(chunk)
-        chunks.append(chunk)
+
+    # Megatron allocates some parameters on the host, such as a router's weights, and moves whole models later.
+    with device or contextlib.nullcontext():
+        chunks = [build_stage(vp_stage) for vp_stage in (range(num_virtual) if num_virtual else [None])]
+        for chunk in chunks:
+            mark_tensor_parallel(chunk)
+            freeze_router_biases(chunk)
+            settle_expert_biases(chunk)
+            settle_choices(chunk)
+    for chunk in chunks:
+        fuse_layers(chunk, elementwise_backend)
+        if elementwise_backend == "invariant":
+            make_invariant(chunk)
     return chunks
 
 
