@@ -73,7 +73,6 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_needs(settings: DraftSettings) -> Iterator[str]:
-    """Yield each flag that needs another, missing flag."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
     truncation = algorithm.importance_truncation
@@ -125,7 +124,6 @@ def _check_agents(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_pairs(settings: DraftSettings) -> Iterator[str]:
-    """Yield each pair of flags that exclude each other."""
     config, schedule = settings.transformer, settings.schedule
     for first, second, are_given in (
         ("--bf16", "--fp16", config.bf16 and config.fp16),
@@ -195,7 +193,6 @@ def count_interleaved(settings: DraftSettings) -> int:
 
 
 def fills_interleaving(settings: DraftSettings, num_micro_batches: int) -> bool:
-    """Check whether the interleaved schedule can run this number of micro-batches."""
     stages = settings.parallel_sizes.pipeline
     return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
 
