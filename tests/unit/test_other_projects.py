@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.command_line import flags
 from megatron_rl.command_line.other_projects import Rewritten, find_project, read_values, rewrite, split_words
 from megatron_rl.flag import Flag, index_by_name
-from tests.command_lines import CPU, DENSE, error, keep_one_parser, parse, without
+from tests.command_lines import DENSE, keep_one_parser, parse, without
 from tests.launch_scripts import read_blocks
 
 SLIMES = "--rollout-batch-size 8 --n-samples-per-prompt 8"
@@ -166,4 +166,3 @@ def test_values_that_are_rewritten_have_the_written_flag_as_their_source() -> No
     assert settings.sources["algorithm.clamp_eps_upper"] == "--eps-clip 0.3"
     assert settings.sources["optimizer.lr"] == "slime implies --lr 1e-6"
     assert any("without effect here: --colocate" in note for note in parse(*DENSE, "--colocate").notes)
-    assert "unknown flag --sglangs" in error(*CPU, "--sglangs 3")
