@@ -225,7 +225,6 @@ def megatron_flag(default: T, help: str, *names: str, bound: str = "", remedy: s
 
 
 def derive_flags(config: type, subject: str) -> list[Flag]:
-    """Derive the flags of one of our own configurations."""
     hints = typing.get_type_hints(config)
     flags = []
     for field in dataclasses.fields(config):

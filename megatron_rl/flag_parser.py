@@ -94,12 +94,10 @@ class ParsedFlags:
                 self.faulty.add(named[0])
 
     def consider_input(self, error: InputError) -> None:
-        """Add the error of reading a file."""
         self.problems.append(str(error))
         self.input_error = error
 
     def select_values(self, subject: str) -> dict[str, Any]:
-        """Return the values of a subject, by field."""
         prefix = f"{subject}."
         return {
             target.removeprefix(prefix): given.value

@@ -169,7 +169,6 @@ class Architecture:
 
     @property
     def windows(self) -> list[int | None]:
-        """The different windows of the layers."""
         return list(dict.fromkeys(map(self.find_window, range(self.num_layers))))
 
     def is_local(self, layer: int) -> bool:
@@ -177,7 +176,6 @@ class Architecture:
         return self.local_rope is not None and self.find_window(layer) is not None
 
     def find_rope(self, layer: int) -> Rope:
-        """Return the rope of a layer, counted from zero."""
         return self.local_rope if self.local_rope is not None and self.is_local(layer) else self.rope
 
     def has_experts(self, layer: int) -> bool:
@@ -212,7 +210,6 @@ class Architecture:
 
     @property
     def num_expert_layers(self) -> int:
-        """Number of layers that have experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
 
 

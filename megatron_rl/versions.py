@@ -75,7 +75,6 @@ class Need:
         return importlib.util.find_spec(self.module) is None or installed(self.package) is None
 
     def is_tested(self, version: str) -> bool:
-        """Check whether a version belongs to a tested release."""
         bounds = [(part.strip("<>="), part) for part in self.tested.split(",")]
         found = release(version)
         is_within = all(

@@ -68,6 +68,8 @@ ERNIE = dataclasses.replace(QWEN3, family="ernie4_5", qk_layernorm=False, rope=R
 
 
 def folder(path: Path, architecture: Architecture) -> str:
+    """Write the config.json of an architecture to a folder, and return the folder's name."""
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(families.derive_config(architecture)))
     return str(path)
 

@@ -25,13 +25,15 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
     correction, beta = "--rl-inference-logprobs-is-correction", "--grpo-kl-beta"
     for field, needed, is_there in (
         *_list_loss_needs(algorithm.loss),
-        ("spare_prompts", "--grpo-filter-groups-with-same-reward", algorithm.filter_groups),
+        ("spare_prompts", _FILTER, algorithm.filter_groups),
         ("kl_estimator", beta, algorithm.kl_beta > 0),
         ("kl_in", beta, algorithm.kl_beta > 0),
         ("correction_lower", correction, algorithm.importance_correction),
         ("correction_level", correction, algorithm.importance_correction),
         ("correction_mode", correction, algorithm.importance_correction),
         ("correction_mode", "a bound, --rl-importance-sampling-truncation-coef or --grpo-correction-lower", has_bound),
+        ("turn_credit", "--rollout-env, whose responses have turns", settings.environment.source is not None),
+        ("filter_by", _FILTER, algorithm.filter_groups),
     ):
         # Only a flag that was written itself: --algorithm sets parts that may have no effect.
         flag = sources.get(f"algorithm.{field}", "--algorithm")
@@ -41,8 +43,6 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         yield "--rollout-tail-groups needs --rollout-tail truncate or carry: add it, or drop --rollout-tail-groups"
     if settings.sampling.tail == "truncate" and settings.environment.has_turns:
         yield "--rollout-tail truncate cuts responses off, and not those of --rollout-env and --rollout-agent: drop one"
-    if algorithm.turn_credit and settings.environment.source is None:
-        yield "--grpo-turn-credit needs --rollout-env, whose responses have turns: add it, or drop --grpo-turn-credit"
     if algorithm.reward_min >= algorithm.reward_max:
         yield (
             f"--grpo-reward-min {algorithm.reward_min:g} must be below --grpo-reward-max {algorithm.reward_max:g}: "
@@ -138,8 +138,6 @@ def _check_filter(settings: DraftSettings) -> Iterator[str]:
     """Yield each mistake in the choice of groups by their rewards."""
     algorithm, names = settings.algorithm, [*_read_weights(settings)]
     by = algorithm.filter_by
-    if by is not None and not algorithm.filter_groups:
-        yield f"{_BY} {by} needs {_FILTER}: add it, or drop {_BY}"
     if not algorithm.filter_groups:
         return
     if algorithm.advantage in ADVANTAGES and ADVANTAGES[algorithm.advantage].takes_baseline:

@@ -1,6 +1,7 @@
-"""Checks of combinations of flags. Each problem names the flag, its value, its bound, and what to write.
+"""Checks of combinations of flags: each reads settings, and yields a sentence for each problem.
 
-The bound of a single number belongs to its flag, and is checked when the flag is read.
+A sentence names the flag, its value, its bound, and what to write. The bound of a single number belongs to its flag,
+and is checked when the flag is read.
 """
 
 import dataclasses
@@ -10,10 +11,9 @@ from typing import get_type_hints
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.command_line import model_checks
 from megatron_rl.command_line.algorithm_checks import check_algorithm
 from megatron_rl.command_line.mode_checks import check_batch_invariant, check_lora, check_megatron_mode
-from megatron_rl.command_line.model_checks import CP, EP, ETP, PP, TP
+from megatron_rl.command_line.model_checks import CP, EP, ETP, MODEL_CHECKS, PP, TP
 from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings, Subjects
 from megatron_rl.shared.protocol.probe import can_hold
@@ -48,32 +48,19 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
     """
     model = settings.architecture
     if model is not None:
-        yield from model_checks.check_model(settings, model)
-        yield from _check_length(settings, model)
-        yield from _check_world(settings, model)
-    yield from _check_stage(settings)
-    yield from check_lora(settings)
-    yield from check_batch_invariant(settings)
-    yield from check_megatron_mode(settings)
-    yield from _check_needs(settings)
-    yield from _check_pairs(settings)
-    if settings.run.stage == "grpo":
-        yield from check_algorithm(settings)
-        yield from _check_curriculum(settings)
-        yield from _check_agents(settings)
-        yield from _check_endpoint(settings)
-        yield from _check_proof(settings)
-        yield from _check_way(settings)
-        yield from _check_deliveries(settings)
-        yield from _check_replay(settings)
-    yield from _check_batches(settings)
-    yield from _check_optimizer(settings)
-    yield from _check_schedule(settings)
-    yield from _check_checkpoint(settings)
+        for check_of_model in (*MODEL_CHECKS, _check_length, _check_world):
+            yield from check_of_model(settings, model)
+    of_all = (_check_stage, check_lora, check_batch_invariant, check_megatron_mode, _check_needs, _check_pairs)
+    of_sampling = (
+        check_algorithm, _check_curriculum, _check_agents, _check_endpoint, _check_proof, _check_way, _check_deliveries,
+        _check_replay,
+    )  # fmt: skip
+    of_training = (_check_batches, _check_optimizer, _check_schedule, _check_checkpoint)
+    for check in (*of_all, *(of_sampling if settings.run.stage == "grpo" else ()), *of_training):
+        yield from check(settings)
 
 
 def _check_needs(settings: DraftSettings) -> Iterator[str]:
-    """Yield each flag that needs another, missing flag."""
     config, optimizer, ddp = settings.transformer, settings.optimizer, settings.ddp
     schedule, checkpoint, algorithm = settings.schedule, settings.checkpoint, settings.algorithm
     truncation = algorithm.importance_truncation
@@ -125,7 +112,6 @@ def _check_agents(settings: DraftSettings) -> Iterator[str]:
 
 
 def _check_pairs(settings: DraftSettings) -> Iterator[str]:
-    """Yield each pair of flags that exclude each other."""
     config, schedule = settings.transformer, settings.schedule
     for first, second, are_given in (
         ("--bf16", "--fp16", config.bf16 and config.fp16),
@@ -195,7 +181,6 @@ def count_interleaved(settings: DraftSettings) -> int:
 
 
 def fills_interleaving(settings: DraftSettings, num_micro_batches: int) -> bool:
-    """Check whether the interleaved schedule can run this number of micro-batches."""
     stages = settings.parallel_sizes.pipeline
     return num_micro_batches >= stages and not 0 < num_micro_batches % count_interleaved(settings) < stages
 

@@ -74,7 +74,6 @@ def _check_rows_file(path: Path) -> str | None:
 
 
 def _check_weights(files: Sequence[SourceFile], stage: str) -> Iterator[str]:
-    """Yield each mistake in the weights of files."""
     weights = [file.weight for file in files if file.weight is not None]
     if weights and stage == "sft":
         yield "--prompts FILE=WEIGHT: --stage sft takes every demonstration once an epoch; write the files alone"

@@ -284,7 +284,6 @@ def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts 
 
 
 def _describe_linear(said: Mapping[str, Any]) -> LinearAttention:
-    """Describe linear layers."""
     fields = {path.removeprefix("linear."): value for path, value in said.items() if path.startswith("linear.")}
     return LinearAttention(**{**_LINEAR_DEFAULTS, **fields})
 
@@ -325,7 +324,6 @@ def _name_key(architecture: Architecture, path: str) -> str:
 
 
 def _write_json(value: object) -> str:
-    """Write a value in the form of config.json."""
     return json.dumps(value) if value is None or isinstance(value, bool) else format_value(value)
 
 

@@ -6,29 +6,13 @@ from collections.abc import Iterator
 from megatron_rl.command_line.resolve import count_layers, list_divisors
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.shared.weights.families import find_family
-from megatron_rl.types import Architecture, ParallelSizes
+from megatron_rl.types import Architecture
 
 TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
 CP = "--context-parallel-size"
 EP = "--expert-model-parallel-size"
 ETP = "--expert-tensor-parallel-size"
-
-
-def check_model(settings: DraftSettings, model: Architecture) -> Iterator[str]:
-    """Yield each mistake with its flag, its bound, and what to write instead."""
-    sizes = settings.parallel_sizes
-    yield from _check_architecture(settings, model)
-    yield from _check_engines(settings, model)
-    yield from _check_tensor_parallel(model, sizes)
-    yield from _check_context_parallel(settings, model, sizes)
-    yield from _check_linear_layers(settings, model, sizes)
-    yield from _check_pipeline_parallel(settings, model, sizes)
-    yield from _check_virtual_stages(settings, model, sizes)
-    yield from _check_expert_parallel(settings, model, sizes)
-    yield from _check_auxiliary_losses(settings, model)
-    yield from _check_recompute(settings, model)
-    yield from _check_platform(settings, model, sizes)
 
 
 def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterator[str]:
@@ -79,7 +63,8 @@ def _check_engines(settings: DraftSettings, model: Architecture) -> Iterator[str
         )
 
 
-def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_tensor_parallel(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes = settings.parallel_sizes
     divided = {"attention heads": model.num_attention_heads, "query groups": model.num_query_groups}
     if not model.has_experts(0):
         divided["columns of the MLP (ffn_hidden_size)"] = model.ffn_hidden_size
@@ -96,7 +81,8 @@ def _check_tensor_parallel(model: Architecture, sizes: ParallelSizes) -> Iterato
         yield f"{TP} {sizes.tensor} does not divide the {undivided[0]}: write one of {list_divisors(*divided.values())}"
 
 
-def _check_context_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_context_parallel(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes = settings.parallel_sizes
     if sizes.context == 1:
         return
     heads = model.num_attention_heads // sizes.tensor
@@ -107,7 +93,8 @@ def _check_context_parallel(settings: DraftSettings, model: Architecture, sizes:
         )
 
 
-def _check_linear_layers(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_linear_layers(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes = settings.parallel_sizes
     linear = model.linear
     if linear is None:
         if settings.model.linear_attention_backend != "auto":
@@ -131,7 +118,8 @@ def _check_linear_layers(settings: DraftSettings, model: Architecture, sizes: Pa
         )
 
 
-def _check_pipeline_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_pipeline_parallel(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes = settings.parallel_sizes
     config = settings.transformer
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     layers = count_layers(vars(settings.transformer), model)
@@ -158,7 +146,8 @@ def _check_pipeline_parallel(settings: DraftSettings, model: Architecture, sizes
         yield f"after {said} there are {middle} layers for {stages} stages, which cannot be divided: change the count"
 
 
-def _check_virtual_stages(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_virtual_stages(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes = settings.parallel_sizes
     config, count = settings.transformer, sizes.virtual_pipeline
     if count is None:
         if config.overlap_p2p_comm_warmup_flush:
@@ -178,7 +167,8 @@ def _check_virtual_stages(settings: DraftSettings, model: Architecture, sizes: P
             yield f"{flag} {layers} must be a multiple of the {count} virtual stages of a rank: write one that is"
 
 
-def _check_expert_parallel(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_expert_parallel(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+    sizes = settings.parallel_sizes
     experts = model.experts
     if experts is None:
         is_said = "transformer.expert_tensor_parallel_size" in settings.sources
@@ -265,16 +255,24 @@ def _check_recomputed_modules(settings: DraftSettings, model: Architecture) -> I
         )
 
 
-def _check_platform(settings: DraftSettings, model: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+def _check_platform(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     if settings.transformer.use_te_activation_func and settings.transformer.bias_activation_fusion:
         yield "--use-te-activation-func replaces a fusion: add --no-bias-swiglu-fusion, or drop the flag"
     if settings.platform != "cpu":
         return
     if settings.ddp.nccl_ub:
         yield "--use-nccl-ub registers buffers with NCCL, which the platform cpu does not have: drop the flag"
-    expert_tensor = sizes.expert_tensor or sizes.tensor
+    expert_tensor = settings.parallel_sizes.expert_tensor or settings.parallel_sizes.tensor
     if model.experts is not None and expert_tensor > 1:
         yield (
             f"{ETP} {expert_tensor} (that of {TP} if it is not given) does not work with "
             f"--moe-token-dispatcher-type alltoall on the platform cpu: write {ETP} 1"
         )
+
+
+MODEL_CHECKS = (
+    _check_architecture, _check_engines, _check_tensor_parallel, _check_context_parallel, _check_linear_layers,
+    _check_pipeline_parallel, _check_virtual_stages, _check_expert_parallel, _check_auxiliary_losses, _check_recompute,
+    _check_platform,
+)  # fmt: skip
+"""The checks of settings with a known model."""

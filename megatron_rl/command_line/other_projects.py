@@ -67,7 +67,6 @@ class Project:
     prefix_reason: str = ""
 
     def has(self, name: str) -> bool:
-        """Check whether the project has a flag of this name."""
         return name in self.same or name in self.together or name in self.unused or name.startswith(self.prefixes)
 
     def find_remedy(self, name: str) -> str:
@@ -100,7 +99,6 @@ def read_projects() -> tuple[Project, ...]:
 
 
 def find_project(name: str) -> Project | None:
-    """Find the project whose flag this is."""
     return next((project for project in read_projects() if project.has(name)), None)
 
 
@@ -155,7 +153,6 @@ class _Rewriter:
         self._result = Rewritten()
 
     def add(self, flag: Sequence[str]) -> None:
-        """Add a flag with its values, as it is written."""
         name, values = read_values(flag)
         if not name.startswith("--"):
             self._stray += flag
@@ -169,7 +166,6 @@ class _Rewriter:
                 self._targets |= dict.fromkeys(known.targets, _join(name, values))
 
     def finish(self) -> Rewritten:
-        """Rewrite the flags that were added."""
         result = self._result
         taken: dict[str, dict[str, None]] = {}
         for name, project, values in self._theirs:

@@ -104,7 +104,6 @@ def describe_pack(pack: Chosen, device: int, room: int, group_size: int) -> str:
 
 
 def describe_recomputation() -> str:
-    """Describe what is computed again, and how to switch that off."""
     return (
         f"memory is short, so norms are computed again in the backward pass, as with {RECOMPUTE_NORMS}; {SWITCH} "
         "switches that off"

@@ -221,7 +221,6 @@ def _note_other_defaults(reading: _Reading, stage: str, is_verbose: bool) -> Ite
 def _derive(
     reading: _Reading, architecture: Architecture | None, world_size: int | None, configs_of: Mapping[str, type]
 ) -> None:
-    """Add the values that follow from the given ones."""
     defaults = {
         f"{subject}.{field.name}": field.default
         for subject, config in configs_of.items()

@@ -45,7 +45,6 @@ def find_smallest_device(own: int | None) -> int | None:
 
 
 def find_least(own: int, store: dist.Store, rank: int, num_ranks: int) -> int:
-    """Return the least of the numbers that ranks have."""
     least = own
     try:
         store.set(str(rank), str(own))

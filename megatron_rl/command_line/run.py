@@ -66,12 +66,10 @@ class RunSettings(Settings):
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.folder.resolve().name
 
     @property
     def num_updates(self) -> int:
-        """The number of updates of the whole run."""
         assert self.training.train_iters is not None
         return self.training.train_iters * self.sizes.plan.num_updates
 

@@ -37,7 +37,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines for a status of the sidecar."""
     engines, hosts = status["engines"]["engines"], status["hosts"]
     run, version = status["run"], status["version"]
     yield (

@@ -1,17 +1,11 @@
-"""`megatron-rl patch`: the trees that can be patched, and how one is patched and restored; git makes each change.
+"""`megatron-rl patch`: the smallest changes by which a tree's own scripts train with GRPO.
 
-The folder `patches` has a folder for each upstream: its `tree.toml` says by which files the tree is recognized, and
-each patch is a NAME.diff with a NAME.toml.
+    megatron-rl patch TREE            change the files, and leave a receipt
+    megatron-rl patch TREE --check    list the changes
+    megatron-rl patch TREE --undo     restore the files
+    megatron-rl patch TREE --list     list the patches with their reasons
 
-Git makes each change on a copy of one file, outside of any repository. On the tree itself it would patch the nearest of
-several places that fit, and follow the tree's core.autocrlf. It would write files in place, so that a kill leaves half
-of one. It would revert a patch even in a file that was edited since. Invariants:
-
-- a file is changed only if the old lines of every hunk stand in it exactly once;
-- nothing is written unless everything fits;
-- a file changes by a rename, so that it is always either the old or the new one;
-- a receipt lies in the tree before the first file changes, and until the last one is restored;
-- a file is restored, to its former bytes, only if it is as the patch left it.
+docs/recipes.md shows what the scripts do then.
 """
 
 import dataclasses
@@ -28,18 +22,22 @@ from typing import Any
 from megatron_rl import versions
 from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 
+# The folder `patches` has a folder for each upstream: its `tree.toml` says by which files the tree is recognized, and
+# each patch is a NAME.diff with a NAME.toml.
+#
+# Git makes each change on a copy of one file, outside of any repository. On the tree itself it would patch the nearest
+# of several places that fit, and follow the tree's core.autocrlf. It would write files in place, so that a kill leaves
+# half of one. It would revert a patch even in a file that was edited since. Invariants:
+#
+# - A file is changed only if the old lines of every hunk stand in it exactly once.
+# - Nothing is written unless everything fits.
+# - A file changes by a rename, so that it is always either the old or the new one.
+# - A receipt lies in the tree before the first file changes, and until the last one is restored.
+# - A file is restored, to its former bytes, only if it is as the patch left it.
+
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
 RECEIPT = ".megatron_rl-patches.json"
 _WAYS = ("--list", "--check", "--undo")
-_USAGE = """`megatron-rl patch`: the smallest changes by which a tree's own scripts train with GRPO.
-
-    megatron-rl patch TREE            change the files, and leave a receipt
-    megatron-rl patch TREE --check    list the changes
-    megatron-rl patch TREE --undo     restore the files
-    megatron-rl patch TREE --list     list the patches with their reasons
-
-docs/recipes.md shows what the scripts do then.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +296,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Patch a tree, or do what the flag says; every error leaves the tree as it was."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE)
+        print(__doc__)
         return ExitCode.OK if argv else ExitCode.USAGE
     tree, way = _parse(argv)
     upstream = find_upstream(tree, read_catalog())

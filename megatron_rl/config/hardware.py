@@ -7,8 +7,9 @@ the same time, so with more threads than cores they take caches and time slices 
 
 import dataclasses
 import glob
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -26,21 +27,14 @@ def list_visible_devices(kind: Kind, environment: Mapping[str, str] = os.environ
     given = environment.get(VARIABLES[kind])
     if given is None:
         return [str(number) for number in range(len(list_files(kind)))]
-    return list(_names(given))
+    # CUDA ignores all that follows a name that is not a device's.
+    names = (name.strip() for name in given.split(","))
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def list_files(kind: Kind) -> list[str]:
     """List the kernel's files of the devices on this host."""
     return glob.glob(_FILES[kind])
-
-
-def _names(text: str) -> Iterator[str]:
-    """Yield the names before the first one that is not a device's: CUDA ignores the rest."""
-    for name in text.split(","):
-        name = name.strip()
-        if not name or name.startswith("-"):
-            return
-        yield name
 
 
 def pick_devices(kind: Kind, first: int, num_wanted: int) -> list[int] | None:

@@ -33,7 +33,6 @@ _SUMS = ("seq_reward", "seq_final_reward")
 
 
 def translate_verl(given: Mapping[str, str]) -> Translation:
-    """Translate the overrides of a run."""
     table = read_table("verl")
     theirs, to = TheirSettings(given, table["defaults"]), Translation(table["title"])
     is_megatron = theirs.text(f"{_ACTOR}.strategy") == "megatron" or any(f"{_ACTOR}.megatron." in key for key in given)
@@ -237,7 +236,6 @@ def _write_divergence_in_loss(theirs: TheirSettings, to: Translation) -> None:
 
 
 def _write_correction(theirs: TheirSettings, to: Translation) -> None:
-    """Write the correction for the engines' log-probs."""
     level = theirs.text(f"{_CORRECTION}.rollout_is")
     if level:
         to.write("--rl-inference-logprobs-is-correction")

@@ -38,7 +38,6 @@ class Translation:
     """Missing settings, each with the flags that settle it."""
 
     def write(self, flag: str, *values: object) -> None:
-        """Write a flag with its values."""
         self.words[flag] = [_format(value) for value in values]
 
     def write_unless_default(self, flag: str, value: object) -> None:
@@ -48,7 +47,6 @@ class Translation:
             self.write(flag, value)
 
     def count(self, flag: str, otherwise: int | None = None) -> int | None:
-        """Return the whole number that was written for a flag."""
         text = self.words.get(flag, [""])[0]
         return int(text) if text.isdigit() else otherwise
 
@@ -92,14 +90,12 @@ _NAMED_NONE = ("scale_rewards",)
 
 @functools.cache
 def read_table(project: str) -> Mapping[str, Any]:
-    """Read a project's table in the file of translations."""
     table: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))[project]
     return table
 
 
 @functools.cache
 def index_flags() -> Mapping[str, Flag]:
-    """Return every flag by its name."""
     # The flags depend on the installed megatron-core.
     select("cpu").install()
     return index_by_name(flags.list_flags())

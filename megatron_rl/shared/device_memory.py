@@ -67,7 +67,6 @@ LookUp = Callable[[str], Any]
 
 
 def make_look_up(settings: Any) -> LookUp:
-    """Return the function for settings that are resolved."""
     return lambda target: operator.attrgetter(target)(settings)
 
 
@@ -412,7 +411,6 @@ class SharedDevice:
         return EngineMemory(share=math.ceil(1000 * self.engine / self.device) / 1000, cache_bytes=self.cache)
 
     def describe(self) -> str:
-        """Describe the division in a line."""
         needs, count = self.needs, self.cache // self.needs.response
         held = f"all {needs.num_responses}" if count >= needs.num_responses else f"{count} of {needs.num_responses}"
         return (
@@ -463,7 +461,6 @@ def count_needs(
 
 
 def read_engine_needs(look_up: LookUp, architecture: Architecture) -> EngineNeeds:
-    """Count the bytes that an engine of a run needs on each of its devices."""
     return count_needs(
         architecture,
         look_up("rollout.dtype") or architecture.dtype,

@@ -97,7 +97,6 @@ class SidecarSettings:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         assert self.rollout.folder is not None
         return self.rollout.folder
 
@@ -113,7 +112,6 @@ class SidecarSettings:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port to listen at."""
         place = parse_place(self.rollout.listen)
         assert place is not None
         return place

@@ -12,7 +12,7 @@ from megatron_rl.errors import InputError
 from megatron_rl.flag import Kind, find_nearest, find_related, index_by_name, suggest_nearest
 from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture
-from tests.command_lines import CPU, RUN, keep_one_parser, parse, parse_run, run_problems, without
+from tests.command_lines import CPU, RUN, folder, keep_one_parser, parse, parse_run, run_problems, without
 
 MODEL = Architecture(
     family="qwen3", num_layers=8, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4,
@@ -74,9 +74,7 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(families.derive_config(MODEL)))
-    return [*CPU, "--hf-model", str(folder), *RUN]
+    return [*CPU, "--hf-model", folder(tmp_path_factory.mktemp("model"), MODEL), *RUN]
 
 
 def check(words: list[str], said: list[str]) -> None:
@@ -196,8 +194,6 @@ STRANGERS = (
     "--entropy-coef", "--num-gpus-per-node", "--deepspeed", "--report-to", "--output-dir", "--gamma", "--peft",
     "--model-name-or-path", "--accelerator", "--npu-fusion-attention",
 )  # fmt: skip
-
-
 RELATED = {
     "--kl-beta": ["--grpo-kl-beta"],
     "--entropy-coef": ["--grpo-entropy-coef"],
@@ -207,23 +203,19 @@ RELATED = {
 }
 
 
-def test_an_unknown_flag_is_answered_with_flags_that_have_its_words() -> None:
-    known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED)
-    assert {name: find_related(name, known) for name in RELATED} == RELATED
-    assert suggest_nearest("--kl-beta", known) == " (flags with these words: --grpo-kl-beta)"
-
-
 def test_a_model_named_as_on_the_hub_is_answered_with_how_to_download_it(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then"):
         families.read_config("Qwen/Qwen3-0.6B")
-    for folder in ("models/of/mine", "./model", "model"):
+    for place in ("models/of/mine", "./model", "model"):
         with pytest.raises(InputError, match="does not exist") as raised:
-            families.read_config(folder)
+            families.read_config(place)
         assert "hf download" not in str(raised.value)
 
 
-def test_an_unknown_flag_is_answered_with_the_nearest_one_if_one_is_near() -> None:
+def test_an_unknown_flag_is_answered_with_the_nearest_one_or_with_flags_that_have_its_words() -> None:
     known = index_by_name(flag for flag in flags.list_flags() if flag.kind is not Kind.REFUSED)
+    assert {name: find_related(name, known) for name in RELATED} == RELATED
+    assert suggest_nearest("--kl-beta", known) == " (flags with these words: --grpo-kl-beta)"
     assert {slip: find_nearest(slip, known) for slip in SLIPS} == SLIPS
     assert {name: find_nearest(name, known) for name in STRANGERS} == dict.fromkeys(STRANGERS)

@@ -140,15 +140,6 @@ def test_the_rewards_that_decide_a_signal_are_named_or_follow_from_all_rewards(w
     assert parse_run(*run, words.partition("--grpo-filter-by")[0]).sizes.plan.deciding_rewards == []
 
 
-def test_flags_that_change_nothing_are_accepted() -> None:
-    words = (
-        "--grpo-iterations 1 --grpo-entropy-term-weight 0.0 --rotary-seq-len-interpolation-factor 1 "
-        "--moe-router-score-function softmax --first-k-dense-replace -1"
-    )
-    others = [note for note in parse(*DENSE).notes if "Megatron's scripts" not in note]
-    assert [note for note in parse(*DENSE, words).notes if "Megatron's scripts" not in note] == others
-
-
 def test_defaults_that_are_not_megatrons_are_counted_and_listed_with_verbose() -> None:
     (counted,) = [note for note in parse(*DENSE).notes if "Megatron's scripts" in note]
     (listed,) = [note for note in parse(*DENSE, "--verbose").notes if "Megatron's scripts" in note]

@@ -24,6 +24,7 @@ from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar import settings as sidecar_settings
 from tests import documents, stand_in_tree
+from tests.command_lines import folder as write_config
 from tests.command_lines import parse
 from tests.documents import blocks, broken_links, commands_of, pages, read, unknown_names
 from tests.e2e.loop import draw_model
@@ -112,9 +113,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         ),
     },
     "docs/rewards.md": {
-        "make paying": By("tests/unit/test_docs.py::test_the_game_over_several_turns_is_learned"),
-        "make calculator": By("tests/unit/test_docs.py::test_calling_a_tool_is_learned"),
-        "make agent": By("tests/unit/test_docs.py::test_an_agent_of_the_openai_client_learns"),
+        "make paying": By("tests/unit/test_docs.py::test_turns_tools_and_agents_are_learned"),
+        "make calculator": By("tests/unit/test_docs.py::test_turns_tools_and_agents_are_learned"),
+        "make agent": By("tests/unit/test_docs.py::test_turns_tools_and_agents_are_learned"),
         "megatron-rl try-agent agent.py:act": By("tests/unit/test_try_agent.py"),
         "torchrun --standalone --nproc-per-node 1": By(
             "tests/unit/test_docs.py::test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm"
@@ -343,8 +344,7 @@ def test_a_run_on_one_host_has_torchrun_take_a_free_port(path):
 @pytest.mark.parametrize(("page", "command"), _commands(Parsed))
 def test_the_flags_of_a_command_are_understood(page, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("MODEL").mkdir()
-    Path("MODEL", "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    write_config(Path("MODEL"), QWEN3_4B)
     words = shlex.split(command)
     world_size = COMMANDS[page][_entry(page, command)].world_size
     if world_size is None:
@@ -422,25 +422,18 @@ def test_the_demo_learns(tmp_path):
     assert result["after"] > result["before"] + 0.3
 
 
-def learn_to_pay(name: str, out: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paying", "calculator", "agent"])
+def test_turns_tools_and_agents_are_learned(name, tmp_path):
     """Run the command of make NAME, in another folder."""
-    command = f"-m examples.{name}.demo"
+    out, command = tmp_path / name, f"-m examples.{name}.demo"
     assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
     run(f"{shlex.quote(sys.executable)} {command} --out {out}", ROOT, seconds=3000)
     result = json.loads((out / "result.json").read_text())
     assert result["before"] < 0.4
     assert result["after"] > 0.85
     assert not verify(out / "run").breaches
-
-
-@pytest.mark.slow
-def test_the_game_over_several_turns_is_learned(tmp_path):
-    learn_to_pay("paying", tmp_path / "paying")
-
-
-@pytest.mark.slow
-def test_an_agent_of_the_openai_client_learns(tmp_path):
-    learn_to_pay("agent", tmp_path / "agent")
+    # The agent is any program of the openai client.
     assert "megatron" not in (ROOT / "examples" / "agent" / "payer.py").read_text()
 
 
@@ -456,18 +449,6 @@ def test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm(tmp_path):
     report = verify(tmp_path / "RUN")
     assert report.breaches == []
     assert [item.num_responses for item in report.iterations] == [8, 8]
-
-
-@pytest.mark.slow
-def test_calling_a_tool_is_learned(tmp_path):
-    """Run the command of make calculator, in another folder."""
-    command = "-m examples.calculator.demo"
-    assert f"$(VENV)/bin/python {command} " in (ROOT / "Makefile").read_text()
-    run(f"{shlex.quote(sys.executable)} {command} --out {tmp_path / 'calculator'}", ROOT, seconds=3000)
-    result = json.loads((tmp_path / "calculator" / "result.json").read_text())
-    assert result["before"] < 0.4
-    assert result["after"] > 0.85
-    assert not verify(tmp_path / "calculator" / "run").breaches
 
 
 @pytest.mark.slow

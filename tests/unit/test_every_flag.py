@@ -8,7 +8,6 @@ trained.
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +23,8 @@ from megatron_rl.command_line import flags, resolve
 from megatron_rl.command_line import parse as command_line
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import Flag, Kind
-from megatron_rl.shared.weights import families
 from megatron_rl.types import Architecture, Experts, LinearAttention, Rope, RopeKind
-from tests.command_lines import CPU, DENSE, RUN, SPARSE, keep_one_parser, parse, parse_run, without
+from tests.command_lines import CPU, DENSE, RUN, SPARSE, folder, keep_one_parser, parse, parse_run, without
 from tests.effects import effect
 
 MODEL = Architecture(
@@ -358,10 +356,8 @@ if Version(importlib.metadata.version("megatron-core")) >= Version("0.18"):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in FOLDERS}
-    for name, folder in made.items():
-        (folder / "config.json").write_text(json.dumps(families.derive_config(FOLDERS[name])))
-    return made
+    place = tmp_path_factory.mktemp("models")
+    return {name: Path(folder(place / name.replace(" ", "_"), model)) for name, model in FOLDERS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -403,8 +399,8 @@ def fields_elsewhere(words: Sequence[str]) -> dict[str, object]:
     able = SimpleNamespace(name="cuda", unsupported_fusions={})
     with patch.object(resolve, "find_engine_refusal", lambda: None):
         reading = command_line._read(words)
-        folder = next((Path(words[i + 1]) for i, word in enumerate(words) if word == "--hf-model"), None)
-        architecture = command_line._read_architecture(folder, reading)
+        model = next((Path(words[i + 1]) for i, word in enumerate(words) if word == "--hf-model"), None)
+        architecture = command_line._read_architecture(model, reading)
         fields = resolve.resolve_fields(reading.flags, reading.given, architecture, able)
     assert not reading.problems
     values = {

@@ -1,6 +1,5 @@
 """The recipes in examples/ are command lines that this package takes."""
 
-import json
 import os
 import stat
 import subprocess
@@ -11,11 +10,10 @@ import transformers
 
 from examples import tiny_model
 from megatron_rl.command_line.run import compute_sizes
-from megatron_rl.shared.weights import families
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.types import Architecture, Rope
-from tests.command_lines import parse
+from tests.command_lines import folder, parse
 from tests.processes import ROOT
 
 QWEN3_4B = Architecture(
@@ -45,10 +43,8 @@ def test_the_tiny_model_reads_any_text_and_belongs_to_a_known_family(tmp_path):
 
 @pytest.mark.parametrize(("name", "environment", "world_size"), RECIPES, ids=lambda value: str(value)[:24])
 def test_a_recipe_says_what_this_package_understands(name, environment, world_size, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
-    words = said_by(name, [str(model), "train.jsonl", "test.jsonl", str(tmp_path / "run")], environment, tmp_path)
+    model = folder(tmp_path / "model", QWEN3_4B)
+    words = said_by(name, [model, "train.jsonl", "test.jsonl", str(tmp_path / "run")], environment, tmp_path)
     if world_size is None:
         assert sidecar_settings.parse(words[words.index("megatron_rl.sidecar") + 1 :]).rollout.num_engines == 4
         return
@@ -74,10 +70,8 @@ torchrun --nproc_per_node 8 pretrain_gpt.py \\
 
 
 def test_a_recipe_of_megatron_gets_what_grpo_needs(tmp_path):
-    model, tree = tmp_path / "model", tmp_path / "tree"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
-    arguments = [str(tree), str(model), "train.jsonl", str(tmp_path / "run")]
+    model, tree = folder(tmp_path / "model", QWEN3_4B), tmp_path / "tree"
+    arguments = [str(tree), model, "train.jsonl", str(tmp_path / "run")]
     words = said_by("megatron_tree", arguments, {}, tmp_path, "recipes")
     start = words.index("megatron_rl.recipe")
     assert words[start - 1 : start + 2] == ["-m", "megatron_rl.recipe", f"{tree}/pretrain_gpt.py"]
@@ -109,13 +103,11 @@ MODEL_ARGS=(
 
 @pytest.mark.parametrize("name", ["slime_model", "mindspeed"])
 def test_flags_of_other_projects_train_beside_those_of_grpo(name, tmp_path):
-    model, source = tmp_path / "model", tmp_path / "slime"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(families.derive_config(QWEN3_4B)))
+    model, source = folder(tmp_path / "model", QWEN3_4B), tmp_path / "slime"
     file = source / "scripts" / "models" / "qwen3-4B.sh"
     file.parent.mkdir(parents=True)
     file.write_text(SLIME_MODEL)
-    arguments = [str(model), "train.jsonl", str(tmp_path / "run")]
+    arguments = [model, "train.jsonl", str(tmp_path / "run")]
     arguments = [str(source), *arguments] if name == "slime_model" else arguments
     words = said_by(name, arguments, {"VLLM_PYTHON": "python"}, tmp_path, "recipes")
     # The last words win.
@@ -125,10 +117,10 @@ def test_flags_of_other_projects_train_beside_those_of_grpo(name, tmp_path):
 
 
 def said_by(
-    name: str, arguments: list[str], environment: dict[str, str], folder: Path, subject: str = "gsm8k"
+    name: str, arguments: list[str], environment: dict[str, str], place: Path, subject: str = "gsm8k"
 ) -> list[str]:
     """Return the words that a recipe starts torchrun, or Python, with."""
-    programs = folder / "programs"
+    programs = place / "programs"
     programs.mkdir()
     for program in ("torchrun", "python"):
         path = programs / program

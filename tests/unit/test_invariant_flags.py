@@ -64,12 +64,6 @@ def test_the_trained_weights_are_published_as_they_are(
     assert settings.publish.dtype == published
 
 
-@pytest.mark.parametrize("words", ["", FLAG])
-def test_megatrons_mode_is_not_for_a_cpu(run: tuple[str, ...], words: str) -> None:
-    (problem,) = run_problems(*run, MODE, words, world_size=1)
-    assert problem == f"{MODE} has kernels for CUDA, not for the platform cpu: drop it, or write {FLAG}"
-
-
 @pytest.mark.parametrize(
     ("platform", "changes", "refusal", "problem"),
     [

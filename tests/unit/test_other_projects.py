@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.command_line import flags
 from megatron_rl.command_line.other_projects import Rewritten, find_project, read_values, rewrite, split_words
 from megatron_rl.flag import Flag, index_by_name
-from tests.command_lines import CPU, DENSE, error, keep_one_parser, parse, without
+from tests.command_lines import DENSE, keep_one_parser, parse, without
 from tests.launch_scripts import read_blocks
 
 SLIMES = "--rollout-batch-size 8 --n-samples-per-prompt 8"
@@ -116,29 +116,6 @@ def test_a_script_of_slime_implies_what_it_does_not_write(
     assert all(not found.origins[name].name for name, _ in map(read_values, split_words(expected.split())))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--use-opsm", "--use-opsm is refused: the objective is that of --algorithm"),
-        ("--kl-coef 0.1", "--kl-coef 0.1 is refused"),
-        ("--colocate 5", "unexpected '5': --colocate takes no value"),
-        ("--advantage-estimator ppo", "for REINFORCE++ drop it and write --algorithm"),
-        ("--kl-loss-type k9", "--kl-loss-type k9: not one of the choices"),
-        (
-            "--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type k2",
-            "--use-unbiased-kl with --kl-loss-type k2 has no estimator here: write --kl-loss-type k3",
-        ),
-        # What our own parser finds wrong is said of the flag that was written.
-        ("--eps-clip much", "--eps-clip much: not a valid value; write --eps-clip NUMBER"),
-        ("--n-samples-per-prompt 1", "--n-samples-per-prompt 1 must be at least 2"),
-        ("--rollout-batch-size 8", "write 2 or more (slime implies --grpo-group-size 1)"),
-        (f"{SLIMES} --use-kl-loss --kl-loss-coef 0.1", "--grpo-kl-estimator k1 in the loss"),
-    ],
-)
-def test_what_cannot_be_rewritten_is_an_error_that_says_what_to_write(words: str, said: str) -> None:
-    assert said in error(*DENSE, words)
-
-
 def test_no_flag_of_another_project_reaches_the_parser_and_each_is_named(
     known: Mapping[str, Flag], tmp_path: Path
 ) -> None:
@@ -189,4 +166,3 @@ def test_values_that_are_rewritten_have_the_written_flag_as_their_source() -> No
     assert settings.sources["algorithm.clamp_eps_upper"] == "--eps-clip 0.3"
     assert settings.sources["optimizer.lr"] == "slime implies --lr 1e-6"
     assert any("without effect here: --colocate" in note for note in parse(*DENSE, "--colocate").notes)
-    assert "unknown flag --sglangs" in error(*CPU, "--sglangs 3")

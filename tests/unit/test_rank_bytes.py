@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.ops.log_probs import triton_fused
 from megatron_rl.shared.device_memory import LOGITS
-from megatron_rl.shared.weights import families
 from megatron_rl.types import Experts
+from tests.command_lines import folder
 from tests.processes import ROOT
 from tests.unit.test_examples import QWEN3_4B
 
@@ -67,11 +67,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.mark.each_change
 def test_the_formula_estimates_what_doctor_counts(tmp_path: Path) -> None:
-    places = {}
-    for name, architecture in (("dense", DENSE), ("sparse", SPARSE)):
-        places[name] = tmp_path / name
-        places[name].mkdir()
-        (places[name] / "config.json").write_text(json.dumps(families.derive_config(architecture)))
+    places = {"dense": folder(tmp_path / "dense", DENSE), "sparse": folder(tmp_path / "sparse", SPARSE)}
     cases = [("dense", words) for words in LAYOUTS] + [("sparse", words) for words in OF_EXPERTS]
     common = (
         f"--platform cpu --prompts none.jsonl --reward exact --lr 1e-6 --train-iters 4 --seq-length 3072 "

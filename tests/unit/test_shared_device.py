@@ -1,8 +1,7 @@
-"""The division of a device's memory between a rank and an engine, and the flags that ask for it."""
+"""The accelerators of engines: those that they get if none are named, and the memory of one that they share."""
 
 import contextlib
 import dataclasses
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl import platforms
+from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import ExitCode, UsageError
 from megatron_rl.shared.device_memory import GIB, EngineMemory, EngineNeeds, count_needs, divide
@@ -31,12 +31,88 @@ from tests.command_lines import QWEN3, RUN, folder, parse_run
 from tests.processes import ROOT
 
 NEEDS = EngineNeeds(weights=2 * GIB, work=4 * GIB, response=GIB // 4, num_responses=64)
-WORDS = "--rollout-folder /nowhere/run --reward exact --seq-length 64 --platform cuda"
+ALONE = "--rollout-folder /nowhere/run --reward exact --seq-length 64"
+WORDS = f"{ALONE} --platform cuda"
+VISIBLE = [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_models.draw("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("said", "visible"),
+    [
+        ("4,5", ["4", "5"]),
+        ("GPU-a, MIG-b", ["GPU-a", "MIG-b"]),
+        ("", []),
+        ("0,-1,2", ["0"]),
+        ("NoDevFiles,,1", ["NoDevFiles"]),
+    ],
+)
+@pytest.mark.parametrize(("kind", "variable"), VISIBLE)
+def test_the_environment_says_what_is_visible(
+    kind: hardware.Kind, variable: str, said: str, visible: list[str]
+) -> None:
+    assert hardware.list_visible_devices(kind, {variable: said}) == visible
+
+
+def test_without_the_variable_all_of_the_host_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"npu": ["/dev/davinci0", "/dev/davinci3"], "cuda": []}
+    monkeypatch.setattr(hardware, "list_files", files.get)
+    assert hardware.list_visible_devices("npu", {}) == ["0", "1"]
+    assert hardware.list_visible_devices("cuda", {}) == []
+    assert sidecar_settings.detect_device() == "npu"
+
+
+@pytest.mark.parametrize(("kind", "variable"), VISIBLE)
+def test_several_engines_never_get_the_same_device_nor_a_ranks(
+    kind: str, variable: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "8,9,10,11,12,13")
+    words = f"{ALONE} --hf-model {model} --platform {kind} --rollout-num-engines 2 --rollout-tensor-parallel-size 2"
+    alone = sidecar_settings.parse(words.split())
+    assert alone.rollout.devices == [0, 1, 2, 3]
+    given = sidecar_settings.parse(f"{words} --rollout-devices 5 4 3 2".split())
+    assert given.rollout.devices == [5, 4, 3, 2]
+    assert sidecar_settings.pick_devices(given, num_ranks=2) == given
+    unpicked = dataclasses.replace(alone, rollout=dataclasses.replace(alone.rollout, devices=None))
+    beside_two = sidecar_settings.pick_devices(unpicked, num_ranks=2)
+    assert beside_two.rollout.devices == [2, 3, 4, 5]
+    beside_three = sidecar_settings.pick_devices(unpicked, num_ranks=3)
+    assert beside_three.rollout.devices is None
+    (said,) = sidecar_settings.problems(beside_three, None)
+    assert said.startswith("2 engines of 2 devices are too many: 6 devices are visible here")
+
+
+NO_ENGINES = "must be at least 1 without --rollout-hosts: write 1 or more, or name hosts with engines"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rollout-devices 4", "--rollout-devices 4 must be below 2"),
+        ("--rollout-num-engines 3", "3 engines of 1 devices are too many: 2 devices are visible here"),
+        ("--rollout-num-engines 0", f"--rollout-num-engines 0 {NO_ENGINES}"),
+        ("--rollout-num-engines -1", "--rollout-num-engines -1 must be at least 0: write 0 or more"),
+        ("--rollout-colocate", "--rollout-colocate is for the engines that a run starts itself"),
+    ],
+)
+def test_engines_for_which_this_host_has_no_devices_are_one_error(
+    words: str, said: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(UsageError) as raised:
+        sidecar_settings.parse(f"{WORDS} --hf-model {model} {words}".split())
+    (found,) = raised.value.problems
+    assert found.startswith(said)
+
+
+def test_nothing_is_picked_if_no_device_is_known(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(hardware, "list_files", lambda kind: [])
+    assert sidecar_settings.parse(f"{WORDS} --hf-model {model} --rollout-num-engines 3".split()).rollout.devices is None
 
 
 @given(
@@ -144,7 +220,7 @@ def test_an_engine_is_started_with_its_part_and_a_users_flags_follow() -> None:
 
 
 def test_the_part_travels_to_the_sidecar(tmp_path: Path, model: Path) -> None:
-    settings = sidecar_settings.parse([*shlex.split(WORDS), "--hf-model", str(model)])
+    settings = sidecar_settings.parse(f"{WORDS} --hf-model {model}".split())
     sent = dataclasses.replace(settings, memory=EngineMemory(0.5, 1 << 33))
     sidecar_settings.write_message(tmp_path / "sidecar.json", sent)
     received = sidecar_settings.read_settings(["--settings", str(tmp_path / "sidecar.json")])
@@ -171,7 +247,7 @@ def test_a_users_own_division_is_recognised_however_it_is_written(words: str, is
 def resolve(words: str, model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int] | None, str]:
     """Return the devices of a run's engines beside these ranks, and the problems of sharing."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    given = sidecar_settings.parse([*shlex.split(f"{WORDS} --rollout-devices 0"), "--hf-model", str(model)])
+    given = sidecar_settings.parse(f"{WORDS} --rollout-devices 0 --hf-model {model}".split())
     values = {"devices": None, **dict(item.split("=") for item in words.split())}
     named = None if values["devices"] is None else [int(digit) for digit in values["devices"]]
     rollout = dataclasses.replace(
@@ -203,17 +279,6 @@ def test_a_ranks_device_is_named_with_the_flag_alone(model: Path, monkeypatch: p
     )
     _, problem = resolve("devices=23 colocated=1", model, 2, monkeypatch)
     assert problem == "--rollout-colocate: no rank computes on --rollout-devices 2 3: drop one of the two"
-
-
-def test_a_sidecar_that_is_started_alone_does_not_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UsageError, match="--rollout-colocate is for the engines that a run starts itself"):
-        sidecar_settings.parse([*shlex.split(f"{WORDS} --rollout-colocate"), "--hf-model", str(model)])
-
-
-def test_a_run_on_the_cpu_does_not_share(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--rollout-colocate is for vLLM on accelerators"):
-        parse_run("--platform cpu --rollout-colocate --hf-model", folder(tmp_path, QWEN3), *RUN)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.migrate import translate
+from megatron_rl.migrate.launch_command import group_words
 from megatron_rl.migrate.shell_script import read_shell_script
 from megatron_rl.migrate.translation import Translation
 from tests.command_lines import QWEN3, folder
 from tests.documents import blocks
 
+SETTINGS = tomllib.loads((Path(__file__).parents[1] / "golden" / "translated_settings.toml").read_text())
 SLIME = """
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/model.sh"
@@ -85,36 +88,6 @@ def test_slimes_averages_and_estimates_are_kept_or_named(tmp_path: Path) -> None
     assert is_named("--advantage-estimator ppo: ", [*found.missing])
 
 
-@pytest.mark.parametrize(
-    ("words", "flags", "changed", "meaningless"),
-    [
-        ("--use-tis", {"--rl-importance-sampling-truncation-coef": ["2"]}, "", ""),
-        ("--use-tis --tis-clip 3", {"--rl-importance-sampling-truncation-coef": ["3"]}, "", ""),
-        ("--kl-loss-coef 0.1", {"--grpo-kl-beta": None}, "", "--kl-loss-coef"),
-        ("--use-kl-loss --kl-loss-coef 0.1", {"--grpo-kl-beta": None}, "--kl-loss-coef 0.1 with k1", ""),
-        (
-            "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl",
-            {"--grpo-kl-beta": ["0.1"], "--grpo-kl-estimator": ["k3"]},
-            "",
-            "",
-        ),
-        ("--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type k1", {"--grpo-kl-beta": None}, "", "--kl-loss-type"),
-        ("--rollout-temperature 0.8", {"--eval-temperature": ["0.8"]}, "", ""),
-        ("--num-steps-per-rollout 4", {"--global-batch-size": ["64"]}, "", ""),
-        ("--eval-prompt-data a a.jsonl b b.jsonl", {"--eval-prompts": ["a.jsonl", "b.jsonl"]}, "", ""),
-        ("--kl-coef 0.1", {"--grpo-kl-beta": None}, "--kl-coef 0.1: ", ""),
-        ("--no-such-flag 3", {}, "--no-such-flag 3: this package has no such flag", ""),
-    ],
-)
-def test_slimes_flags_that_count_together_are_carried_over_together(
-    words: str, flags: Mapping[str, list[str] | None], changed: str, meaningless: str, tmp_path: Path
-) -> None:
-    found = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", words))
-    assert {name: found.words.get(name) for name in flags} == flags
-    assert is_named(changed, found.changed)
-    assert not meaningless or meaningless in found.meaningless
-
-
 def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:
     found = translate_text(tmp_path, "run.sh", VERL)
     assert found.words["--global-batch-size"] == ["1280"]
@@ -125,105 +98,37 @@ def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:
     assert '--prompts "$HOME/train.parquet"' in translate.write(found)
 
 
-ACTOR = "actor_rollout_ref.actor"
-IN_REWARD = "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01"
-FILTER = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric"
+def translate_with(project: str, words: str, folder: Path) -> Translation:
+    """Translate a project's script with these settings of its own."""
+    if project == "trl":
+        return translate_text(folder, "grpo.yaml", f"num_processes: 4\n{words}\n")
+    script = SLIME.replace("--lr 1e-6", words) if project == "slime" else VERL.replace("$@", words)
+    return translate_text(folder, "run.sh", script)
 
 
-@pytest.mark.parametrize(
-    ("words", "flags", "changed"),
-    [
-        ("", {"--lr-decay-style": ["constant"], "--grpo-dual-clip": ["3.0"], "--bf16": []}, ""),
-        # Four updates in a training step.
-        (f"{ACTOR}.optim.lr_warmup_steps=10", {"--lr-warmup-iters": ["40"]}, ""),
-        (f"{ACTOR}.optim.lr_warmup_steps=10 {ACTOR}.ppo_mini_batch_size=64", {"--lr-warmup-iters": ["160"]}, ""),
-        (
-            f"{ACTOR}.strategy=megatron {ACTOR}.optim.lr_decay_style=cosine {ACTOR}.optim.lr_decay_steps=100",
-            {"--lr-decay-style": ["cosine"], "--lr-decay-iters": ["400"]},
-            "",
-        ),
-        (
-            f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.min_lr_ratio=0.1",
-            {"--lr-decay-style": ["cosine"], "--min-lr": ["1e-07"]},
-            "",
-        ),
-        (
-            f"{ACTOR}.policy_loss.loss_mode=gspo",
-            {"--grpo-loss": ["gspo"], "--grpo-aggregation": ["sequence"], "--grpo-dual-clip": None},
-            "loss_agg_mode = token-mean: with gspo",
-        ),
-        (
-            f"{ACTOR}.policy_loss.loss_mode=sapo {ACTOR}.tau_neg=1.2 {ACTOR}.clip_ratio_low=0.1",
-            {
-                "--grpo-loss": ["sapo"],
-                "--grpo-aggregation": ["sequence"],
-                "--sapo-temperature-neg": ["1.2"],
-                "--grpo-clamp-eps-lower": None,
-            },
-            "",
-        ),
-        (
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-            {"--grpo-aggregation": ["constant"]},
-            "",
-        ),
-        (f"{ACTOR}.clip_ratio=0.3", {"--grpo-clamp-eps-lower": None}, f"{ACTOR}.clip_ratio = 0.3: verl reads"),
-        (f"{ACTOR}.kl_loss_type=kl", {"--grpo-kl-beta": None}, "kl_loss_type = kl: the mean of its gradient"),
-        (f"{ACTOR}.kl_loss_type=low_var_kl+", {"--grpo-kl-estimator": ["k3+"]}, ""),
-        ("algorithm.norm_adv_by_std_in_grpo=False", {"--grpo-advantage": ["mean"]}, ""),
-        (
-            f"{ACTOR}.use_kl_loss=False {IN_REWARD}",
-            {"--grpo-kl-in": ["reward"], "--grpo-kl-estimator": ["k1"], "--grpo-kl-beta": ["0.01"]},
-            "algorithm.use_kl_in_reward = true: verl takes a response's whole divergence",
-        ),
-        (
-            f"{ACTOR}.use_kl_loss=False {IN_REWARD} algorithm.kl_penalty=k1+ algorithm.kl_ctrl.type=adaptive",
-            {"--grpo-kl-in": ["reward"], "--grpo-kl-beta": ["0.01"]},
-            "algorithm.kl_ctrl.type = adaptive, target_kl = 0.1, horizon = 10000: the weight stays 0.01",
-        ),
-        (
-            f"{ACTOR}.use_kl_loss=False {IN_REWARD} algorithm.kl_penalty=low_var_kl",
-            {"--grpo-kl-in": None, "--grpo-kl-beta": None},
-            "algorithm.kl_penalty = low_var_kl: in the reward only k1",
-        ),
-        # The divergence of the loss, which the script asks for too, is the one that is written.
-        (
-            IN_REWARD,
-            {"--grpo-kl-in": None, "--grpo-kl-beta": ["0.001"], "--grpo-kl-estimator": ["k3"]},
-            "algorithm.use_kl_in_reward = true: use_kl_loss has a divergence too",
-        ),
-        (f"{FILTER}=seq_reward", {"--grpo-filter-by": ["sum"], "--grpo-filter-groups-with-same-reward": []}, ""),
-        (
-            f"{FILTER}=seq_final_reward {IN_REWARD}",
-            {"--grpo-filter-by": ["sum"]},
-            "algorithm.filter_groups.metric = seq_final_reward: the compared rewards do not include the divergence",
-        ),
-        (
-            f"{FILTER}=acc",
-            {"--grpo-filter-by": None, "--grpo-filter-groups-with-same-reward": []},
-            "algorithm.filter_groups.metric = acc: the first function of --reward is compared",
-        ),
-        ("algorithm.filter_groups.metric=seq_reward", {"--grpo-filter-by": None}, ""),
-        (
-            "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=0.5_5",
-            {
-                "--grpo-correction-level": ["sequence"],
-                "--grpo-correction-lower": ["0.5"],
-                "--rl-importance-sampling-truncation-coef": ["5"],
-            },
-            "",
-        ),
-        (f"{ACTOR}.ppo_epochs=2", {}, f"{ACTOR}.ppo_epochs = 2: each response is trained on once"),
-        ("data.shuffle=maybe", {}, "data.shuffle = maybe: only false, true can be carried over"),
-        ("algorithm.no_such=3", {}, "algorithm.no_such = 3: this package has no such setting"),
-    ],
-)
-def test_verls_settings_are_carried_over_with_what_follows_from_them(
-    words: str, flags: Mapping[str, list[str] | None], changed: str, tmp_path: Path
-) -> None:
-    found = translate_text(tmp_path, "run.sh", VERL.replace("$@", words))
-    assert {name: found.words.get(name) for name in flags} == flags
-    assert is_named(changed, found.changed)
+@pytest.mark.parametrize("project", SETTINGS)
+def test_settings_are_carried_over_with_what_follows_from_them_or_named(project: str, tmp_path: Path) -> None:
+    wrong = {}
+    for words, row in SETTINGS[project].items():
+        found = translate_with(project, words, tmp_path)
+        named = row.get("named", [])
+        is_right = (
+            dict(group_words(row.get("written", "").split())).items() <= found.words.items()
+            and found.words.keys().isdisjoint(row.get("absent", "").split())
+            and all(is_named(text, found.changed) for text in ([named] if isinstance(named, str) else named))
+            and set(row.get("idle", "").split()) <= set(found.meaningless)
+        )
+        if not is_right:
+            wrong[words] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("words", ["--rm-type deepscaler", "--custom-rm-path mine.score"])
+def test_what_chooses_slimes_reward_must_be_replaced(words: str, tmp_path: Path) -> None:
+    found, text = translate_with("slime", words, tmp_path), f"{words} chooses slime's reward: write --reward"
+    assert is_named(text, translate.find_problems(found))
+    found.words |= {"--reward": ["math"]}
+    assert not is_named(text, translate.find_problems(found))
 
 
 def test_a_trl_program_comes_to_our_flags(tmp_path: Path) -> None:
@@ -294,20 +199,26 @@ def test_a_reward_of_trl_without_a_name_is_one_function(funcs: str, files: str, 
     assert f": write --reward {files.replace(' ', '=0.5 ')}=0.5, where" in said
 
 
-def test_a_list_with_an_item_a_line_is_read_from_trls_settings(tmp_path: Path) -> None:
-    text = "use_vllm: true\nreward_funcs:  # two\n  - accuracy_reward\n  # not this\n- 'mine.score'\nmax_steps: 4\n"
-    found = translate_text(tmp_path, "grpo.yaml", text + "nested:\n  key: 1\n  - 2\ndatasets:\n  - path: a\n")
-    assert is_named("reward_funcs = accuracy_reward mine.score: write --reward FILE.py:accuracy_reward FILE.py:score",
-                    [*found.missing])  # fmt: skip
-    assert found.words["--train-iters"] == ["4"]
+LISTED = "use_vllm: true\nreward_funcs:  # two\n  - accuracy_reward\n  # not this\n- 'mine.score'\nmax_steps: 4\n"
+NESTED = "nested:\n  key: 1\n  - 2\ndatasets:\n  - path: a\n"
+HUB = "dataset_name: trl-lib/DeepMath-103K\nreward_funcs: [accuracy_reward]\n"
 
 
-def test_a_data_set_of_trls_hub_is_named_with_the_way_to_a_file(tmp_path: Path) -> None:
-    found = translate_text(
-        tmp_path, "grpo.yaml", "dataset_name: trl-lib/DeepMath-103K\nreward_funcs: [accuracy_reward]\n"
-    )
-    assert is_named("dataset_name = trl-lib/DeepMath-103K: write its rows to a file", [*found.missing])
-    assert is_named("reward_funcs = [accuracy_reward]: write --reward FILE.py:accuracy_reward", [*found.missing])
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        (
+            LISTED + NESTED,
+            "reward_funcs = accuracy_reward mine.score: write --reward FILE.py:accuracy_reward FILE.py:score",
+        ),
+        (HUB, "dataset_name = trl-lib/DeepMath-103K: write its rows to a file"),
+        (HUB, "reward_funcs = [accuracy_reward]: write --reward FILE.py:accuracy_reward"),
+    ],
+)
+def test_lists_and_data_sets_of_trls_settings_are_read_and_named(text: str, missing: str, tmp_path: Path) -> None:
+    found = translate_text(tmp_path, "grpo.yaml", text)
+    assert is_named(missing, [*found.missing])
+    assert found.words.get("--train-iters") == (["4"] if "max_steps" in text else None)
 
 
 @pytest.mark.parametrize("mode", ["", "vllm_mode: colocate\n"])
@@ -318,29 +229,6 @@ def test_engines_that_share_trls_devices_share_the_ranks_devices(mode: str, tmp_
     assert "--rollout-colocate" in found.words
     served = translate_text(tmp_path, "grpo.yaml", text.replace("colocate", "server"))
     assert ("--rollout-colocate" in served.words) == (not mode)
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--rm-type deepscaler", "--rm-type deepscaler chooses slime's reward: write --reward"),
-        ("--custom-rm-path mine.score", "--custom-rm-path mine.score chooses slime's reward: write --reward"),
-    ],
-)
-def test_what_chooses_slimes_reward_must_be_replaced(words: str, text: str, tmp_path: Path) -> None:
-    found = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", words))
-    assert is_named(text, translate.find_problems(found))
-    found.words |= {"--reward": ["math"]}
-    assert not is_named(text, translate.find_problems(found))
-
-
-def test_an_evaluation_of_slime_with_another_length_is_named(tmp_path: Path) -> None:
-    words = "--eval-max-response-len 16384 --eval-top-p 0.7"
-    found = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", words))
-    assert is_named("--eval-max-response-len 16384: ", found.changed)
-    assert is_named("--eval-top-p 0.7: ", found.changed)
-    same = translate_text(tmp_path, "run.sh", SLIME.replace("--lr 1e-6", "--eval-max-response-len 8192 --eval-top-p 1"))
-    assert {"--eval-max-response-len", "--eval-top-p"} <= set(same.meaningless)
 
 
 def test_a_sourced_file_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -376,60 +264,6 @@ def test_trls_settings_and_command_line_come_to_the_same(tmp_path: Path) -> None
     of_script = translate_text(tmp_path, "run.sh", words)
     assert of_file.words == of_script.words
     assert (of_file.words["--grpo-group-size"], of_file.words["--grpo-kl-beta"]) == (["4"], ["0.1"])
-
-
-@pytest.mark.parametrize(
-    ("lines", "flags", "changed"),
-    [
-        # Eight responses on each of four devices, in groups of eight.
-        ("", {"--grpo-prompts-per-step": ["4"], "--global-batch-size": ["32"], "--weight-decay": ["0.0"]}, ""),
-        ("per_device_train_batch_size: 2", {"--grpo-prompts-per-step": ["1"]}, ""),
-        (
-            "gradient_accumulation_steps: 2\nsteps_per_generation: 8\nmax_steps: 400\nsave_steps: 40",
-            {
-                "--grpo-prompts-per-step": ["32"],
-                "--global-batch-size": ["64"],
-                "--train-iters": ["100"],
-                "--save-interval": ["10"],
-            },
-            "",
-        ),
-        (
-            "use_vllm: true",
-            {
-                "--rl-inference-logprobs-is-correction": [],
-                "--grpo-correction-level": ["sequence"],
-                "--grpo-correction-mode": ["mask"],
-                "--rl-importance-sampling-truncation-coef": ["3.0"],
-            },
-            "",
-        ),
-        ("use_vllm: false", {"--rl-inference-logprobs-is-correction": None}, ""),
-        ("mask_truncated_completions: true", {}, "mask_truncated_completions = true: responses that end"),
-        (
-            "loss_type: cispo\nepsilon_high: 5.0",
-            {"--grpo-loss": ["cispo"], "--grpo-clamp-eps-lower": ["1"], "--grpo-clamp-eps-upper": ["4"]},
-            "",
-        ),
-        ("loss_type: sapo", {"--grpo-loss": ["sapo"], "--grpo-aggregation": ["sequence"]}, ""),
-        ("loss_type: bnpo", {"--grpo-aggregation": None}, "loss_type = bnpo: TRL averages over the tokens"),
-        ("entropy_coef: 0.01", {"--grpo-entropy-coef": ["0.01"]}, ""),
-        ("entropy_coef: 0.01\nloss_type: grpo", {"--grpo-entropy-coef": ["0.01"]}, "entropy_coef = 0.01: TRL averages"),
-        ("use_bias_correction_kl: true", {"--grpo-kl-estimator": None}, ""),
-        ("use_bias_correction_kl: true\nbeta: 0.1", {"--grpo-kl-estimator": ["unbiased"]}, ""),
-        ("scale_rewards: none", {"--grpo-advantage": ["mean"]}, ""),
-        ("scale_rewards: batch", {"--grpo-advantage": ["batch"]}, "scale_rewards = batch: TRL divides"),
-        ("fp16: true", {"--fp16": [], "--bf16": None}, ""),
-        ("eval_strategy: steps\ntemperature: 0.9", {"--eval-temperature": ["0.9"], "--eval-num-samples": ["8"]}, ""),
-        ("lr_scheduler_type: polynomial", {"--lr-decay-style": None}, "lr_scheduler_type = polynomial: "),
-    ],
-)
-def test_trls_settings_are_carried_over_with_what_follows_from_them(
-    lines: str, flags: Mapping[str, list[str] | None], changed: str, tmp_path: Path
-) -> None:
-    found = translate_text(tmp_path, "grpo.yaml", f"num_processes: 4\n{lines}\n")
-    assert {name: found.words.get(name) for name in flags} == flags
-    assert is_named(changed, found.changed)
 
 
 @pytest.mark.parametrize(

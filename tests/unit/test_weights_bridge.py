@@ -95,11 +95,6 @@ def test_the_flag_reaches_the_settings_of_every_process(folder: Path, tmp_path: 
     assert received.read_architecture() == settings.architecture
 
 
-def test_a_family_without_a_folder_is_an_error() -> None:
-    with pytest.raises(UsageError, match="--weights-bridge .* needs --hf-model"):
-        parse(*CPU, "--weights-bridge", GUEST)
-
-
 def test_a_changed_file_is_another_run(folder: Path) -> None:
     now = describe_own_files(parse(*CPU, "--hf-model", str(folder), "--weights-bridge", GUEST))
     assert now == describe_guest(GUEST)
