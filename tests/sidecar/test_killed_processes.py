@@ -74,7 +74,7 @@ async def test_a_worker_that_spins_is_named_by_the_silences_before_and_one_that_
 async def test_each_process_that_is_lost_at_each_moment_is_named_soon(what, fault, tmp_path):
     """Break each process at each moment, some at a time, and print the seconds until that was named.
 
-    A step succeeds all the same; a start ends by name; an engine that ends does so with all its processes.
+    A step succeeds all the same; a start ends with an error; an engine that ends does so with all its processes.
     """
     number, kinds = FAULTS[fault]
     room = asyncio.Semaphore(NUM_AT_A_TIME)
