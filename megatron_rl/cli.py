@@ -29,7 +29,7 @@ _COMMANDS = {
         "megatron_rl.commands.patched_tree:main",
         "let the scripts of a Megatron-LM tree train with GRPO, or take that back",
     ),
-    "picture": ("megatron_rl.analysis.picture:main", "draw the curves of runs, and where their time went"),
+    "picture": ("megatron_rl.analysis.commands:picture", "draw the curves of runs, and where their time went"),
     "report": (
         "megatron_rl.analysis.commands:report",
         "write a page about runs: curves, rollouts, audit; or follow live ones",

@@ -1,4 +1,4 @@
-"""The commands that read finished or live runs: `explain`, `ledger`, `report` and `trace`, a function each."""
+"""The commands that read runs: `explain`, `ledger`, `picture`, `report` and `trace`, a function each."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ from megatron_rl.analysis import perfetto, write_out
 from megatron_rl.analysis.device_advice import advise
 from megatron_rl.analysis.explain import describe_lack_of_records, describe_lack_of_time, list_findings
 from megatron_rl.analysis.ledger import ENGINE_CAUSES, RANK_CAUSES, Account, compute_ledger
+from megatron_rl.analysis.picture import picture as draw
 from megatron_rl.analysis.report.data import ReportData
 from megatron_rl.analysis.report.page import build_page, load_library
 from megatron_rl.analysis.report.server import ReportServer
@@ -23,6 +24,7 @@ from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.observe import metrics
 from megatron_rl.observe import trace as trace_file
 from megatron_rl.observe.run_folder import CONFIG_FILE, find_run, label_runs, read_saved_config
+from megatron_rl.observe.summary import text_curves
 from megatron_rl.observe.trace import Trace
 
 _LARGEST_PORT = 65535
@@ -82,6 +84,28 @@ def ledger(argv: list[str]) -> int:
         print(json.dumps({account.name: _record(account) for account in accounts}))
     else:
         print("\n".join(_describe_ledger(accounts)))
+    return ExitCode.OK
+
+
+def picture(argv: list[str]) -> int:
+    """`megatron-rl picture`: the curves of one or more runs, and their time by part.
+
+        megatron-rl picture RUN...                     as text
+        megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
+
+    RUN is a folder with metrics.jsonl, such a file, the folder above, or the folder that --save was given. LABEL=RUN
+    gives it another name than the folder's.
+    """
+    parser = _make_parser("picture", picture.__doc__)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run, or LABEL=RUN")
+    parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
+    arguments = parser.parse_args(argv)
+    files = label_runs(arguments.runs, metrics.FILE_NAME)
+    if arguments.out is None:
+        print(text_curves({label: metrics.read_metrics(path) for label, path in files.items()}))
+    else:
+        draw(files, arguments.out)
+        print(f"written to {arguments.out}")
     return ExitCode.OK
 
 

@@ -291,10 +291,7 @@ def _measure(trace: Trace, version: int, responses_apart: int) -> Costs:
 
 def _count_micro_batches(trace: Trace) -> float:
     """Return the micro-batches of a rank, in the mean."""
-    return statistics.fmean(
-        len({span.number for window in rank.windows for span in window.spans if span.lane == COMPUTE})
-        for rank in trace.ranks
-    )
+    return statistics.fmean(len({span.number for span in rank.spans if span.lane == COMPUTE}) for rank in trace.ranks)
 
 
 def _average(measured: Sequence[Costs]) -> Costs:

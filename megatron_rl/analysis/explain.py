@@ -266,10 +266,9 @@ def _explain_environments(trace: Trace, accounts: Sequence[Account]) -> Iterator
 
 def _training_groups(trace: Trace) -> Iterator[Span]:
     """Yield the spans of groups, except those of evaluations."""
-    for window in trace.sidecar.windows if trace.sidecar is not None else ():
-        for span in window.spans:
-            if _is_training(span):
-                yield span
+    for span in trace.sidecar.spans if trace.sidecar is not None else ():
+        if _is_training(span):
+            yield span
 
 
 def _is_training(span: Span) -> bool:

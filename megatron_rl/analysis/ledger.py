@@ -129,8 +129,7 @@ def _find_evaluations(trace: Trace) -> Pieces:
     return Pieces(
         (_ticks(span.begin), _ticks(span.end), True)
         for process in trace.ranks[:1]
-        for window in process.windows
-        for span in window.spans
+        for span in process.spans
         if (span.lane, span.name) == (MAIN, "evaluate")
     )
 
@@ -147,9 +146,8 @@ def _of_rank(rank: Process, droughts: Pieces, evaluating: Pieces) -> Account:
 def _divide_rank(rank: Process, droughts: Pieces, evaluating: Pieces) -> Iterator[tuple[int, int, str, str]]:
     """Yield the begin, the end, the cause and the name of each piece of a rank's time."""
     by_lane: defaultdict[str, list[Span]] = defaultdict(list)
-    for window in rank.windows:
-        for span in window.spans:
-            by_lane[span.lane].append(span)
+    for span in rank.spans:
+        by_lane[span.lane].append(span)
     computing = Pieces(_without_overlaps(by_lane[COMPUTE]))
     loop = Pieces(find_innermost(by_lane[MAIN]))
     for window in rank.windows:

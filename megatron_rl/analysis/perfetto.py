@@ -30,9 +30,8 @@ def convert(trace: Trace) -> dict[str, Any]:
 
 def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
     lanes: dict[str, list[Span]] = {}
-    for window in process.windows:
-        for span in window.spans:
-            lanes.setdefault(_lane(span), []).append(span)
+    for span in process.spans:
+        lanes.setdefault(_lane(span), []).append(span)
     known = [lane for lane in _ORDER if lane in lanes]
     threads = [*known, *sorted(lane for lane in lanes if lane not in known)]
     thread = 0

@@ -1,23 +1,14 @@
-"""`megatron-rl picture`: the curves of one or more runs, and their time by part.
+"""Draws the curves of one or more runs, and their time by part."""
 
-    megatron-rl picture RUN...                     as text
-    megatron-rl picture RUN... --out FILE          as a picture; FILE ends with .png, .svg or .pdf
-
-RUN is a folder with metrics.jsonl, such a file, the folder above, or the folder that --save was given. LABEL=RUN gives
-it another name than the folder's.
-"""
-
-import argparse
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.analysis import write_out
-from megatron_rl.errors import ExitCode, PlatformError, UsageError
+from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.observe import metrics
-from megatron_rl.observe.run_folder import label_runs
-from megatron_rl.observe.summary import Points, evaluations_of, results_of, rewards_of, text_curves, time_by_span
+from megatron_rl.observe.summary import Points, evaluations_of, results_of, rewards_of, time_by_span
 
 _Records = Sequence[Mapping[str, Any]]
 _FORMATS = (".png", ".svg", ".pdf")
@@ -25,45 +16,19 @@ _FORMATS = (".png", ".svg", ".pdf")
 _SPANS = ("train", "wait", "publish", "update", "evaluate", "save", "other")
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megatron-rl picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="a run, or LABEL=RUN",
-    )
-    parser.add_argument("--out", type=Path, help="the picture to write; without it the curves are printed")
-    arguments = parser.parse_args(argv)
-    files = label_runs(arguments.runs, metrics.FILE_NAME)
-    if arguments.out is None:
-        print(text_curves({label: metrics.read_metrics(path) for label, path in files.items()}))
-    else:
-        picture(files, arguments.out)
-        print(f"written to {arguments.out}")
-    return ExitCode.OK
-
-
 def picture(metrics_files: Mapping[str, Path], out: Path) -> None:
     """Draw rewards and evaluations of all runs over the iterations, and next to them an iteration's seconds by part.
 
     `out` appears only when it is complete.
     """
-    _check_format(out)
+    if out.suffix not in _FORMATS:
+        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
     runs = {label: metrics.read_metrics(path) for label, path in metrics_files.items()}
     figure = make_figure()
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 2))
     _draw_curves(figure.add_subplot(grid[0, 0]), runs)
     _draw_times(figure.add_subplot(grid[0, 1]), runs)
     save_figure(figure, out)
-
-
-def _check_format(out: Path) -> None:
-    """Raise a UsageError if the picture's format is not supported."""
-    if out.suffix not in _FORMATS:
-        raise UsageError(f"--out {out}: a picture ends with {', '.join(_FORMATS)}")
 
 
 def save_figure(figure: Any, out: Path) -> None:

@@ -28,15 +28,8 @@ from megatron_rl.drift.definition import Definition
 from megatron_rl.drift.diagnosis import Diagnosis, Examiner, Recorded, measure_difference
 from megatron_rl.drift.trainer import compute
 from megatron_rl.errors import ExitCode, InputError, UsageError
-from megatron_rl.observe.run_folder import (
-    CONFIG_FILE,
-    DriftFindings,
-    SavedConfig,
-    Side,
-    find_run,
-    read_saved_config,
-    write_findings,
-)
+from megatron_rl.observe import run_folder
+from megatron_rl.observe.run_folder import CONFIG_FILE, SavedConfig, find_run, read_saved_config
 from megatron_rl.shared.protocol.wire import Sampling, decode_log_probs, decode_tokens
 from megatron_rl.shared.records.audit_log import FILE_NAME
 from megatron_rl.shared.records.audit_samples import Sample, choose_samples, read_kept
@@ -78,13 +71,13 @@ def main(argv: Sequence[str]) -> int:
     if not samples:
         raise InputError(f"{run} keeps no responses: --rollout-retain-journals keeps those of more iterations")
     findings = examine(settings, folder, samples, read_saved_config(run / CONFIG_FILE))
-    write_findings(run, findings)
+    run_folder.write_findings(run, findings)
     return ExitCode.RUN if any(side.causes for side in findings.sides) else ExitCode.OK
 
 
 def examine(
     settings: SidecarSettings, folder: Path, samples: Sequence[Sample], config: SavedConfig | None
-) -> DriftFindings:
+) -> run_folder.DriftFindings:
     """Have an engine answer the samples' prompts again, then the trainer compute the answers; print what is found."""
     # Loaded first: a model that drift does not know is refused before an engine is started.
     server = configure(settings, folder)
@@ -93,7 +86,7 @@ def examine(
     sampled = asyncio.run(record(server, samples))
     of_engine = Examiner(truth, Definition(folder, dtype), server.tensor_parallel_size).diagnose(sampled)
     _print(f"{of_engine.num_tokens} tokens were sampled again by an engine in {_name(dtype)}", of_engine)
-    findings = DriftFindings(
+    findings = run_folder.DriftFindings(
         checkpoint=str(folder), num_tokens=of_engine.num_tokens, sides=[_sum_up("engine", of_engine)]
     )
     if config is None or not config.words:
@@ -181,8 +174,8 @@ def _print(title: str, found: Diagnosis) -> None:
     print(flush=True)
 
 
-def _sum_up(name: str, found: Diagnosis) -> Side:
-    return Side(
+def _sum_up(name: str, found: Diagnosis) -> run_folder.Side:
+    return run_folder.Side(
         name=name, dtype=_name(found.dtype), difference=found.difference, largest=found.findings[0].name,
         causes=[f"{cause.worst}: {cause.reason}" for cause in found.causes],
     )  # fmt: skip

@@ -11,10 +11,11 @@ as that host told them when rank 0 started.
 """
 
 import dataclasses
+import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,10 @@ class Process:
     @property
     def is_rank(self) -> bool:
         return self.name.startswith("rank-")
+
+    @property
+    def spans(self) -> Iterator[Span]:
+        return itertools.chain.from_iterable(window.spans for window in self.windows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -321,7 +321,8 @@ class RolloutService:
         if self._pacer is not None:
             num_in_flight = self._pacer.opening.num_in_flight
             if not was_over:
-                self._pacer.end(None if trained is None or trained.seconds is msgspec.UNSET else trained.seconds)
+                seconds = None if trained is None else trained.seconds
+                self._pacer.end(None if isinstance(seconds, msgspec.UnsetType) else seconds)
         census = iteration.census()
         self._seen = (census.num_without_signal, census.num_considered)
         head, line = self._records.head()

@@ -323,12 +323,10 @@ class Supervisor:
                     member.check = asyncio.create_task(self._check(member, member.engine))
                 if self._count_seconds_without() > self._config.lost_seconds:
                     self.pool.engines_changed()
-                await asyncio.sleep(self._find_pause_between_looks())
+                pause = self._config.watch_seconds / max(1, len(self._members))
+                await asyncio.sleep(max(pause, _LEAST_SECONDS_BETWEEN_LOOKS))
             if not self._members:
                 await asyncio.sleep(self._config.watch_seconds)
-
-    def _find_pause_between_looks(self) -> float:
-        return max(self._config.watch_seconds / max(1, len(self._members)), _LEAST_SECONDS_BETWEEN_LOOKS)
 
     async def _check(self, member: Member, engine: SupervisedEngine) -> None:
         fault = await engine.find_fault()

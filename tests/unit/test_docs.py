@@ -101,7 +101,7 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl explain RUN": Here(),
         "megatron-rl report RUN --out": By("tests/unit/test_report.py::test_a_run_of_metrics_alone_has_a_report"),
         "megatron-rl report first=RUN1": By("tests/unit/test_report.py"),
-        "megatron-rl report RUN --serve": By("tests/unit/test_report_server.py"),
+        "megatron-rl report RUN --serve": By("tests/unit/test_report.py"),
     },
     "docs/recipes.md": {
         "megatron-rl patch TREE": By("tests/unit/test_patches.py::test_the_command_checks_patches_and_takes_back"),

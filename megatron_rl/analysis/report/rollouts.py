@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.observe.samples import SampledTurn
+
 MOST_CHARACTERS = 20_000
 MOST_TOKENS = 5_000
 """The bound of tokens of a response whose tokens are known."""
@@ -39,20 +41,6 @@ class _Tokens(msgspec.Struct):
     texts: list[str]
     engine: list[float | None]
     trainer: list[float | None] | None = None
-
-
-class _Left(msgspec.Struct):
-    turn: int
-    num_tokens: int | None = None
-
-
-class _Turn(msgspec.Struct, omit_defaults=True):
-    by: str
-    text: str
-    num_tokens: int = 0
-    reward: float | None = None
-    after: _Left | None = None
-    advantage: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,12 +171,16 @@ def _shorten_response(response: Mapping[str, Any]) -> dict[str, Any]:
 def _shorten_turns(turns: Any) -> dict[str, Any] | None:
     """Return the first turns, in place of the text that they make together; None without turns."""
     try:
-        known = msgspec.convert(turns, list[_Turn])
+        known = msgspec.convert(turns, list[SampledTurn])
     except msgspec.ValidationError:
         return None
     if not known or any(turn.after is not None and turn.after.turn >= place for place, turn in enumerate(known)):
         return None
-    kept = [{**msgspec.to_builtins(turn), "text": shorten(turn.text)} for turn in known[:MOST_TURNS]]
+    kept = [
+        {name: value for name, value in msgspec.to_builtins(turn).items() if value is not None}
+        | {"text": shorten(turn.text)}
+        for turn in known[:MOST_TURNS]
+    ]
     num_turns = sum(turn.by == "policy" for turn in known)
     return {"turns": kept, "num_turns": num_turns, "num_left_out": len(known) - len(kept)}
 

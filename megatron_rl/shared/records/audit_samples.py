@@ -1,9 +1,10 @@
 """The responses whose log-probs can be computed again: journals hold them, and the audit log holds their hashes."""
 
 import dataclasses
+import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -97,7 +98,8 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
     """Read the log's record of each version; groups, of which a log may have many, only for versions with a journal."""
     logged: dict[int, _Logged] = {}
     decoder = msgspec.json.Decoder(audit_events.Submit | audit_events.GroupFinished)
-    for number, line in enumerate(_lines(find_files(first).values()), start=1):
+    lines = itertools.chain.from_iterable(map(read_log_lines, find_files(first).values()))
+    for number, line in enumerate(lines, start=1):
         if b'"event":"submit"' not in line and b'"event":"group"' not in line:
             continue
         try:
@@ -112,11 +114,6 @@ def _logged(first: Path, journals: Path) -> dict[int, _Logged]:
     return logged
 
 
-def _lines(files: Iterable[Path]) -> Iterable[bytes]:
-    for file in files:
-        yield from read_log_lines(file)
-
-
 def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
     found: dict[int, list[Sample]] = {}
     others: defaultdict[int, list[str]] = defaultdict(list)
@@ -124,10 +121,12 @@ def _samples(path: Path, logged: _Logged) -> tuple[list[Sample], list[Breach]]:
         line, event = logged.groups.get(group.prompt_index, (0, None))
         if event is None or not _is_of_the_same_request(group.responses, event):
             continue
+        pairs = zip(group.responses, event.responses, strict=True)
+        differing = [number for number, pair in enumerate(pairs) if not _is_same(*pair)]
         if hash_content(group.prompt_tokens) != event.prompt_hash:
             others[line].append(f"prompt {event.prompt} has other tokens")
-        elif problems := [number for number, pair in enumerate(_pairs(group.responses, event)) if not _is_same(*pair)]:
-            others[line].append(f"response {problems[0]} of prompt {event.prompt} is another response")
+        elif differing:
+            others[line].append(f"response {differing[0]} of prompt {event.prompt} is another response")
         else:
             found[group.prompt_index] = [
                 Sample(
@@ -155,12 +154,6 @@ def _is_of_the_same_request(responses: list[Response], event: audit_events.Group
     """Return whether both have the same weights and seeds; a journal may also hold groups of other attempts."""
     of_journal = [(response.fingerprint, response.seed) for response in responses]
     return of_journal == [(record.fingerprint, record.seed) for record in event.responses]
-
-
-def _pairs(
-    responses: list[Response], event: audit_events.GroupFinished
-) -> Iterable[tuple[Response, audit_events.ResponseRecord]]:
-    return zip(responses, event.responses, strict=True)
 
 
 def _is_same(response: Response, record: audit_events.ResponseRecord) -> bool:

@@ -19,7 +19,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -151,7 +151,7 @@ class Journal(Closing):
         groups: dict[int, Group] = {}
         claims: list[Claim] = []
         is_mine, num_stale, end = False, 0, 0
-        for offset, payload in _payloads(self._file):
+        for offset, payload in _payloads(self.path, self._file.size, self._file.read):
             record = _decode(payload, self.path, offset)
             if isinstance(record, _SubmissionBegun):
                 is_mine, claims = record.submission == mine, []
@@ -179,8 +179,9 @@ def find_journal(folder: Path, version: int) -> Path:
 def read_groups(path: Path) -> Iterator[Finished]:
     """Read every group in a journal, under any key; a sidecar may have the journal open."""
     with path.open("rb") as file:
-        stored = _Stored(path, os.fstat(file.fileno()).st_size, file.fileno())
-        for offset, payload in _payloads(stored):
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        for offset, payload in _payloads(path, size, lambda offset, size: os.pread(descriptor, size, offset)):
             record = _decode(payload, path, offset)
             if isinstance(record, Finished):
                 yield record
@@ -196,18 +197,6 @@ def find_damage(folder: Path) -> Iterator[tuple[int, JournalDamaged]]:
                     pass
         except JournalDamaged as error:
             yield int(path.stem), error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """A journal's file that is only read."""
-
-    path: Path
-    size: int
-    descriptor: int
-
-    def read(self, offset: int, size: int) -> bytes:
-        return os.pread(self.descriptor, size, offset)
 
 
 def make_group_key(submission: Submission, prompt_index: int, scoring: str = "") -> bytes:
@@ -239,7 +228,7 @@ def _head(payload: bytes) -> bytes:
     return start + struct.pack("<I", zlib.crc32(start))
 
 
-def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
+def _payloads(path: Path, file_size: int, read: Callable[[int, int], bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield each whole record's offset and payload; stop before a torn record.
 
     A kill cuts a record short, so a head or payload of full length with a wrong checksum is damage. The head has its
@@ -250,23 +239,23 @@ def _payloads(file: AppendFile | _Stored) -> Iterator[tuple[int, bytes]]:
     def take(position: int, size: int) -> bytes:
         nonlocal buffer, start
         if position + size > start + len(buffer):
-            buffer, start = file.read(position, max(size, _READ_BYTES)), position
+            buffer, start = read(position, max(size, _READ_BYTES)), position
         return buffer[position - start : position - start + size]
 
-    while offset < file.size:
+    while offset < file_size:
         head = take(offset, _HEAD.size)
         if len(head) < _HEAD.size:
             if not (head.startswith(_MAGIC) or _MAGIC.startswith(head)):
-                raise _damaged(file.path, offset, "its head is wrong")
+                raise _damaged(path, offset, "its head is wrong")
             return
         magic, length, checksum, head_checksum = _HEAD.unpack(head)
         if magic != _MAGIC or head_checksum != zlib.crc32(head[:-4]):
-            raise _damaged(file.path, offset, "its head is wrong")
+            raise _damaged(path, offset, "its head is wrong")
         payload = take(offset + _HEAD.size, length)
         if len(payload) < length:
             return
         if zlib.crc32(payload) != checksum:
-            raise _damaged(file.path, offset, "its checksum is wrong")
+            raise _damaged(path, offset, "its checksum is wrong")
         yield offset, payload
         offset += _HEAD.size + length
 
