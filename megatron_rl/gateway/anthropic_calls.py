@@ -77,14 +77,15 @@ def _read_message(message: JSON, place: str) -> Iterator[JSON]:
     content = message.get("content")
     if role not in ("user", "assistant", "system"):
         raise CallRefused(f"{place}role {role!r} must be user, assistant or system", parameter="messages")
-    if role == "assistant":
-        yield _read_assistant(content, place)
-        return
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise CallRefused(f"{place}content must be text or a list of blocks", parameter="messages")
+    fields.list_objects(blocks, f"{place}content")
+    if role == "assistant":
+        yield _read_assistant(blocks, place)
+        return
     texts: list[JSON] = []
-    for number, block in enumerate(fields.list_objects(blocks, f"{place}content")):
+    for number, block in enumerate(blocks):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
@@ -95,13 +96,9 @@ def _read_message(message: JSON, place: str) -> Iterator[JSON]:
         yield {"role": role, "content": fields.read_text(texts, f"{place}content", "\n", "blocks") or ""}
 
 
-def _read_assistant(content: Any, place: str) -> JSON:
-    if isinstance(content, str):
-        return {"role": "assistant", "content": content}
+def _read_assistant(blocks: list[JSON], place: str) -> JSON:
     texts, thoughts, calls = [], [], []
-    if not isinstance(content, list):
-        raise CallRefused(f"{place}content must be text or a list of blocks", parameter="messages")
-    for number, block in enumerate(fields.list_objects(content, f"{place}content")):
+    for number, block in enumerate(blocks):
         within = f"{place}content[{number}]."
         if block.get("type") == "text":
             texts.append(fields.need(block, "text", str, within))
