@@ -38,7 +38,7 @@ from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.sidecar import attempts
-from megatron_rl.sidecar.conversations import EnvironmentClock, Sampler, build_row, hold_all, name_prompt, request_turn
+from megatron_rl.sidecar.conversations import GroupRollouts, Sampler, build_row, name_prompt
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.group_maker import GroupHolder, Samplers
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
@@ -49,23 +49,15 @@ from megatron_rl.tool_calls import PlainReader, Reader
 _log = logging.getLogger(__name__)
 
 
-class AgentRollouts:
+class AgentRollouts(GroupRollouts):
     def __init__(
         self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, functions: Iterable[str]
     ) -> None:
-        """Make it; `on_error` is the reward of a rollout whose agent fails, None to fail its group.
-
-        `functions` are the names of reward functions: with some, agents need give no reward.
-        """
-        self.clock = EnvironmentClock()
-        self._sampler = sampler
+        """Make it; `functions` are the names of reward functions: with some, agents need give no reward."""
+        super().__init__(sampler, on_error)
         self._agents = agents
         self._gateway = gateway
-        self._on_error = on_error
         self._functions = frozenset(functions)
-
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
-        return await hold_all(self._hold, request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         for attempt in itertools.count(1):
@@ -86,10 +78,7 @@ class AgentRollouts:
 
         async def sample(turn: TurnRequest) -> wire.Response:
             name = f"{number}-{attempt}-{turn.number}"
-            (response,) = await self._sampler.generate(
-                request_turn(request, name, turn.tokens, turn.seed, turn.max_tokens, turn.after)
-            )
-            return response
+            return await self._sample(request, name, turn.tokens, turn.seed, turn.max_tokens, turn.after)
 
         with self._gateway.open(terms, sample) as (key, rollout):
             context = RolloutContext(
