@@ -16,11 +16,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, TooSlow
 from megatron_rl.environments.types import Description, EnvironmentSpec
+from megatron_rl.rewards.spec import read_source
 
 Note = Callable[[str], Callable[[], None]]
 """Function that is told the name of a call as it begins; it returns what to do at its end.

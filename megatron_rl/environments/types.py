@@ -4,11 +4,10 @@ import dataclasses
 import os
 from pathlib import Path
 
-from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import names_function
-from megatron_rl.rewards.spec import parse_on_error
+from megatron_rl.rewards.spec import parse_on_error, read_source
 from megatron_rl.tool_calls import JSON
 
 FLAG = "--rollout-env"
