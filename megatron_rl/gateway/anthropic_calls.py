@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_rl.gateway import fields
-from megatron_rl.gateway.said import Answer, Call, CallRefused
+from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused
 from megatron_rl.tool_calls import JSON
 
 _READ = {"messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking"}
@@ -17,11 +17,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def read_call(body: JSON, model: str, temperature: float) -> Call:
+def read_call(body: JSON, temperature: float) -> Call:
     """Read a request; raise CallRefused with all fields that cannot be served."""
     refusals = fields.Refusals()
     refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
-    refusals.read(fields.check_model, body, model)
+    refusals.read(fields.check_model, body)
     refusals.read(fields.check_temperature, body, temperature)
     refusals.read(_check_thinking, body)
     call = Call(
@@ -153,7 +153,7 @@ def _head(answer: Answer) -> JSON:
         "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
-        "model": answer.model,
+        "model": MODEL,
         "stop_reason": None,
         "stop_sequence": None,
     }

@@ -29,9 +29,10 @@ from megatron_rl.gateway.agents import AgentPool
 from megatron_rl.gateway.application import build_gateway_application
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.gateway import Gateway
-from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
+from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
 from megatron_rl.gateway.record import Transcript
 from megatron_rl.gateway.rollout_context import Agents, RolloutContext
+from megatron_rl.gateway.said import MODEL
 from megatron_rl.gateway.verifiers import VerifiersServer
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.rewards.spec import find_weights
@@ -131,9 +132,9 @@ class AgentRollouts(GroupRollouts):
                 )
             failed = "failed" if rollout.limit is None else f"reached a limit ({rollout.limit}) and failed"
             _log.warning("%s %s: %s: its reward is %g", name_prompt(prompt, "agent"), failed, rewards, reward)
-            reason: wire.FinishReason = "failed" if rollout.limit is None else "limit"
-            response = record.build_response(seed, reason, {AGENT_COMPONENT: reward})
-            return msgspec.structs.replace(response, failure=f"{rewards}" if reason == "failed" else "")
+            if rollout.limit is not None:
+                return record.build_response(seed, "limit", {AGENT_COMPONENT: reward})
+            return record.build_response(seed, "failed", {AGENT_COMPONENT: reward}, failure=str(rewards))
         if not record.num_turns:
             raise MegatronRLError(
                 f"{name_prompt(prompt, 'agent')} left nothing to train on: {_explain_silence(rollout)}"

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from megatron_rl.confined.process import CallFailed, ProcessEnded
@@ -176,8 +175,9 @@ class Conversations(GroupRollouts):
             if is_to_be_repeated or not draft.record.num_turns or self._on_error is None:
                 raise
             _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
-            failed = draft.record.build_response(seed, "failed", {COMPONENT: self._on_error})
-            return Transcript(msgspec.structs.replace(failed, failure=str(failure)), draft.messages)
+            components = {COMPONENT: self._on_error}
+            failed = draft.record.build_response(seed, "failed", components, failure=str(failure))
+            return Transcript(failed, draft.messages)
         rewards = conversation.turn_rewards
         components = {COMPONENT: math.fsum([reward, *rewards]) or 0.0}
         response = draft.record.build_response(seed, reason, components, rewards, draft.have_calls)

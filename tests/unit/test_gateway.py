@@ -19,8 +19,8 @@ from megatron_rl.gateway import application, openai_calls
 from megatron_rl.gateway.application import MAX_BODY_BYTES, build_gateway_application
 from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.gateway.gateway import Gateway
-from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
-from megatron_rl.gateway.said import CallRefused
+from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
+from megatron_rl.gateway.said import MODEL, CallRefused
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
