@@ -44,7 +44,7 @@ from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.group_maker import GroupHolder, Samplers
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import GATEWAY_FLAG, SidecarSettings
-from megatron_rl.sidecar.user_environments import UserRollouts, build_chats
+from megatron_rl.sidecar.user_environments import UserRollouts
 from megatron_rl.tool_calls import PlainReader, Reader
 
 _log = logging.getLogger(__name__)
@@ -205,16 +205,11 @@ class GatewayRollouts(UserRollouts):
     def __init__(self, settings: SidecarSettings, processes: PoolSettings, logs: Path) -> None:
         self._opening = GatewayOpening.open(settings.environment, processes)
         super().__init__(settings, self._opening.agents, logs)
-        self._chats: Chats
         self._gateway: Gateway | None = None
-
-    async def start(self) -> None:
-        build = asyncio.to_thread(build_chats, self.settings)
-        _, self._chats = await asyncio.gather(self._opening.agents.start(), build)
 
     async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
         reads_tools = self.parsers is not None and self.parsers.has_tools
-        self._gateway = self._opening.build(self._chats, self.parsers or PlainReader(), reads_tools)
+        self._gateway = self._opening.build(self.chats, self.parsers or PlainReader(), reads_tools)
         await stack.enter_async_context(self._opening.serve(self._gateway))
         functions = find_weights(self.settings.reward)
         return AgentRollouts(engines, self._opening.agents, self._gateway, self.on_error, functions)
