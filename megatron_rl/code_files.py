@@ -1,7 +1,6 @@
-"""Python files that flags name as FILE.py:NAME.
+"""Python files that flags name as FILE.py:NAME: user-defined losses, advantages, metrics and families of models.
 
-Losses, advantages, metrics and families of models run in this process: a file is read and run once, so the text that
-was hashed is the text that runs. Rewards, environments and agents are only read here, and run in confined processes.
+A file is read and run once in a process, so the text that was hashed is the text that runs.
 """
 
 import dataclasses
@@ -50,14 +49,6 @@ def load(flag: str, source: str, kind: str, placeholder: str) -> NamedCode:
             f"{label}: {find_line(error, source)}{type(error).__name__}: {said}; correct the file"
         ) from None
     return NamedCode(module, getattr(module, name, None), hashlib.sha256(data).hexdigest())
-
-
-def read_source(flag: str, file: Path | str) -> str:
-    """Read a file that a flag names; raise a UsageError if it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {file} cannot be read: {error}; name a readable file") from None
 
 
 def find_line(error: Exception, source: str) -> str:

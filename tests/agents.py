@@ -37,7 +37,6 @@ class World:
     """Agents with a gateway and engines."""
 
     def __init__(self, opening: GatewayOpening, engines: Any, chats: Any) -> None:
-        self.opening = opening
         self.agents: Any = opening.agents
         self.engines = engines
         self.gateway = opening.build(chats, PlainReader(), reads_tools=False)

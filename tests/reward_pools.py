@@ -61,35 +61,30 @@ async def started(pool: Pool) -> AsyncIterator[Pool]:
         assert leftovers() == []
 
 
-def with_pool(
-    specs: Sequence[str],
-    use: Callable[[RewardPool], Awaitable[Any]],
-    timeout: float = 5,
-    trials: Sequence[RewardRequest] = (),
-    **settings: Any,
-) -> Any:
-    """Return the result of `use` on a started pool; fail if the closed pool leaves a process or an open file."""
+@contextlib.asynccontextmanager
+async def rewarding(
+    specs: Sequence[str], timeout: float = 5, trials: Sequence[RewardRequest] = (), **settings: Any
+) -> AsyncIterator[RewardPool]:
+    """Start a pool of reward functions; fail if the closed pool leaves a process or an open file."""
     before = open_files()
-
-    async def run() -> Any:
+    try:
         async with started(RewardPool(parse_specs(specs, timeout), PoolSettings(**settings))) as pool:
             await pool.try_on(trials)
-            return await use(pool)
-
-    try:
-        return asyncio.run(run())
+            yield pool
     finally:
-        # What earlier tests left may be closed meanwhile, when Python collects it.
-        assert open_files().items() <= before.items()
+        # The event loop closes its ends of pipes soon after; what earlier tests left, when Python collects it.
+        async with asyncio.timeout(60):
+            await wait_until(lambda: open_files().items() <= before.items())
 
 
 def score(specs: Sequence[str], *requests: RewardRequest, **settings: Any) -> list[RewardResult]:
     """Score all groups at once; a RewardError stands in the place of the group that failed."""
 
-    async def use(pool: RewardPool) -> list[RewardResult]:
-        return await asyncio.gather(*map(pool.score, requests), return_exceptions=True)
+    async def run() -> list[RewardResult]:
+        async with rewarding(specs, **settings) as pool:
+            return await asyncio.gather(*map(pool.score, requests), return_exceptions=True)
 
-    return with_pool(specs, use, **settings)
+    return asyncio.run(run())
 
 
 def open_files() -> dict[int, str]:

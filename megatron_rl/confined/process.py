@@ -68,7 +68,9 @@ class OutputLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else _open_for_owner(path)
+        self._file: FileIO | None = None
+        if path is not None:
+            self._file = FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
         self._left = _MOST_BYTES
 
     def write(self, piece: bytes) -> None:
@@ -90,10 +92,6 @@ class OutputLog:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _open_for_owner(path: Path) -> FileIO:
-    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class ConfinedProcess:

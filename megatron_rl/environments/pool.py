@@ -16,11 +16,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, TooSlow
-from megatron_rl.environments.types import Description, EnvironmentSpec
+from megatron_rl.environments.types import FLAG, Description, parse_source
+from megatron_rl.rewards.spec import read_source
 
 Note = Callable[[str], Callable[[], None]]
 """Function that is told the name of a call as it begins; it returns what to do at its end.
@@ -106,28 +106,20 @@ class EnvironmentPool(ConfinedPool):
         self,
         config: EnvironmentConfig,
         settings: PoolSettings | None = None,
-        spec: EnvironmentSpec | None = None,
+        flag: str = FLAG,
         **program: Any,
     ) -> None:
-        """Make it; `spec` names what is run if that is not a class of environments, `program` are fields of Program."""
-        self._spec = spec or EnvironmentSpec.parse(config.source or "")
-        self._source = read_source(self._spec.flag, self._spec.file)
+        """Make it; `flag` names the class or the function that is run, and `program` are fields of Program."""
+        self._file, self._name = parse_source((config.source if flag == FLAG else config.agent) or "", flag)
+        self._source = read_source(flag, self._file)
         self._config = config
         self._places = asyncio.Semaphore(config.concurrency)
         self._places_alone = asyncio.Semaphore(config.workers)
         self._numbers = itertools.count(1)
-        setup = {"file": str(self._spec.file), "name": self._spec.name, "source": self._source}
+        setup = {"file": str(self._file), "name": self._name, "source": self._source}
+        folders, workers_flag = (self._file.parent,), "--rollout-env-workers"
         super().__init__(
-            Program(
-                self.MODULE,
-                setup,
-                (self._spec.file.parent,),
-                "environments",
-                self._spec.name,
-                self._spec.flag,
-                "--rollout-env-workers",
-                **program,
-            ),
+            Program(self.MODULE, setup, folders, "environments", self._name, flag, workers_flag, **program),
             settings or PoolSettings(),
             config.workers,
         )
@@ -137,7 +129,7 @@ class EnvironmentPool(ConfinedPool):
         """Everything that a pool knows to decide what environments say."""
         digest = hashlib.sha256(self._source.encode()).hexdigest()
         config = self._config
-        return json.dumps([str(self._spec.file), self._spec.name, digest, config.max_turns, config.on_error])
+        return json.dumps([str(self._file), self._name, digest, config.max_turns, config.on_error])
 
     async def start(self) -> Description:
         """Start the processes; raise a UsageError that names the file and line if the class cannot be used."""

@@ -1,14 +1,13 @@
-"""An environment as its flag names it, and what its processes say about it."""
+"""The flags of environments and agents, and what an environment's processes say about it."""
 
 import dataclasses
 import os
 from pathlib import Path
 
-from megatron_rl.code_files import read_source
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import names_function
-from megatron_rl.rewards.spec import parse_on_error
+from megatron_rl.rewards.spec import parse_on_error, read_source
 from megatron_rl.tool_calls import JSON
 
 FLAG = "--rollout-env"
@@ -34,22 +33,13 @@ class Description:
     """The schemas of its methods that the policy may call."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EnvironmentSpec:
-    """A class of environments, or an agent: a file, and the class or function in it."""
-
-    file: Path
-    name: str
-    flag: str = FLAG
-
-    @classmethod
-    def parse(cls, text: str, flag: str = FLAG) -> "EnvironmentSpec":
-        """Parse FILE.py:CLASS, or the FILE.py:FUNCTION of an agent."""
-        if not names_function(text):
-            what, form = ("a class of environments", "CLASS") if flag == FLAG else ("an agent", "FUNCTION")
-            raise UsageError(f"{flag} {text} must name {what}: write {flag} FILE.py:{form}")
-        file, _, name = text.rpartition(":")
-        return cls(Path(file).resolve(), name, flag)
+def parse_source(text: str, flag: str) -> tuple[Path, str]:
+    """Parse FILE.py:CLASS, or the FILE.py:FUNCTION of an agent."""
+    if not names_function(text):
+        what, form = ("a class of environments", "CLASS") if flag == FLAG else ("an agent", "FUNCTION")
+        raise UsageError(f"{flag} {text} must name {what}: write {flag} FILE.py:{form}")
+    file, _, name = text.rpartition(":")
+    return Path(file).resolve(), name
 
 
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
@@ -57,7 +47,7 @@ def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     for source, flag in ((config.source, FLAG), (config.agent, AGENT_FLAG)):
         try:
             if source is not None:
-                read_source(flag, EnvironmentSpec.parse(source, flag).file)
+                read_source(flag, parse_source(source, flag)[0])
         except UsageError as error:
             found += error.problems
     named = {FLAG: config.source, AGENT_FLAG: config.agent, VERIFIERS_FLAG: config.verifiers}

@@ -10,7 +10,7 @@ from megatron_rl.confined.pool import Interpreter, PoolSettings
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
 from megatron_rl.confined.worker import find_parent
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
-from megatron_rl.environments.types import AGENT_FLAG, AGENT_PYTHON_FLAG, EnvironmentSpec
+from megatron_rl.environments.types import AGENT_FLAG, AGENT_PYTHON_FLAG
 from megatron_rl.gateway.gateway import PROCESS_KEY
 from megatron_rl.gateway.processes import end_strays, end_tree, find_unknown, list_children
 from megatron_rl.gateway.rollout_context import RolloutContext
@@ -92,7 +92,7 @@ class AgentPool(EnvironmentPool):
         super().__init__(
             config,
             settings,
-            EnvironmentSpec.parse(config.agent or "", AGENT_FLAG),
+            AGENT_FLAG,
             ports=(port,) if config.agent_network == "gateway" else (),
             variables=variables,
             interpreter=interpreter,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_rl.gateway import fields
-from megatron_rl.gateway.said import Answer, Call, CallRefused
+from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused
 from megatron_rl.tool_calls import JSON
 
 _READ = {"messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking"}
@@ -17,11 +17,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def read_call(body: JSON, model: str, temperature: float) -> Call:
+def read_call(body: JSON, temperature: float) -> Call:
     """Read a request; raise CallRefused with all fields that cannot be served."""
     refusals = fields.Refusals()
     refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
-    refusals.read(fields.check_model, body, model)
+    refusals.read(fields.check_model, body)
     refusals.read(fields.check_temperature, body, temperature)
     refusals.read(_check_thinking, body)
     call = Call(
@@ -77,14 +77,15 @@ def _read_message(message: JSON, place: str) -> Iterator[JSON]:
     content = message.get("content")
     if role not in ("user", "assistant", "system"):
         raise CallRefused(f"{place}role {role!r} must be user, assistant or system", parameter="messages")
-    if role == "assistant":
-        yield _read_assistant(content, place)
-        return
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise CallRefused(f"{place}content must be text or a list of blocks", parameter="messages")
+    fields.list_objects(blocks, f"{place}content")
+    if role == "assistant":
+        yield _read_assistant(blocks, place)
+        return
     texts: list[JSON] = []
-    for number, block in enumerate(fields.list_objects(blocks, f"{place}content")):
+    for number, block in enumerate(blocks):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
@@ -95,13 +96,9 @@ def _read_message(message: JSON, place: str) -> Iterator[JSON]:
         yield {"role": role, "content": fields.read_text(texts, f"{place}content", "\n", "blocks") or ""}
 
 
-def _read_assistant(content: Any, place: str) -> JSON:
-    if isinstance(content, str):
-        return {"role": "assistant", "content": content}
+def _read_assistant(blocks: list[JSON], place: str) -> JSON:
     texts, thoughts, calls = [], [], []
-    if not isinstance(content, list):
-        raise CallRefused(f"{place}content must be text or a list of blocks", parameter="messages")
-    for number, block in enumerate(fields.list_objects(content, f"{place}content")):
+    for number, block in enumerate(blocks):
         within = f"{place}content[{number}]."
         if block.get("type") == "text":
             texts.append(fields.need(block, "text", str, within))
@@ -156,7 +153,7 @@ def _head(answer: Answer) -> JSON:
         "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
-        "model": answer.model,
+        "model": MODEL,
         "stop_reason": None,
         "stop_sequence": None,
     }

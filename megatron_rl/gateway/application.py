@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from megatron_rl.gateway import anthropic_calls, openai_calls
 from megatron_rl.gateway.gateway import Gateway
-from megatron_rl.gateway.open_rollout import MODEL, OpenRollout
-from megatron_rl.gateway.said import Answer, Call, CallRefused, CallUnreadable
+from megatron_rl.gateway.open_rollout import OpenRollout
+from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, CallUnreadable
 from megatron_rl.tool_calls import JSON
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _ENDED = "the rollout of this key has ended: its call is not answered"
 class Interface(Protocol):
     """A module that reads the calls of an interface, and writes answers to them."""
 
-    def read_call(self, body: JSON, model: str, temperature: float, /) -> Call: ...
+    def read_call(self, body: JSON, temperature: float, /) -> Call: ...
 
     def write_answer(self, answer: Answer, /) -> JSON: ...
 
@@ -131,7 +131,7 @@ async def _read_call(request: Request, rollout: OpenRollout, interface: Interfac
     """Read a call; a body that cannot be read ends the rollout."""
 
     def read(data: bytes) -> Call:
-        call = interface.read_call(_parse(data), MODEL, rollout.terms.sampling.temperature)
+        call = interface.read_call(_parse(data), rollout.terms.sampling.temperature)
         # They are kept with the call.
         assert call.digests
         return call

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_rl.gateway.said import CallRefused
+from megatron_rl.gateway.said import MODEL, CallRefused
 from megatron_rl.tool_calls import JSON
 
 _KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
@@ -68,10 +68,10 @@ def check_temperature(body: JSON, temperature: float) -> None:
         )
 
 
-def check_model(body: JSON, model: str) -> None:
+def check_model(body: JSON) -> None:
     given = body.get("model")
-    if given != model:
-        raise CallRefused(f"model {given!r} is not served: write {model!r}", 404, "model_not_found", "model")
+    if given != MODEL:
+        raise CallRefused(f"model {given!r} is not served: write {MODEL!r}", 404, "model_not_found", "model")
 
 
 def take(body: JSON, name: str, kind: type, place: str = "") -> Any:

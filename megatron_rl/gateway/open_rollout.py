@@ -32,7 +32,6 @@ from megatron_rl.tool_calls import JSON, Reader, Said
 
 _log = logging.getLogger(__name__)
 
-MODEL = "policy"
 # The bytes that a call may have: this many for the frame of messages and tools, and for each token that it may have.
 _FRAME_BYTES = 1 << 20
 _BYTES_OF_TOKEN = 64
@@ -331,7 +330,6 @@ class OpenRollout:
         tokens = wire.decode_tokens(turn.tokens).tolist()
         return Answer(
             id=uuid.uuid4().hex,
-            model=MODEL,
             said=said,
             is_cut=turn.finish_reason == "length",
             num_prompt_tokens=num_prompt_tokens,

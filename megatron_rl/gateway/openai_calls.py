@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_rl.gateway import fields
-from megatron_rl.gateway.said import Answer, Call, CallRefused, write_said
+from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, write_said
 from megatron_rl.tool_calls import JSON
 
 _READ = {
@@ -27,11 +27,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def read_call(body: JSON, model: str, temperature: float) -> Call:
+def read_call(body: JSON, temperature: float) -> Call:
     """Read a request; raise CallRefused with all fields that cannot be served."""
     refusals = fields.Refusals()
     refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
-    refusals.read(fields.check_model, body, model)
+    refusals.read(fields.check_model, body)
     refusals.read(fields.check_temperature, body, temperature)
     options = refusals.read(fields.take, body, "stream_options", dict) or {}
     call = Call(
@@ -132,7 +132,7 @@ def write_error(refused: CallRefused) -> JSON:
 
 
 def _head(answer: Answer, kind: str) -> JSON:
-    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": answer.model}
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def _name_end(answer: Answer) -> str:

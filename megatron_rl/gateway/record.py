@@ -158,6 +158,7 @@ class ConversationRecord:
         components: dict[str, float],
         turn_rewards: Sequence[float] = (),
         have_calls: Collection[int] = (),
+        failure: str = "",
     ) -> wire.Response:
         """Build the response, with the sum of the components as its reward.
 
@@ -182,6 +183,7 @@ class ConversationRecord:
             reward=sum(components.values()),
             turn_rewards=self._place(turn_rewards, have_calls) if turn_rewards else [],
             components={**components},
+            failure=failure,
         )
 
     def _place(self, rewards: Sequence[float], have_calls: Collection[int]) -> list[float]:

@@ -10,6 +10,8 @@ from typing import Any
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.tool_calls import JSON, Said, ToolCall
 
+MODEL = "policy"
+"""The name under which the policy is served."""
 # Of the digests of an answer's parts as they were sent, and the number of parts.
 _EXACT_BYTES = 8
 _NUM_PARTS = 3
@@ -39,7 +41,6 @@ class Answer:
     """A turn as a client hears it."""
 
     id: str
-    model: str
     said: Said
     is_cut: bool
     """True if no token was left."""

@@ -10,6 +10,7 @@ gateway's address, the key and the model. Before "close" the parent has ended th
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -36,19 +37,19 @@ _PIECE = 1 << 16
 _LONGEST_ANSWER = 1 << 20
 
 
+@dataclasses.dataclass
 class RolloutProcess:
     """The process of a rollout, as the worker has it."""
 
-    def __init__(self, call: int, pid: int, channel: socket.socket, folder: str) -> None:
-        self.pid = pid
-        self.channel = channel
-        self.folder = folder
-        """The folder for files of its own, which is removed at its end."""
-        self.call: int | None = call
-        """The number of the call that it has not answered."""
-        self.data = b""
-        self.ended = ""
-        """The way in which the process has ended; empty while it lives."""
+    call: int | None
+    """The number of the call that it has not answered."""
+    pid: int
+    channel: socket.socket
+    folder: str
+    """The folder for files of its own, which is removed at its end."""
+    data: bytes = b""
+    ended: str = ""
+    """The way in which the process has ended; empty while it lives."""
 
 
 class RolloutProcesses:

@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.code_files import read_source
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.rewards.spec import read_source
 from megatron_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSpec, Values, check_values
 
 _LOGGER = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.code_files import read_source
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.confinement import find_environment_problems
 from megatron_rl.confined.pool import PoolSettings
@@ -147,6 +146,14 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
         if not path.exists():
             yield f"--reward-readable {path} does not exist: name a file or folder that does"
     yield from find_environment_problems(reward.environment or ())
+
+
+def read_source(flag: str, file: Path | str) -> str:
+    """Read a file that a flag names."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {file} cannot be read: {error}; name a readable file") from None
 
 
 def _problems_of_functions(texts: list[str]) -> Iterator[str]:

@@ -34,9 +34,6 @@ class RewardError(MegatronRLError):
         )
         row = f" ({request.row})" if request.row else ""
         super().__init__(f"reward {function} failed for prompt {request.index}{row}: {reason}{remedy}")
-        self.function = function
-        self.prompt_index = request.index
-        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)

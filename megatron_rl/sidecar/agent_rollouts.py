@@ -29,43 +29,36 @@ from megatron_rl.gateway.agents import AgentPool
 from megatron_rl.gateway.application import build_gateway_application
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.gateway import Gateway
-from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
+from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
 from megatron_rl.gateway.record import Transcript
 from megatron_rl.gateway.rollout_context import Agents, RolloutContext
+from megatron_rl.gateway.said import MODEL
 from megatron_rl.gateway.verifiers import VerifiersServer
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.sidecar import attempts
-from megatron_rl.sidecar.conversations import EnvironmentClock, Sampler, build_row, hold_all, name_prompt, request_turn
+from megatron_rl.sidecar.conversations import GroupRollouts, Sampler, build_row, name_prompt
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.group_maker import GroupHolder, Samplers
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import GATEWAY_FLAG, SidecarSettings
-from megatron_rl.sidecar.user_environments import UserRollouts, build_chats
+from megatron_rl.sidecar.user_environments import UserRollouts
 from megatron_rl.tool_calls import PlainReader, Reader
 
 _log = logging.getLogger(__name__)
 
 
-class AgentRollouts:
+class AgentRollouts(GroupRollouts):
     def __init__(
         self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, functions: Iterable[str]
     ) -> None:
-        """Make it; `on_error` is the reward of a rollout whose agent fails, None to fail its group.
-
-        `functions` are the names of reward functions: with some, agents need give no reward.
-        """
-        self.clock = EnvironmentClock()
-        self._sampler = sampler
+        """Make it; `functions` are the names of reward functions: with some, agents need give no reward."""
+        super().__init__(sampler, on_error)
         self._agents = agents
         self._gateway = gateway
-        self._on_error = on_error
         self._functions = frozenset(functions)
-
-    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
-        return await hold_all(self._hold, request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         for attempt in itertools.count(1):
@@ -86,10 +79,7 @@ class AgentRollouts:
 
         async def sample(turn: TurnRequest) -> wire.Response:
             name = f"{number}-{attempt}-{turn.number}"
-            (response,) = await self._sampler.generate(
-                request_turn(request, name, turn.tokens, turn.seed, turn.max_tokens, turn.after)
-            )
-            return response
+            return await self._sample(request, name, turn.tokens, turn.seed, turn.max_tokens, turn.after)
 
         with self._gateway.open(terms, sample) as (key, rollout):
             context = RolloutContext(
@@ -142,9 +132,9 @@ class AgentRollouts:
                 )
             failed = "failed" if rollout.limit is None else f"reached a limit ({rollout.limit}) and failed"
             _log.warning("%s %s: %s: its reward is %g", name_prompt(prompt, "agent"), failed, rewards, reward)
-            reason: wire.FinishReason = "failed" if rollout.limit is None else "limit"
-            response = record.build_response(seed, reason, {AGENT_COMPONENT: reward})
-            return msgspec.structs.replace(response, failure=f"{rewards}" if reason == "failed" else "")
+            if rollout.limit is not None:
+                return record.build_response(seed, "limit", {AGENT_COMPONENT: reward})
+            return record.build_response(seed, "failed", {AGENT_COMPONENT: reward}, failure=str(rewards))
         if not record.num_turns:
             raise MegatronRLError(
                 f"{name_prompt(prompt, 'agent')} left nothing to train on: {_explain_silence(rollout)}"
@@ -215,16 +205,11 @@ class GatewayRollouts(UserRollouts):
     def __init__(self, settings: SidecarSettings, processes: PoolSettings, logs: Path) -> None:
         self._opening = GatewayOpening.open(settings.environment, processes)
         super().__init__(settings, self._opening.agents, logs)
-        self._chats: Chats
         self._gateway: Gateway | None = None
-
-    async def start(self) -> None:
-        build = asyncio.to_thread(build_chats, self.settings)
-        _, self._chats = await asyncio.gather(self._opening.agents.start(), build)
 
     async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
         reads_tools = self.parsers is not None and self.parsers.has_tools
-        self._gateway = self._opening.build(self._chats, self.parsers or PlainReader(), reads_tools)
+        self._gateway = self._opening.build(self.chats, self.parsers or PlainReader(), reads_tools)
         await stack.enter_async_context(self._opening.serve(self._gateway))
         functions = find_weights(self.settings.reward)
         return AgentRollouts(engines, self._opening.agents, self._gateway, self.on_error, functions)

@@ -15,10 +15,9 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from megatron_rl.confined.process import CallFailed, ProcessEnded
@@ -88,7 +87,38 @@ class Sampler(Protocol):
     async def generate(self, request: GroupRequest) -> list[wire.Response]: ...
 
 
-class Conversations:
+class GroupRollouts:
+    """Makes the responses of groups, each in a rollout of the policy with user-defined code."""
+
+    def __init__(self, sampler: Sampler, on_error: float | None, clock: EnvironmentClock | None = None) -> None:
+        """Make it; `on_error` is the reward of a rollout whose code fails, None to fail its group."""
+        self.clock = clock or EnvironmentClock()
+        self._sampler = sampler
+        self._on_error = on_error
+
+    async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
+        """Hold the rollouts of a group, all at once."""
+        try:
+            # A task group cancels each task once: a second time would break off the end of an agent.
+            async with asyncio.TaskGroup() as tasks:
+                held = [tasks.create_task(self._hold(request, prompt, number)) for number in range(request.group_size)]
+        except BaseExceptionGroup as group:
+            # The first failure is the reason; it cancelled the others.
+            raise group.exceptions[0] from None
+        return [task.result() for task in held]
+
+    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
+        """Hold the rollout of a response, again if others in its process ended it."""
+        raise NotImplementedError
+
+    async def _sample(
+        self, request: GroupRequest, name: str, tokens: Sequence[int], seed: int, max_tokens: int, after: str | None
+    ) -> wire.Response:
+        (turn,) = await self._sampler.generate(request_turn(request, name, tokens, seed, max_tokens, after))
+        return turn
+
+
+class Conversations(GroupRollouts):
     def __init__(
         self,
         sampler: Sampler,
@@ -100,16 +130,14 @@ class Conversations:
         clock: EnvironmentClock | None = None,
         has_functions: bool = False,
     ) -> None:
-        """Make it; `on_error` is the reward of a conversation whose environment fails, None to fail its group.
+        """Make it for environments that offer this.
 
-        If the environment does not answer text, a turn that calls no tool ends its conversation. With `has_functions`
-        the messages of conversations are kept, for the reward functions.
+        If they do not answer text, a turn that calls no tool ends its conversation. With `has_functions` the messages
+        of conversations are kept, for the reward functions.
         """
-        self.clock = clock or EnvironmentClock()
-        self._sampler = sampler
+        super().__init__(sampler, on_error, clock)
         self._pool = pool
         self._chats = chats
-        self._on_error = on_error
         self._offered = offered
         self._reader = reader or PlainReader()
         self._has_functions = has_functions
@@ -117,10 +145,9 @@ class Conversations:
     async def hold_group(self, request: GroupRequest, prompt: wire.Prompt) -> list[Transcript]:
         self._chats.check_prompt(prompt)
         self.clock.begin_group(request)
-        return await hold_all(self._hold, request, prompt)
+        return await super().hold_group(request, prompt)
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
-        """Hold a conversation, again if others in its process ended it."""
         is_alone = False
         for attempt in itertools.count(1):
             try:
@@ -148,8 +175,9 @@ class Conversations:
             if is_to_be_repeated or not draft.record.num_turns or self._on_error is None:
                 raise
             _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
-            failed = draft.record.build_response(seed, "failed", {COMPONENT: self._on_error})
-            return Transcript(msgspec.structs.replace(failed, failure=str(failure)), draft.messages)
+            components = {COMPONENT: self._on_error}
+            failed = draft.record.build_response(seed, "failed", components, failure=str(failure))
+            return Transcript(failed, draft.messages)
         rewards = conversation.turn_rewards
         components = {COMPONENT: math.fsum([reward, *rewards]) or 0.0}
         response = draft.record.build_response(seed, reason, components, rewards, draft.have_calls)
@@ -166,8 +194,8 @@ class Conversations:
             raise CallFailed(f"its first words take {len(opening)} tokens, and a response may have {most}")
         for turn in itertools.count():
             before, left = record.read_heard()
-            (sampled,) = await self._sampler.generate(
-                request_turn(request, f"{number}-{turn}", before, _derive_seed(seed, turn), left, record.last_engine)
+            sampled = await self._sample(
+                request, f"{number}-{turn}", before, _derive_seed(seed, turn), left, record.last_engine
             )
             tokens = record.say(sampled)
             said = await self._reader.read(tokens, self._chats.decode(tokens), self._offered.tools)
@@ -205,24 +233,6 @@ class _Draft:
     """The numbers of the turns that called tools, which get no rewards of their own."""
     messages: list[JSON] = dataclasses.field(default_factory=list)
     """The messages after the prompt, in OpenAI's form; none if no function reads them."""
-
-
-async def hold_all(
-    hold: Callable[[GroupRequest, wire.Prompt, int], Awaitable[Transcript]], request: GroupRequest, prompt: wire.Prompt
-) -> list[Transcript]:
-    """Hold the conversations of a group, all at once."""
-
-    async def hold_one(number: int) -> Transcript:
-        return await hold(request, prompt, number)
-
-    try:
-        # A task group cancels each task once: a second time would break off the end of an agent.
-        async with asyncio.TaskGroup() as tasks:
-            held = [tasks.create_task(hold_one(number)) for number in range(request.group_size)]
-    except BaseExceptionGroup as group:
-        # The first failure is the reason; it cancelled the others.
-        raise group.exceptions[0] from None
-    return [task.result() for task in held]
 
 
 def build_row(prompt: wire.Prompt) -> dict[str, Any]:

@@ -38,7 +38,9 @@ class UserRollouts:
         self.settings = settings
         self.on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
         self.parsers = _build_parsers(settings.rollout, settings.hf_model, logs)
+        self.chats: TemplateChats | NumberChats
         self._code = code
+        self._offered: Any = None
 
     @property
     def identity(self) -> str:
@@ -55,7 +57,8 @@ class UserRollouts:
 
     async def start(self) -> None:
         """Start the code; raise a UsageError if the run cannot use what it offers."""
-        raise NotImplementedError
+        build = asyncio.to_thread(_build_chats, self.settings)
+        self._offered, self.chats = await asyncio.gather(self._code.start(), build)
 
     async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
         """Open, until the stack ends, what makes groups. Everything has started."""
@@ -76,26 +79,20 @@ class EnvironmentRollouts(UserRollouts):
         self._pool = EnvironmentPool(settings.environment, processes)
         super().__init__(settings, self._pool, logs)
         self._offered: Description
-        self._chats: TemplateChats | NumberChats
 
     async def start(self) -> None:
-        build = asyncio.to_thread(build_chats, self.settings)
-        self._offered, self._chats = await asyncio.gather(self._start_pool(), build)
-
-    async def _start_pool(self) -> Description:
-        offered = await self._pool.start()
-        check_offered(offered, self.settings)
-        return offered
+        await super().start()
+        check_offered(self._offered, self.settings)
 
     async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
-        self._chats.offer(self._offered.tools)
+        self.chats.offer(self._offered.tools)
         return Conversations(
             engines,
             self._pool,
-            self._chats,
+            self.chats,
             self.on_error,
             self._offered,
-            choose_reader(self._chats, self._offered, self.parsers),
+            choose_reader(self.chats, self._offered, self.parsers),
             EnvironmentClock(recorder),
             has_functions=bool(self.settings.reward.functions),
         )
@@ -148,7 +145,7 @@ def check_offered(offered: Description, settings: SidecarSettings) -> None:
     )
 
 
-def build_chats(settings: SidecarSettings) -> TemplateChats | NumberChats:
+def _build_chats(settings: SidecarSettings) -> TemplateChats | NumberChats:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return NumberChats()
     return TemplateChats.load(str(settings.hf_model))

@@ -183,15 +183,11 @@ async def test_an_iteration_that_is_given_up_ends_its_rollouts_and_their_keys(tm
         assert (await world.act(task="finish"))[0].reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("other", r"other of .*: an agent has the parameters base_url, api_key and model, and base_url is missing"),
-     ("none_such", "has no class or function none_such")],
-)  # fmt: skip
 @in_event_loop
-async def test_a_function_that_cannot_act_is_refused_by_name(tmp_path: Path, name: str, said: str) -> None:
+async def test_a_function_that_cannot_act_is_refused_by_name(tmp_path: Path) -> None:
+    said = "other of .*: an agent has the parameters base_url, api_key and model, and base_url is missing"
     with pytest.raises(UsageError, match=f"--rollout-agent: .*{said}"):
-        async with acting(tmp_path, AGENT, name):
+        async with acting(tmp_path, AGENT, "other"):
             raise AssertionError("it started")
     with pytest.raises(UsageError, match=r"write --rollout-agent FILE\.py:FUNCTION"):
         GatewayOpening.open(EnvironmentConfig(agent="agent.py"), PoolSettings())

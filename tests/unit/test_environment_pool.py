@@ -220,7 +220,6 @@ async def test_a_function_may_make_environments_and_their_number_is_bounded(tmp_
     ("name", "said"),
     [
         ("Nothing", "Nothing has no method step, which answers text, and no other that is a tool"),
-        ("Gam", "has no class or function Gam"),
         ("os", "has no class or function os"),
     ],
 )

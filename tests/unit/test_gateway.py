@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,10 +17,10 @@ import transformers
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway import application, openai_calls
 from megatron_rl.gateway.application import MAX_BODY_BYTES, build_gateway_application
-from megatron_rl.gateway.chats import NumberChats, TemplateChats
+from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.gateway.gateway import Gateway
-from megatron_rl.gateway.open_rollout import MODEL, OpenRollout, Terms, TurnRequest
-from megatron_rl.gateway.said import Call, CallRefused
+from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
+from megatron_rl.gateway.said import MODEL, CallRefused
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
@@ -31,7 +30,6 @@ from tests.reward_pools import in_event_loop, wait_until
 from tests.turns import make_turn
 
 ASKED = {"role": "user", "content": "2 + 3"}
-ASKED_NUMBER = {"role": "user", "content": "7"}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
@@ -452,73 +450,6 @@ async def test_a_call_beyond_the_limits_is_refused_before_it_is_tokenized(tmp_pa
         with pytest.raises(openai.BadRequestError, match="all 1 turns of this rollout are taken"):
             await world.ask(ASKED)
         assert tokenized == []
-
-
-@in_event_loop
-async def test_chats_are_written_beside_the_event_loop_in_the_order_of_their_calls() -> None:
-    going = threading.Event()
-    written: list[str] = []
-
-    class SlowChats(NumberChats):
-        def render(self, messages, tools, **rest: Any) -> list[int]:
-            written.append(messages[0]["content"])
-            assert messages[0]["content"] != "1" or going.wait(10), "the event loop stands"
-            return super().render(messages, tools, **rest)
-
-    requests: list[TurnRequest] = []
-
-    async def sample(request: TurnRequest) -> wire.Response:
-        requests.append(request)
-        raise MegatronRLError("enough")
-
-    gateway = Gateway(SlowChats(), PlainReader(), reads_tools=False)
-    terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=9, max_turns=4))
-    with gateway.open(terms, sample) as (_, rollout):
-        calls = [Call([{"role": "user", "content": text}], [], None) for text in "123"]
-        answering = [asyncio.create_task(rollout.answer(call)) for call in calls]
-        await wait_until(lambda: written)
-        assert written == ["1"]
-        going.set()
-        await asyncio.wait(answering)
-    assert [(request.number, request.tokens) for request in requests] == [(0, (1,)), (1, (2,)), (2, (3,))]
-
-
-@pytest.mark.parametrize("has_thoughts", [True, False])
-def test_a_call_extends_the_same_one_of_equal_answers_in_every_order_of_arrival(has_thoughts: bool) -> None:
-    class Thoughts:
-        async def read(self, tokens, text: str, tools) -> Said:
-            return Said(str(tokens[-1]), str(tokens[0]), ())
-
-    async def run(first: int) -> list[tuple[int, ...]]:
-        answered = [asyncio.Event(), asyncio.Event()]
-        requests: list[TurnRequest] = []
-
-        async def sample(request: TurnRequest) -> wire.Response:
-            requests.append(request)
-            if request.number < 2 and request.number != first:
-                await answered[first].wait()
-            return make_turn([12 - request.number, 50])
-
-        terms = Terms(np.asarray([7], dtype="<i4"), 5, wire.Sampling(max_tokens=50, max_turns=4))
-        gateway = Gateway(NumberChats(), Thoughts(), reads_tools=False)
-        with gateway.open(terms, sample) as (_, rollout):
-
-            async def ask(number: int) -> Any:
-                answer = await rollout.answer(Call([ASKED_NUMBER], [], None))
-                answered[number].set()
-                return answer
-
-            answers = await asyncio.gather(ask(0), ask(1))
-            for answer in answers:
-                said = {"role": "assistant", "content": answer.said.content}
-                if has_thoughts:
-                    said["reasoning_content"] = answer.said.reasoning
-                await rollout.answer(Call([ASKED_NUMBER, said, {"role": "user", "content": "20"}], [], None))
-        return [request.tokens for request in requests[2:]]
-
-    both = [asyncio.run(run(first)) for first in (0, 1)]
-    thoughts = (12, 11) if has_thoughts else (11, 11)
-    assert both == [[(7, thought, 50, 20) for thought in thoughts]] * 2
 
 
 @in_event_loop

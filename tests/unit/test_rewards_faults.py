@@ -28,7 +28,7 @@ from megatron_rl.confined.confinement import (
 from megatron_rl.errors import ExitCode, PlatformError
 from megatron_rl.rewards.types import RewardError
 from tests.processes import ROOT
-from tests.reward_pools import request, score, with_pool
+from tests.reward_pools import in_event_loop, request, rewarding, score, wait_until
 
 pytestmark = pytest.mark.each_change
 
@@ -95,7 +95,7 @@ def test_a_fault_fails_its_group_by_name_in_time_and_no_other(tmp_path, fault):
     results = score([f"{spec}@1"], *groups)
     error = results.pop(3)
     assert isinstance(error, RewardError), error
-    assert (error.function, error.prompt_index, error.exit_code) == ("fn", 3, ExitCode.RUN)
+    assert error.exit_code == ExitCode.RUN
     assert re.search(f"reward fn failed for prompt 3: .*({message})", str(error)), error
     assert [result.rewards for result in results] == [[1.0, 2.0]] * 7
 
@@ -140,22 +140,18 @@ def test_an_error_says_class_first_line_and_cause_and_its_traceback_is_in_the_lo
     assert "ValueError: bad\n</last_exception>\n" in written
 
 
-def test_a_slow_function_delays_its_own_group_only(tmp_path):
+@in_event_loop
+async def test_a_slow_function_delays_its_own_group_only(tmp_path):
     done = tmp_path / "others-are-done"
     waiting = f"import pathlib, time\n    while not pathlib.Path({str(done)!r}).exists(): time.sleep(0.01)"
     spec = plant(tmp_path, f"{waiting}\n    return [0.0, 0.0]")
-
-    async def use(pool):
+    async with rewarding([spec]) as pool:
         slow = asyncio.create_task(pool.score(request(0, bad=True)))
         await asyncio.sleep(0)
         await asyncio.gather(*(pool.score(request(index)) for index in range(1, 20)))
-        others_waited = slow.done()
+        assert not slow.done()
         done.touch()
-        return (await slow).rewards, others_waited
-
-    rewards, others_waited = with_pool([spec], use)
-    assert rewards == [0.0, 0.0]
-    assert not others_waited
+        assert (await slow).rewards == [0.0, 0.0]
 
 
 def test_printing_without_end_neither_blocks_nor_reaches_the_channel(tmp_path):
@@ -175,7 +171,8 @@ def test_printing_that_finds_no_room_is_dropped_and_said(tmp_path, caplog):
     assert caplog.text.count("/dev/full cannot be written: No space left on device") == 1
 
 
-def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path):
+@in_event_loop
+async def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import os, time\n"
@@ -186,39 +183,32 @@ def test_a_value_for_failures_stands_for_the_whole_group_and_is_counted(tmp_path
         "    return [1.0] * len(completions)\n"
         "def other(completions, **kwargs): return [10.0] * len(completions)\n"
     )
-
-    async def use(pool):
+    async with rewarding([f"{file}:dies=2@0.5", f"{file}:other"], on_error=-0.5) as pool:
         hows = ["well", "die", "hang", "raise"]
-        return await asyncio.gather(*(pool.score(request(0, how=how)) for how in hows)), pool.errors
-
-    specs = [f"{file}:dies=2@0.5", f"{file}:other"]
-    results, errors = with_pool(specs, use, on_error=-0.5)
+        results = await asyncio.gather(*(pool.score(request(0, how=how)) for how in hows))
+        assert pool.errors == {"dies": 3}
     assert results[0].rewards == [12.0, 12.0]
     for result in results[1:]:
         assert result.rewards == [9.0, 9.0]
         assert result.components["dies"] == [-0.5, -0.5]
         assert list(result.errors) == ["dies"]
-    assert errors == {"dies": 3}
 
 
 @pytest.mark.parametrize("later", ["lambda: os._exit(9)", "lambda: write_everywhere(b'{}\\n')"])
-def test_what_a_group_does_to_its_worker_later_does_not_fail_the_next_group(tmp_path, later):
+@in_event_loop
+async def test_what_a_group_does_to_its_worker_later_does_not_fail_the_next_group(tmp_path, later):
     spec = plant(tmp_path, f"threading.Timer(0.1, {later}).start(); return [0.0, 0.0]", "import threading\n")
-
-    async def use(pool):
+    async with rewarding([spec], num_workers=1) as pool:
         (process,) = pool._processes
-        first = await pool.score(request(0, bad=True))
-        while not process.is_worn:
-            await asyncio.sleep(0.01)
-        return [first.rewards, (await pool.score(request(1))).rewards]
-
-    assert with_pool([spec], use, num_workers=1) == [[0.0, 0.0], [1.0, 2.0]]
+        assert (await pool.score(request(0, bad=True))).rewards == [0.0, 0.0]
+        await wait_until(lambda: process.is_worn)
+        assert (await pool.score(request(1))).rewards == [1.0, 2.0]
 
 
-def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
+@in_event_loop
+async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
     spec = plant(tmp_path, "os._exit(1)")
-
-    async def use(pool):
+    async with rewarding([spec], num_workers=1) as pool:
         for wait in (0.0, 0.001, 0.005, 0.02, 0.05):
             with pytest.raises(RewardError):
                 await pool.score(request(bad=True))
@@ -226,29 +216,26 @@ def test_a_start_that_is_cancelled_leaves_nothing(tmp_path):
             await asyncio.sleep(wait)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        return (await pool.score(request())).rewards
-
-    assert with_pool([spec], use, num_workers=1) == [1.0, 2.0]
+        assert (await pool.score(request())).rewards == [1.0, 2.0]
 
 
-def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_replaced(tmp_path):
+@in_event_loop
+async def test_a_worker_that_was_killed_while_it_had_nothing_to_do_is_replaced(tmp_path):
     spec = plant(tmp_path, "pass")
     others = set(psutil.Process().children())
-
-    async def use(pool):
+    async with rewarding([spec]) as pool:
         for process in set(psutil.Process().children()) - others:
             process.kill()
         await asyncio.sleep(0.3)
-        return await asyncio.gather(*(pool.score(request(index)) for index in range(3)))
+        results = await asyncio.gather(*(pool.score(request(index)) for index in range(3)))
+    assert [result.rewards for result in results] == [[1.0, 2.0]] * 3
 
-    assert [result.rewards for result in with_pool([spec], use)] == [[1.0, 2.0]] * 3
 
-
-def test_a_worker_that_cannot_be_started_is_named_and_the_next_group_tries_again(tmp_path, monkeypatch):
+@in_event_loop
+async def test_a_worker_that_cannot_be_started_is_named_and_the_next_group_tries_again(tmp_path, monkeypatch):
     spec = plant(tmp_path, "os._exit(1)")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def use(pool):
+    async with rewarding([spec], num_workers=1) as pool:
         with pytest.raises(RewardError, match="exit code 1"):
             await pool.score(request(bad=True))
         try:
@@ -257,20 +244,19 @@ def test_a_worker_that_cannot_be_started_is_named_and_the_next_group_tries_again
                 await pool.score(request(5))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return str(raised.value), (await pool.score(request())).rewards
-
-    text, rewards = with_pool([spec], use, num_workers=1)
+        text = str(raised.value)
+        assert (await pool.score(request())).rewards == [1.0, 2.0]
     reason = "a process for reward functions cannot be started: Too many open files; make room for it"
     assert text.startswith(f"reward fn failed for prompt 5: {reason}")
     assert "correct the function" not in text
-    assert rewards == [1.0, 2.0]
 
     async def refuse(*arguments, **keywords):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
     with pytest.raises(PlatformError, match="cannot be started: Resource temporarily unavailable; make room for it"):
-        with_pool([spec], use)
+        async with rewarding([spec]):
+            pass
 
 
 def test_memory_beyond_the_limit_fails_the_group(tmp_path):
@@ -389,7 +375,8 @@ def test_attacks_of_a_reward_function_are_refused(tmp_path, token, namespace):
     assert token.read_text() == "s3cret"
 
 
-def test_a_worker_that_is_told_to_end_many_times_still_ends_all_that_it_started(tmp_path):
+@in_event_loop
+async def test_a_worker_that_is_told_to_end_many_times_still_ends_all_that_it_started(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import os, time\n"
@@ -400,15 +387,12 @@ def test_a_worker_that_is_told_to_end_many_times_still_ends_all_that_it_started(
     )
 
     others = set(psutil.Process().children())
-
-    async def use(pool):
+    async with rewarding([f"{file}:fn"], num_workers=4, namespace=False) as pool:
         await asyncio.gather(*(pool.score(request()) for _ in range(4)))
         for keeper in set(psutil.Process().children()) - others:
             with contextlib.suppress(ProcessLookupError):
                 for _ in range(20000):
                     os.kill(keeper.pid, signal.SIGTERM)
-
-    with_pool([f"{file}:fn"], use, num_workers=4, namespace=False)
 
 
 def test_a_kernel_without_the_calls_leaves_its_reasons():

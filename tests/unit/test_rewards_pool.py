@@ -13,7 +13,7 @@ from megatron_rl.rewards import pool
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.rewards.types import RewardError
-from tests.reward_pools import request, score, with_pool, write
+from tests.reward_pools import in_event_loop, request, rewarding, score, write
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "rewards"
 TRL_STYLE = """
@@ -155,10 +155,7 @@ def test_the_identity_of_a_pool_changes_with_all_that_may_change_a_score_and_not
     monkeypatch.chdir(tmp_path)
 
     def identity(*specs, **settings):
-        async def use(pool):
-            return pool.identity
-
-        return with_pool(specs, use, num_workers=1, **settings)
+        return RewardPool(parse_specs(specs, 5), PoolSettings(num_workers=1, **settings)).identity
 
     mine = f"{file}:fn"
     ours = identity(mine, "regex:x")
@@ -186,21 +183,20 @@ def test_a_file_or_function_that_is_not_there_is_named(tmp_path):
         score([f"{tmp_path}/loop.py:fn"], request())
 
 
-def test_two_thousand_groups_of_eight_need_no_other_workers_than_those_of_the_start(tmp_path):
+@in_event_loop
+async def test_two_thousand_groups_of_eight_need_no_other_workers_than_those_of_the_start(tmp_path):
     file = write(tmp_path, "def fn(completions, **kwargs): return [float(len(text)) for text in completions]")
     groups = [request(index, ["x" * 400] * 8, answer="#### 1") for index in range(2000)]
 
-    async def use(pool):
+    async with rewarding([f"{file}:fn"]) as pool:
         before = set(psutil.Process().children(recursive=True))
         results = await asyncio.gather(*map(pool.score, groups))
-        return results, before, set(psutil.Process().children(recursive=True))
-
-    results, before, after = with_pool([f"{file}:fn"], use)
+        assert before == set(psutil.Process().children(recursive=True))
     assert all(result.rewards == [400.0] * 8 for result in results)
-    assert before == after
 
 
-def test_groups_that_wait_when_the_pool_closes_or_are_cancelled_fail_cleanly(tmp_path):
+@in_event_loop
+async def test_groups_that_wait_when_the_pool_closes_or_are_cancelled_fail_cleanly(tmp_path):
     file = write(
         tmp_path,
         """
@@ -211,16 +207,13 @@ def test_groups_that_wait_when_the_pool_closes_or_are_cancelled_fail_cleanly(tmp
         """,
     )
 
-    async def use(pool):
+    async with rewarding([f"{file}:fn"], num_workers=2, timeout=60) as pool:
         tasks = [asyncio.create_task(pool.score(request(index, seconds=30))) for index in range(3)]
         await asyncio.sleep(0.1)
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
-        after = await pool.score(request(seconds=0)) if tasks[2].done() else None
         await pool.close()
-        return after, await asyncio.gather(*tasks, return_exceptions=True)
-
-    _, ends = with_pool([f"{file}:fn"], use, num_workers=2, timeout=60)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(ends[0], asyncio.CancelledError)
     assert all(isinstance(end, RewardError) and "the run is ending" in str(end) for end in ends[1:])
 
@@ -257,14 +250,14 @@ def test_a_function_that_fails_for_every_completion_ends_the_start_by_name_and_l
     code, message = TRIALS[trial]
     file = write(tmp_path, code)
     with pytest.raises(UsageError, match=rf"^--reward f: {message}") as raised:
-        with_pool([f"{file}:f"], None, trials=[request(gold="42")])
+        score([f"{file}:f"], trials=[request(gold="42")])
     assert "--reward-on-error" not in str(raised.value)
 
 
 def test_every_function_is_tried_and_each_that_fails_is_named(tmp_path):
     file = write(tmp_path, "def good(completions, **columns): return [1.0] * len(completions)\ndef bad(nothing): ...")
     with pytest.raises(UsageError) as raised:
-        with_pool([f"{file}:bad", f"{file}:good", "gsm8k"], None, trials=[request(gold="42")])
+        score([f"{file}:bad", f"{file}:good", "gsm8k"], trials=[request(gold="42")])
     assert [problem.partition(":")[0] for problem in raised.value.problems] == ["--reward bad", "--reward gsm8k"]
 
 
@@ -272,7 +265,7 @@ def test_rows_with_other_columns_are_tried_too_and_named(tmp_path):
     file = write(tmp_path, "def f(completions, answer): return [0.0] * len(completions)")
     rows = [dataclasses.replace(request(answer="4"), row="a:1"), dataclasses.replace(request(gold="4"), row="a:7")]
     with pytest.raises(UsageError, match=r"^--reward f: a:7: it asks for answer, and the row has no such column"):
-        with_pool([f"{file}:f"], None, trials=rows)
+        score([f"{file}:f"], trials=rows)
 
 
 FINE = {
@@ -287,11 +280,8 @@ FINE = {
 def test_a_failure_that_only_the_trial_may_cause_does_not_refuse_a_function(tmp_path, case, monkeypatch):
     monkeypatch.setattr(pool, "_TRIAL_SECONDS", 0.5)
     file = write(tmp_path, f"def f(completions, **columns):\n{FINE[case]}")
-
-    async def use(started):
-        return await started.score(request(completions=["x=1.0"]))
-
-    assert with_pool([f"{file}:f"], use, trials=[request()], num_workers=1).rewards == [1.0]
+    [result] = score([f"{file}:f"], request(completions=["x=1.0"]), trials=[request()], num_workers=1)
+    assert result.rewards == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -302,14 +292,12 @@ def test_a_failure_that_only_the_trial_may_cause_does_not_refuse_a_function(tmp_
         ("return [float('nan') for text in completions]", "ValueError: completion 0 got nan, not a finite number;"),
     ],
 )
-def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path, body, said):
+@in_event_loop
+async def test_a_function_that_fails_in_every_trial_is_warned_of(tmp_path, body, said):
     code = f"def f(completions, gold): {body}"
     rows = [request(gold="1"), request(gold="2")]
-
-    async def use(started):
-        return started.warnings
-
-    (warning,) = with_pool([f"{write(tmp_path, code)}:f"], use, trials=rows)
+    async with rewarding([f"{write(tmp_path, code)}:f"], trials=rows) as pool:
+        (warning,) = pool.warnings
     assert warning.startswith(f"--reward f failed in its trial, on all rows that were tried (2): {said}")
     assert warning.endswith("; check that it works for other completions than 'a', 'bb'")
 
@@ -321,18 +309,12 @@ def test_state_that_a_function_keeps_of_its_trial_reaches_no_group(tmp_path):
             calls.append(1)
             return [float(len(calls))] * len(completions)
     """)  # fmt: skip
-
-    async def use(started):
-        return await started.score(request())
-
-    assert with_pool([f"{file}:f"], use, trials=[request()], num_workers=1).rewards == [1.0, 1.0]
+    [result] = score([f"{file}:f"], request(), trials=[request()], num_workers=1)
+    assert result.rewards == [1.0, 1.0]
 
 
 def test_a_value_for_failures_lets_a_function_pass_its_trial_which_is_said(tmp_path, caplog):
     file = write(tmp_path, "def f(completions, answer): ...")
-
-    async def use(started):
-        return await started.score(request(gold="42"))
-
-    assert with_pool([f"{file}:f"], use, trials=[request(gold="42")], on_error=-1.0).rewards == [-1.0, -1.0]
+    [result] = score([f"{file}:f"], request(gold="42"), trials=[request(gold="42")], on_error=-1.0)
+    assert result.rewards == [-1.0, -1.0]
     assert "--reward f: it asks for answer" in caplog.text

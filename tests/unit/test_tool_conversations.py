@@ -1,10 +1,11 @@
 """Conversations in which the policy calls tools, and the reader that asks a process of parsers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_rl.sidecar.vllm.reader import Parsers, VllmReader, suggest_parser
 from megatron_rl.tool_calls import JSON, PlainReader, Said, ToolCall
 from megatron_rl.trainer.data.prompts import read_prompts, tokenize_prompts
 from tests import chat_models, command_lines
+from tests.reward_pools import in_event_loop
 from tests.unit.test_conversations import PROMPT, REQUEST, Engines, Pool, Talk
 
 ADD: JSON = {
@@ -200,22 +202,21 @@ def python(tmp_path: Path) -> str:
     return str(program)
 
 
-def read_with(python: str, tool: str, folder: Path, *turns: list[int]) -> tuple[list[Said], VllmReader]:
-    reader = VllmReader(python, Parsers(tool, None, folder), folder / "log", seconds=2.0)
-
-    async def read() -> list[Said]:
-        try:
-            await reader.start()
-            return list(await asyncio.gather(*(reader.read(turn, "text", [ADD]) for turn in turns)))
-        finally:
-            await reader.close()
-
-    return asyncio.run(read()), reader
+@contextlib.asynccontextmanager
+async def reading(python: str, tool: str, folder: Path, seconds: float = 20.0) -> AsyncIterator[VllmReader]:
+    reader = VllmReader(python, Parsers(tool, None, folder), folder / "log", seconds=seconds)
+    try:
+        await reader.start()
+        yield reader
+    finally:
+        await reader.close()
 
 
-def test_a_turn_whose_parser_fails_is_text_and_the_others_are_read(python: str, tmp_path: Path, caplog) -> None:
+@in_event_loop
+async def test_a_turn_whose_parser_fails_is_text_and_the_others_are_read(python: str, tmp_path: Path, caplog) -> None:
     turns = [[5, 6], [3], [3], [1], [7], [2], [8]]
-    read, _ = read_with(python, "hermes", tmp_path, *turns)
+    async with reading(python, "hermes", tmp_path, seconds=2.0) as reader:
+        read = await asyncio.gather(*(reader.read(turn, "text", [ADD]) for turn in turns))
     text = Said("text", None, ())
     assert [said for said, turn in zip(read, turns, strict=True) if turn[0] in (1, 2, 3)] == [text] * 4
     good = [read[0], read[4], read[6]]
@@ -234,43 +235,40 @@ def test_a_turn_whose_parser_fails_is_text_and_the_others_are_read(python: str, 
     ]  # fmt: skip
 
 
-def test_a_turn_whose_caller_leaves_takes_no_other_turns_answer(python: str, tmp_path: Path) -> None:
-    async def read() -> list[int]:
-        reader = VllmReader(python, Parsers("hermes", None, tmp_path), tmp_path / "log")
-        try:
-            await reader.start()
-            leaving = [asyncio.create_task(reader.read([5] * length, "text", [ADD])) for length in (7, 8)]
-            # The first one has been sent, and the second one waits for it.
-            await asyncio.sleep(0)
-            for task in leaving:
-                task.cancel()
-            await asyncio.gather(*leaving, return_exceptions=True)
-            assert all(task.cancelled() for task in leaving)
-            return [len((await reader.read([5] * length, "text", [ADD])).tool_calls) for length in (2, 3, 4)]
-        finally:
-            await reader.close()
-
-    assert asyncio.run(read()) == [2, 3, 4]
+@in_event_loop
+async def test_a_turn_whose_caller_leaves_takes_no_other_turns_answer(python: str, tmp_path: Path) -> None:
+    async with reading(python, "hermes", tmp_path) as reader:
+        leaving = [asyncio.create_task(reader.read([5] * length, "text", [ADD])) for length in (7, 8)]
+        # The first one has been sent, and the second one waits for it.
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        assert all(task.cancelled() for task in leaving)
+        read = [len((await reader.read([5] * length, "text", [ADD])).tool_calls) for length in (2, 3, 4)]
+        assert read == [2, 3, 4]
 
 
-def test_parsers_whose_start_is_called_off_start_again(python: str, tmp_path: Path) -> None:
-    async def read() -> Said:
-        reader = VllmReader(python, Parsers("hermes", None, tmp_path), tmp_path / "log")
-        starting = asyncio.create_task(reader.start())
-        while reader._process is None:
-            await asyncio.sleep(0)
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        try:
-            return await reader.read([5, 6], "text", [ADD])
-        finally:
-            await reader.close()
-
-    assert len(asyncio.run(read()).tool_calls) == 2
+@in_event_loop
+async def test_parsers_whose_start_is_called_off_start_again(python: str, tmp_path: Path) -> None:
+    reader = VllmReader(python, Parsers("hermes", None, tmp_path), tmp_path / "log")
+    starting = asyncio.create_task(reader.start())
+    while reader._process is None:
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    try:
+        assert len((await reader.read([5, 6], "text", [ADD])).tool_calls) == 2
+    finally:
+        await reader.close()
 
 
-def test_parsers_that_cannot_be_used_are_refused_at_the_start(python: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--rollout-tool-parser unknown must be a parser of vLLM"):
-        read_with(python, "unknown", tmp_path, [5])
-    with pytest.raises(PlatformError, match="did not start vLLM's parsers: its process ended; its output is in"):
-        read_with(python, "dies", tmp_path, [5])
+@in_event_loop
+async def test_parsers_that_cannot_be_used_are_refused_at_the_start(python: str, tmp_path: Path) -> None:
+    for tool, error, said in (
+        ("unknown", UsageError, "--rollout-tool-parser unknown must be a parser of vLLM"),
+        ("dies", PlatformError, "did not start vLLM's parsers: its process ended; its output is in"),
+    ):
+        with pytest.raises(error, match=said):
+            async with reading(python, tool, tmp_path):
+                raise AssertionError("they started")
