@@ -1,7 +1,9 @@
 """A learned order of weights is kept on disk and proved by one load before it is used; without vLLM."""
 
+import functools
 import json
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,37 +86,24 @@ def test_the_kept_file_is_private(folder: Path):
     assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
-def test_rows_that_lie_in_turn_are_kept_too(monkeypatch):
-    for expert in range(EXPERTS):
-        monkeypatch.setitem(SHAPES, f"bias.{expert}", (WIDTH,))
-    first, second = InTurnWorker(), InTurnWorker()
-    for worker in (first, second):
-        del worker.model["embed"].scale
-    num_loads = []
-    for worker in (first, second):
-        # As at a start, the model is loaded before its order is asked for.
-        worker.load(drawn(torch.bfloat16))
-        loads: list[Mapping[str, torch.Tensor]] = []
-
-        def load(tensors: Mapping[str, torch.Tensor], worker: Worker = worker, loads: list[Any] = loads) -> None:
-            loads.append(tensors)
-            worker.load(tensors)
-
-        worker.order = recall_or_learn(worker.model, specs_of("bfloat16"), torch.bfloat16, load, FACTS)
-        num_loads.append(len(loads))
-    learned, recalled = first.order, second.order
-    # What is recalled wrongly would be learned again.
-    assert num_loads[1] == 1
-    assert learned.rows["experts.weight"].steps
-    assert_same(learned, recalled)
-
-
-def test_a_bias_of_zeros_is_found_again_by_the_one_load_of_the_second_start(monkeypatch):
-    monkeypatch.setitem(SHAPES, "bias", (HIDDEN,))
+@pytest.mark.parametrize(
+    ("make", "biases"),
+    [
+        (InTurnWorker, {f"bias.{expert}": WIDTH for expert in range(EXPERTS)}),
+        (lambda: BiasedWorker(rank=1, size=2), {"bias": HIDDEN}),
+    ],
+    ids=["rows in turn", "zeros"],
+)
+def test_rows_in_turn_and_biases_of_zeros_are_found_again_by_the_one_load_of_the_second_start(
+    monkeypatch, make: Callable[[], Worker], biases: dict[str, int]
+):
+    for name, length in biases.items():
+        monkeypatch.setitem(SHAPES, name, (length,))
     orders, num_loads = [], []
     for _ in range(2):
-        worker, loads = BiasedWorker(rank=1, size=2), list[Mapping[str, torch.Tensor]]()
+        worker, loads = make(), list[Mapping[str, torch.Tensor]]()
         del worker.model["embed"].scale
+        # As at a start, the model is loaded before its order is asked for.
         worker.load(drawn(torch.bfloat16))
 
         def load(tensors: Mapping[str, torch.Tensor], worker: Worker = worker, loads: list[Any] = loads) -> None:
@@ -123,13 +112,13 @@ def test_a_bias_of_zeros_is_found_again_by_the_one_load_of_the_second_start(monk
 
         orders.append(recall_or_learn(worker.model, specs_of("bfloat16"), torch.bfloat16, load, FACTS))
         num_loads.append(len(loads))
+    # What is recalled wrongly would be learned again.
     assert num_loads[1] == 1
-    assert orders[0].zeros == orders[1].zeros == {"norm.w2_bias"}
     assert_same(*orders)
-
-
-def lie_further_apart(kept: dict[str, Any]) -> None:
-    kept["rows"]["qkv.weight"]["steps"] = [1, 2, 1]
+    if make is InTurnWorker:
+        assert orders[0].rows["experts.weight"].steps
+    else:
+        assert orders[0].zeros == orders[1].zeros == {"norm.w2_bias"}
 
 
 @pytest.mark.parametrize("facts", [{"vllm": "0.33.0"}, {"rank": 1}, {"world_size": 2}])
@@ -150,61 +139,36 @@ def test_another_dtype_or_other_tensors_are_learned_for_themselves():
         assert other.num_loads >= 5
 
 
-def swap_two_rows(kept: dict[str, Any]) -> None:
-    q, k, _ = kept["rows"]["qkv.weight"]["rectangles"]
-    q[0], k[0] = q[0] + 1, k[0]
-    q[2] -= 1
-
-
-def name_another_tensor(kept: dict[str, Any]) -> None:
-    kept["rows"]["qkv.weight"]["tensors"][1] = "v"
-
-
-def name_no_tensor(kept: dict[str, Any]) -> None:
-    kept["rows"]["qkv.weight"]["tensors"][1] = "none"
-
-
-def leave_the_tensor(kept: dict[str, Any]) -> None:
-    kept["rows"]["qkv.weight"]["rectangles"][1][0] = 10**9
-
-
-def leave_a_parameter_out(kept: dict[str, Any]) -> None:
-    del kept["rows"]["norm.weight"]
-
-
-def leave_all_out(kept: dict[str, Any]) -> None:
-    kept["rows"] = {}
-
-
-def take_a_packed_one_for_one_in_place(kept: dict[str, Any]) -> None:
-    kept["packed"] = []
-
-
-def add_a_layer_that_packs(kept: dict[str, Any]) -> None:
-    kept["handed_over"].append("other.weight")
+QKV = ("rows", "qkv.weight")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("place", "change"),
     [
-        swap_two_rows,
-        name_another_tensor,
-        name_no_tensor,
-        leave_the_tensor,
-        leave_a_parameter_out,
-        leave_all_out,
-        take_a_packed_one_for_one_in_place,
-        add_a_layer_that_packs,
-        lie_further_apart,
+        ((*QKV, "rectangles", 0), lambda part: [part[0] + 1, part[1], part[2] - 1, part[3]]),
+        ((*QKV, "tensors", 1), lambda _: "v"),
+        ((*QKV, "tensors", 1), lambda _: "none"),
+        ((*QKV, "rectangles", 1, 0), lambda _: 10**9),
+        ((*QKV, "steps"), lambda _: [1, 2, 1]),
+        (("rows",), lambda rows: {name: rows[name] for name in rows if name != "norm.weight"}),
+        (("rows",), lambda _: {}),
+        (("packed",), lambda _: []),
+        (("handed_over",), lambda names: [*names, "other.weight"]),
     ],
-)
+    ids=[
+        "other rows", "another tensor", "no tensor", "beyond the tensor", "further apart", "a parameter left out",
+        "all left out", "one in place taken for packed", "a layer that packs added",
+    ],
+)  # fmt: skip
 def test_a_cached_order_that_is_wrong_in_any_way_is_said_and_learned_again(
-    change: Callable[[dict[str, Any]], None], folder: Path, caplog
+    place: tuple[str | int, ...], change: Callable[[Any], Any], folder: Path, caplog
 ):
     learned = CountingWorker().find_order()
     (path,) = folder.iterdir()
     kept = json.loads(path.read_text())
-    change(kept)
+    *stem, last = place
+    part = functools.reduce(operator.getitem, stem, kept)
+    part[last] = change(part[last])
     path.write_text(json.dumps(kept))
     worker = CountingWorker()
     with caplog.at_level(logging.WARNING):

@@ -52,52 +52,50 @@ def test_the_cause_is_the_innermost_process_error_with_its_last_frames(name: str
     assert len(found.splitlines()) <= 10
 
 
-def test_the_worker_that_failed_first_counts_though_their_lines_are_mixed() -> None:
-    tracebacks = {
-        0: ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "    f()", "KeyError: 'the cause'"],
-        1: ["Traceback (most recent call last):", '  File "b.py", line 2, in g', "    g()", "ConnectionError: peer"],
-    }
-    mixed = [WORKER.format(rank, rank, "06", tracebacks[rank][line]) for line in range(4) for rank in (0, 1)]
-    assert find_cause(mixed).splitlines() == [
-        "in its worker:",
-        '  File "a.py", line 1, in f',
-        "    f()",
-        "KeyError: 'the cause'",
-    ]
+TRACEBACK = "Traceback (most recent call last):"
+OF_WORKERS = {
+    0: [TRACEBACK, '  File "a.py", line 1, in f', "    f()", "KeyError: 'the cause'"],
+    1: [TRACEBACK, '  File "b.py", line 2, in g', "    g()", "ConnectionError: peer"],
+}
+SURVIVED = [
+    *(WORKER.format(0, 0, "06", text) for text in (TRACEBACK, "KeyError: 'a request'")),
+    *(
+        f"(APIServer pid=1) WARNING 11-22 07:49:06 [base.py:380] {text}"
+        for text in (TRACEBACK, "ValueError: no template")
+    ),
+    "(APIServer pid=1) INFO 11-22 07:49:06 [loggers.py:1] Engine 000: 4 tokens/s",
+    "Killed",
+]
+DEATH = "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor."
+OF_CORE = [TRACEBACK, '  File "core.py", line 9, in step', "vllm.v1.engine.exceptions.EngineDeadError: of the core"]
+USAGE = [
+    *(f"  [--flag-{number}]" for number in range(300)),
+    "vllm_main.py: error: unrecognized arguments: --no-such-flag",
+]
 
 
-def test_a_survived_error_and_a_warning_are_not_the_cause() -> None:
-    early = [
-        WORKER.format(0, 0, "06", text) for text in ("Traceback (most recent call last):", "KeyError: 'a request'")
-    ]
-    warning = "(APIServer pid=1) WARNING 11-22 07:49:06 [base.py:380] "
-    warned = [f"{warning}Traceback (most recent call last):", f"{warning}ValueError: no template"]
-    log = [*early, *warned, "(APIServer pid=1) INFO 11-22 07:49:06 [loggers.py:1] Engine 000: 4 tokens/s", "Killed"]
-    found = find_cause(log)
-    assert found.splitlines()[-1] == "Killed"
-    assert "in its" not in found
-
-
-def test_a_killed_worker_is_named_before_the_cores_own_error() -> None:
-    core = "(EngineCore pid=5) ERROR 11-22 07:43:06 [multiproc_executor.py:300] "
-    log = [
-        f"{core}Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.",
-        f"{core}Traceback (most recent call last):",
-        f'{core}  File "core.py", line 9, in step',
-        f"{core}vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
-    ]
-    assert find_cause(log).splitlines()[:2] == [
-        "in its core:",
-        "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.",
-    ]
-
-
-def test_without_a_traceback_the_last_lines_are_given() -> None:
-    usage = [f"  [--flag-{number}]" for number in range(300)]
-    found = find_cause([*usage, "vllm_main.py: error: unrecognized arguments: --no-such-flag"])
-    assert found.splitlines()[-1] == "vllm_main.py: error: unrecognized arguments: --no-such-flag"
-    assert len(found.splitlines()) == 10
-    assert find_cause([]) == ""
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            [WORKER.format(rank, rank, "06", OF_WORKERS[rank][line]) for line in range(4) for rank in (0, 1)],
+            ["in its worker:", *OF_WORKERS[0][1:]],
+        ),
+        (
+            [
+                f"(EngineCore pid=5) ERROR 11-22 07:43:06 [multiproc_executor.py:300] {text}"
+                for text in (DEATH, *OF_CORE)
+            ],
+            ["in its core:", DEATH, *OF_CORE[1:]],
+        ),
+        (SURVIVED, SURVIVED),
+        (USAGE, USAGE[-10:]),
+        ([], []),
+    ],
+    ids=["the first of two workers", "a killed worker", "no error of the last minute", "no traceback", "nothing"],
+)
+def test_the_cause_is_what_failed_first_or_else_the_last_lines(log: list[str], cause: list[str]) -> None:
+    assert find_cause(log).splitlines() == cause
 
 
 CORE_LINE = "(EngineCore pid=7) INFO 11-26 18:00:01 [file.py:1] "

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.errors import InputError
 from megatron_rl.sidecar.vllm import received
-from megatron_rl.sidecar.vllm.received import Maps, map_file_tensors
+from megatron_rl.sidecar.vllm.received import Maps, map_file_tensors, read_started_from
 
 TENSORS = {"b.weight": torch.arange(12.0).view(4, 3), "a.bias": torch.arange(5).to(torch.bfloat16)}
 
@@ -85,6 +85,13 @@ def test_a_folder_without_tensors_and_half_a_file_are_errors(tmp_path: Path) -> 
     os.truncate(folder / "model.safetensors", 200)
     with pytest.raises(InputError, match="cannot be read"):
         map_file_tensors(folder)
+
+
+def test_an_engine_that_starts_from_mxfp4_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    blocks = {"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8)}
+    save_file(blocks, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="experts in MXFP4.*start them from a folder of the model in bfloat16"):
+        read_started_from(tmp_path)
 
 
 class Device:

@@ -1,5 +1,6 @@
 """The patches of vLLM, with stand-ins for its classes: what they change, and the vLLM that they leave alone."""
 
+import importlib.util
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -8,20 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl.errors import PlatformError
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar.vllm.patches import (
     NOT_APPLIED,
     describe_draft_model,
     expand_values,
     find_wrong_rotations,
+    join_projections,
     patch_expansion,
     patch_method,
     patch_runner,
+    patch_stacked_experts,
     patch_wrapper,
     take_names_off,
 )
-from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
+from megatron_rl.sidecar.vllm.received import read_started_from
+from tests import hf_models
 
 TOKENS, INPUTS, WIDTHS, RANK, SLOTS, SCALE = 5, 24, (16, 8, 8), 4, 3, 0.5
 
@@ -232,6 +239,54 @@ def test_sinks_are_loaded_by_their_loader_and_each_rank_takes_its_heads() -> Non
     assert names == {"model.attn.sinks", "norm"}
     assert [one.tolist() for one in loads] == [[2.0, 3.0]]
     assert list(model.given) == ["norm"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.draw("gpt_oss", tmp_path_factory.mktemp("model"))
+
+
+def test_the_checkpoint_of_an_engine_has_the_tensors_that_are_published(folder: Path) -> None:
+    published = {spec.name: spec.shape for spec in Mapping(read_architecture(folder)).manifest()}
+    assert {name: tuple(tensor.shape) for name, tensor in read_started_from(folder).items()} == published
+
+
+@pytest.mark.parametrize("num_calls", [1, 7])
+def test_an_expert_comes_as_the_files_store_it_however_the_weights_are_divided(folder: Path, num_calls: int) -> None:
+    stored = load_file(folder / "model.safetensors")
+    # An order in which the parts of an expert are far apart.
+    given = sorted(read_started_from(folder).items(), key=lambda one: one[0][::-1])
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    found: dict[str, torch.Tensor] = {}
+    for call in range(num_calls):
+        # A stream's memory, which is used again after each call.
+        weights = [(name, tensor.clone()) for name, tensor in given[call::num_calls]]
+        found |= {name: tensor.clone() for name, tensor in join_projections(iter(weights), waiting)}
+        for _, tensor in weights:
+            tensor.fill_(torch.nan)
+    assert not waiting
+    experts = {"gate_up_proj": "w13_weight", "gate_up_proj_bias": "w13_bias"}
+    experts |= {"down_proj": "w2_weight", "down_proj_bias": "w2_bias"}
+    for name, tensor in stored.items():
+        block, _, stem = name.rpartition(".")
+        if stem in experts:
+            for expert, own in enumerate(tensor):
+                assert torch.equal(found.pop(f"{block}.{expert}.{experts[stem]}"), own), name
+        else:
+            assert torch.equal(found.pop(name), tensor), name
+    assert not found
+
+
+def test_the_gpt_oss_of_the_vllm_that_is_installed_is_known() -> None:
+    # Importing it takes as long as all tests here.
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    text = (Path(package.origin).parent / "model_executor" / "models" / "gpt_oss.py").read_text()
+    for part in ("def _load_weights_other(", "def _try_load_streamed_expert(", '"w13_bias": "gpt_oss_w13"'):
+        assert part in text
+    _, model = text.split("class GptOssForCausalLM(")
+    assert "    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:" in model
 
 
 def test_each_drafted_token_gets_the_temperature_of_its_request():

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +25,9 @@ from megatron_rl.sidecar.engines import (
     WrongWeights,
 )
 from megatron_rl.sidecar.vllm import routes
-from megatron_rl.sidecar.vllm.answers import Limits
-from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.routes import AdaptersName, Cut, GroupAnswer, GroupCall, GroupChoice, Routes
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER, HoldsOutputs
+from tests.sidecar.mock_server import connect, connect_always, reply
 
 CALL = GroupCall("r", b"", {"n": 2}, "3:abc")
 ANSWER = GroupAnswer([])
@@ -136,18 +134,6 @@ def test_a_call_that_cannot_be_read_is_refused():
     assert ask(call=b"\xc1 no message")[0]["status"] == 400
 
 
-def connect(answer: Callable[[httpx.Request], Any]) -> VllmEngine:
-    """Make an engine whose server answers in this way."""
-    engine = VllmEngine("engine-0", "/nowhere")
-    engine.limits = Limits(max_model_len=8, max_num_seqs=1, vocab_size=9)
-    engine._connection._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://engine")
-    return engine
-
-
-def connect_always(answer: msgspec.Struct) -> VllmEngine:
-    return connect(lambda request: httpx.Response(200, content=msgspec.msgpack.encode(answer)))
-
-
 class Paused:
     """A server that answers 503 to `num_refusals` groups, and then samples."""
 
@@ -164,7 +150,7 @@ class Paused:
         if self.answered[-1] == 503:
             return self.refuse()
         choice = GroupChoice(0, "length", pack(4), pack(4), pack(-1, dtype="<f4"), [routes.GroupSpan("3:abc", 0, 1)])
-        return httpx.Response(200, content=msgspec.msgpack.encode(GroupAnswer([choice])))
+        return reply(GroupAnswer([choice]))
 
     def refuse(self) -> httpx.Response:
         return httpx.Response(503, content=b"RetryableRequestError: Generation is paused.")

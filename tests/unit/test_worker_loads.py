@@ -1,7 +1,7 @@
 """The loads of weights by a worker: what is proved, refused, and reported, with a stand-in for the model."""
 
 import asyncio
-import contextlib
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -16,16 +16,17 @@ from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import FileSource
 from megatron_rl.shared.weights.files import read_digests, write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
-from megatron_rl.shared.weights.mapping import TensorSpec
+from megatron_rl.shared.weights.offer import write_offer
 from megatron_rl.sidecar.engines import EngineRefused, WeightsNotWritten, WrongWeights
-from megatron_rl.sidecar.vllm.engine import VllmEngine
 from megatron_rl.sidecar.vllm.held import LoadProof, NotHeld
 from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.in_place import Places
 from megatron_rl.sidecar.vllm.parts import encode_places
-from megatron_rl.sidecar.vllm.received import NotWritten, Refusal
+from megatron_rl.sidecar.vllm.received import NotWritten, Refusal, list_specs
 from megatron_rl.sidecar.vllm.routes import WorkersCall
 from megatron_rl.sidecar.vllm.worker import WorkerExtension, answered
+from tests.offers import HostSharing, Ranks
+from tests.sidecar.mock_server import connect, connect_always, reply
 from tests.unit.test_streams import (
     DIGESTS,
     FINGERPRINT,
@@ -153,13 +154,7 @@ def test_a_worker_copies_files_in_place_once_it_has_learned_where_tensors_lie(tm
 
 def test_a_worker_has_vllm_load_what_a_copy_would_round_and_names_it(tmp_path):
     extension, loads = copying_worker(tmp_path)
-    wide = TENSORS | {"a.bias": torch.full((5,), 1 + 2.0**-20)}
-    specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in wide.items()]
-    digests = {name: digest(tensor).tolist() for name, tensor in wide.items()}
-    save_file(wide, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").chmod(0o600)
-    write_digests(tmp_path, digests)
-    answer = load(extension, tmp_path, compute_fingerprint(specs, digests))
+    answer = load(extension, tmp_path, put(tmp_path, TENSORS | {"a.bias": torch.full((5,), 1 + 2.0**-20)}))
     assert answer["obstacles"] == ["1 parameters are narrower than their tensors: a.bias"]
     assert (answer["compared"], answer["uncompared"], loads) == (1, ("a.bias",), ["vLLM"])
 
@@ -186,22 +181,6 @@ def test_a_worker_leaves_loads_to_vllm_for_a_reason_that_it_gives(tmp_path, by):
     assert loads == ["vLLM"] * (1 + bool(obstacles))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"b.weight": None}, "1 tensors are missing: b.weight"),
-        ({"c.weight": (2,)}, "1 tensors are not in this model: c.weight"),
-        ({"b.weight": (4, 3)}, "1 tensors are of another shape: b.weight"),
-        ({"lm_head.weight": (9, 9)}, None),
-    ],
-)
-def test_tensors_must_be_those_of_the_checkpoint_that_the_engine_started_from(tmp_path, changes, message):
-    shapes = {spec.name: spec.shape for spec in SPECS} | changes
-    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items() if shape is not None]
-    with contextlib.nullcontext() if message is None else pytest.raises(Refusal, match=message):
-        worker(tmp_path).megatron_rl_held.check_complete(specs)
-
-
 def test_each_load_in_place_is_proved_by_what_the_parameters_hold_then_wherever_they_lie(tmp_path, monkeypatch):
     extension, loads = copying_worker(tmp_path)
     model = extension.model_runner.get_model()
@@ -219,14 +198,21 @@ def test_each_load_in_place_is_proved_by_what_the_parameters_hold_then_wherever_
     assert loads == []
 
 
+def test_a_worker_reads_files_if_it_would_have_to_digest_what_others_hold(tmp_path):
+    extension, _ = copying_worker(tmp_path)
+    held = extension.megatron_rl_held
+    held.find_sharing = HostSharing
+    held.order = dataclasses.replace(held.order, rows={"a.bias": held.order.rows["a.bias"]})
+    ranks = Ranks({name: tensor.float() for name, tensor in TENSORS.items()})
+    write_offer(tmp_path, ranks.offer(FINGERPRINT))
+    answer = load(extension, tmp_path)
+    assert answer["through"] == "files"
+    assert "1 tensors are held by other workers: b.weight" in answer["reasons"]
+
+
 def put_version(folder: Path, version: int) -> str:
     """Write other numbers with their digests; return their fingerprint."""
-    tensors = {name: tensor + version for name, tensor in TENSORS.items()}
-    digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "model.safetensors").chmod(0o600)
-    write_digests(folder, digests)
-    return compute_fingerprint(SPECS, digests)
+    return put(folder, {name: tensor + version for name, tensor in TENSORS.items()})
 
 
 def test_a_worker_reports_no_version_that_its_parameters_do_not_hold(tmp_path):
@@ -302,18 +288,16 @@ def test_a_tensor_that_workers_hold_wrongly_together_is_laid_to_the_engine_only_
     refusal = {"error": "1 tensors do not match the digests sent with them: b.weight", "code": "refused"}
     called = []
 
-    async def send(step, route, content):
-        call = msgspec.msgpack.decode(content, type=WorkersCall)
+    def answer(request):
+        call = msgspec.msgpack.decode(request.content, type=WorkersCall)
         called.append((call.method, call.arguments[1:]))
         if call.method == "megatron_rl_load":
-            return msgspec.msgpack.encode([FROM_FILES | {"obstacles": [], "shares": shares}])
-        return msgspec.msgpack.encode([{} if are_files_right else refusal])
+            return reply([FROM_FILES | {"obstacles": [], "shares": shares}])
+        return reply([{} if are_files_right else refusal])
 
-    engine = VllmEngine("e", "/no/socket")
-    engine._connection.send = send
     weights = msgspec.structs.replace(WEIGHTS, source=FileSource(folder="/folder"))
     with pytest.raises(WrongWeights if are_files_right else EngineRefused, match="b.weight") as caught:
-        asyncio.run(engine.load(weights))
+        asyncio.run(connect(answer).load(weights))
     assert type(caught.value) is (WrongWeights if are_files_right else EngineRefused)
     assert called[1:] == [("megatron_rl_check_files", ["b.weight"])]
 
@@ -332,6 +316,42 @@ def test_a_tensor_that_a_held_one_proves_is_not_digested_again(tmp_path, monkeyp
     assert digested == []
 
 
+def put(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """Write tensors with their digests; return their fingerprint."""
+    specs = list_specs(tensors)
+    digests = {name: digest(tensor).tolist() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o600)
+    write_digests(folder, digests)
+    return compute_fingerprint(specs, digests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b.weight": None}, "1 tensors are missing: b.weight"),
+        ({"c.weight": torch.ones(2)}, "1 tensors are not in this model: c.weight"),
+        ({"b.weight": torch.ones(4, 3)}, "1 tensors are of another shape: b.weight"),
+        # A tied output layer may be stored twice.
+        ({"lm_head.weight": torch.ones(9, 9)}, None),
+    ],
+    ids=str,
+)
+def test_tensors_must_be_those_of_the_checkpoint_that_the_engine_started_from(tmp_path, changes, message):
+    (tmp_path / "version").mkdir(mode=0o700)
+    model = Model()
+    extension = worker(tmp_path, model)
+    tensors = {name: tensor for name, tensor in (TENSORS | changes).items() if tensor is not None}
+    expected = put(tmp_path / "version", tensors)
+    (tmp_path / "version" / "digests.json").chmod(0o600)
+    if message is None:
+        extension.megatron_rl_held.check_complete(list_specs(tensors))
+        return
+    answer = load(extension, tmp_path / "version", expected)
+    assert answer == {"error": message, "code": "refused"}
+    assert not torch.equal(model.a.bias, TENSORS["a.bias"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -339,9 +359,11 @@ def test_a_tensor_that_a_held_one_proves_is_not_digested_again(tmp_path, monkeyp
         (lambda folder: (folder / "digests.json").write_text("{"), "digests.json cannot be read"),
         (lambda folder: (folder / "digests.json").write_text('{"b.weight": [1, 2]}'), "came without a digest: a.bias"),
         (lambda folder: write_digests(folder, DIGESTS | {"a.bias": [1, 2]}), "the weights received have fingerprint"),
+        (lambda folder: (folder / "model.safetensors").chmod(0o644), "model.safetensors must be private to user"),
     ],
+    ids=["no digests", "half a file", "one digest", "another digest", "open to others"],
 )
-def test_digests_that_do_not_fit_are_refused_before_a_weight_is_touched(tmp_path, change, message):
+def test_files_that_do_not_fit_are_refused_before_a_weight_is_touched(tmp_path, change, message):
     model = Model()
     extension = worker(tmp_path, model)
     change(tmp_path)
@@ -389,7 +411,7 @@ def test_an_engine_tells_refusals_apart_after_their_classes_were_renamed(kind, e
         raise renamed("the reason")
 
     answer = json.loads(json.dumps(answered(refuse)(None)))
-    with pytest.raises(expected, match="^engine e, worker 0, load: the reason$") as caught:
+    with pytest.raises(expected, match="^engine engine-0, worker 0, load: the reason$") as caught:
         call_workers([answer])
     assert type(caught.value) is expected
 
@@ -403,13 +425,4 @@ def test_a_refusal_with_an_unknown_code_is_an_error_that_says_so():
 
 def call_workers(answers):
     """Have an engine call workers that give these answers."""
-
-    async def send(*_):
-        return msgspec.msgpack.encode(answers)
-
-    async def call():
-        engine = VllmEngine("e", "/no/socket")
-        engine._connection.send = send
-        return await engine._workers("load", "megatron_rl_load")
-
-    return asyncio.run(call())
+    return asyncio.run(connect_always(answers)._workers("load", "megatron_rl_load"))

@@ -79,8 +79,7 @@ def read_responses(
             f"engine {engine}: request {request.request_id} has choices {[choice.index for choice in choices]}, "
             f"and {request.group_size} were asked for"
         )
-    fingerprint = tag.partition(":")[2]
-    responses = [_response(choice, request, engine, version, tag, fingerprint) for choice in choices]
+    responses = [_response(choice, request, engine, version, tag) for choice in choices]
     return _add_experts(responses, choices, answer, request, engine) if has_experts else responses
 
 
@@ -112,9 +111,7 @@ def _add_experts(
     return found
 
 
-def _response(
-    choice: GroupChoice, request: GroupRequest, engine: str, version: int, tag: str, fingerprint: str
-) -> Response:
+def _response(choice: GroupChoice, request: GroupRequest, engine: str, version: int, tag: str) -> Response:
     if wrong := _find_fault(choice, request):
         raise EngineRefused(f"engine {engine}: choice {choice.index} of request {request.request_id} {wrong}")
     return Response(
@@ -127,7 +124,7 @@ def _response(
             VersionSpan(version=str(version) if span.version == tag else span.version, start=span.start, end=span.end)
             for span in choice.spans or ()
         ],
-        fingerprint=fingerprint,
+        fingerprint=tag.partition(":")[2],
     )
 
 

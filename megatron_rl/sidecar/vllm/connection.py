@@ -106,19 +106,20 @@ class Connection:
 
     async def is_healthy(self) -> bool:
         """Check whether the server reports in time that it is healthy."""
-        try:
-            async with asyncio.timeout(self._health_seconds):
-                answer = await self._race(self._http.get("/health"))
-        except (TimeoutError, httpx.HTTPError, RuntimeError):
-            return False
-        self._was_healthy |= answer.status_code == 200
-        return answer.status_code == 200
+        answer = await self._get("/health")
+        is_healthy = answer is not None and answer.status_code == 200
+        self._was_healthy |= is_healthy
+        return is_healthy
 
     async def read_metrics(self) -> str | None:
         """Return the server's metrics; None if they do not come in time."""
+        answer = await self._get("/metrics")
+        return None if answer is None else answer.text
+
+    async def _get(self, route: str) -> httpx.Response | None:
         try:
             async with asyncio.timeout(self._health_seconds):
-                return (await self._race(self._http.get("/metrics"))).text
+                return await self._race(self._http.get(route))
         except (TimeoutError, httpx.HTTPError, RuntimeError):
             return None
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ from megatron_rl.sidecar.vllm.routes import (
 )
 from megatron_rl.sidecar.vllm.server import COMPILATION_FLAG, EXPERTS_FLAG, EXTENSION, PLAIN_ROTATION
 from megatron_rl.sidecar.vllm.server_log import describe_start, measure_server
-from megatron_rl.sidecar.vllm.updates import Updates
+from megatron_rl.sidecar.vllm.updates import FROM_FILES, Updates
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,6 @@ class VllmEngine:
         address: str,
         handle: Handle | None = None,
         deadlines: Deadlines = Deadlines(),
-        stream_place: streams.StreamPlace | None = None,
         pace: Pace | None = None,
         note_start: NoteStart = lambda name, seconds: None,
         scoring: Literal["ours", "vllm"] = "ours",
@@ -119,7 +118,7 @@ class VllmEngine:
         self.state = EngineState.STARTING
         self.limits = Limits(max_model_len=0, max_num_seqs=0, vocab_size=0)
         self.facts: dict[str, Any] = {}
-        self.stream_place = stream_place
+        self.stream_place: streams.StreamPlace | None = None
         self._handle = handle
         self._deadlines = deadlines
         self._version = -1
@@ -225,7 +224,11 @@ class VllmEngine:
         # Until the next commit, the tokens that it samples belong to no version.
         self._version, self._tag, self._has_adapters = -1, "", bool(weights.base)
         answers = await (self._load_stream(weights) if weights.is_streamed else self._load_files(weights))
-        way = _find_way(weights, answers)
+        if weights.is_streamed:
+            way: Way = "stream"
+        else:
+            # Files if any worker read some.
+            way = "ipc" if all(answer["through"] == "ipc" for answer in answers) else "files"
         if wrong := sorted(set(find_wrongly_shared(answers))):
             if way == "files":
                 # If the files are wrong, the engine is not.
@@ -409,7 +412,7 @@ class VllmEngine:
             raise self.host.explain_not_written(weights, error) from None
         if self._updates is not None:
             self._updates.tell(answers)
-            self._updates.tell_files(answers)
+            self._updates.tell(answers, "reasons", FROM_FILES)
         return answers
 
     async def _load_stream(self, weights: Weights) -> list[dict[str, Any]]:
@@ -418,29 +421,16 @@ class VllmEngine:
             raise EngineRefused(
                 f"engine {self.name} has no place in a stream: start it with --rollout-transport {source.transport}"
             )
-        await self._join(streams.list_join_calls(source, self.stream_place), source.address)
+        group = f"the group at {source.address}"
+        with self._waiting_for(f"its workers waited in {group} for the trainer and for the workers of other engines"):
+            for call in streams.list_join_calls(source, self.stream_place):
+                await self._connection.post("load", call.route, call.content)
         await self._workers("load", "megatron_rl_begin_stream")
-        await self._receive(streams.list_receive_calls(source), source.address)
+        slow = f"it was receiving from {group}: this engine, another one or the trainer may be the slow one"
+        for call in streams.list_receive_calls(source):
+            with self._waiting_for(slow) if call.route == streams.RECEIVE else contextlib.nullcontext():
+                await self._connection.post("load", call.route, call.content)
         return await self._workers("load", "megatron_rl_end_stream", weights.fingerprint)
-
-    async def _join(self, calls: Iterable[streams.EngineCall], location: str) -> None:
-        """Join the group that the trainer opens at this location."""
-        what = f"its workers waited in the group at {location} for the trainer and for the workers of other engines"
-        with self._waiting_for(what):
-            for call in calls:
-                await self._connection.post("load", call.route, call.content)
-
-    async def _receive(self, calls: Iterable[streams.EngineCall], location: str) -> None:
-        """Receive what the trainer sends in the group at this location, and leave the group."""
-        for call in calls:
-            if call.route == streams.RECEIVE:
-                with self._waiting_for(
-                    f"it was receiving from the group at {location}: this engine, another one or the trainer may be "
-                    "the slow one"
-                ):
-                    await self._connection.post("load", call.route, call.content)
-            else:
-                await self._connection.post("load", call.route, call.content)
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:
@@ -493,10 +483,3 @@ class VllmEngine:
             return None
         self._pace.note("silence", silence)
         return f"its core has made no progress for {silence:.0f} s with {self._num_in_flight} groups in flight"
-
-
-def _find_way(weights: Weights, answers: Sequence[Mapping[str, Any]]) -> Way:
-    """Return the way in which weights reached an engine's workers; files if any worker read some."""
-    if weights.is_streamed:
-        return "stream"
-    return "ipc" if all(answer["through"] == "ipc" for answer in answers) else "files"

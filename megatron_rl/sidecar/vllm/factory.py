@@ -47,9 +47,16 @@ class VllmFactory:
 
     def make_engine(self, name: str, handle: Handle, host: EngineHost = OWN_HOST) -> VllmEngine:
         """Make an engine of processes that are starting on a host."""
+        return self._make(name, handle.address, handle, host)
+
+    def adopt(self, name: str, address: str) -> VllmEngine:
+        """Use an engine that was started elsewhere on this host, given the path of its socket."""
+        return self._make(name, address, None, OWN_HOST)
+
+    def _make(self, name: str, address: str, handle: Handle | None, host: EngineHost) -> VllmEngine:
         return VllmEngine(
             name,
-            handle.address,
+            address,
             handle,
             self._deadlines,
             pace=self._pace,
@@ -57,18 +64,6 @@ class VllmFactory:
             scoring=self._config.scoring,
             replays_routing=self._config.replays_routing,
             host=host,
-        )
-
-    def adopt(self, name: str, address: str) -> VllmEngine:
-        """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return VllmEngine(
-            name,
-            address,
-            None,
-            self._deadlines,
-            pace=self._pace,
-            scoring=self._config.scoring,
-            replays_routing=self._config.replays_routing,
         )
 
     def release(self, name: str) -> None:

@@ -15,9 +15,9 @@ If a load breaks off in the model, the model is torn, and holds nothing from the
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,15 +30,13 @@ from megatron_rl.shared.weights.mapping import Mapping as WeightMapping
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, taken
 from megatron_rl.sidecar.vllm.adapters import AdapterSlot
-from megatron_rl.sidecar.vllm.derived import Sources, find_quantizing, find_stale
+from megatron_rl.sidecar.vllm.derived import find_quantizing, find_stale
 from megatron_rl.sidecar.vllm.held import (
-    TIED,
     InPlaceDigester,
     LoadProof,
     NotHeld,
     Order,
     compare,
-    digesting,
     find_stale_derived,
     get_layer,
     join_proofs,
@@ -48,6 +46,7 @@ from megatron_rl.sidecar.vllm.in_place import (
     OpenedMemory,
     OpenedOffer,
     Places,
+    describe,
     find_misfits,
     find_obstacles,
     find_unheld,
@@ -66,19 +65,11 @@ from megatron_rl.sidecar.vllm.received import (
     must_be_private,
     must_be_those_of,
     read_started_from,
+    recording,
 )
 
 Answer = dict[str, Any]
 Weights = Iterable[tuple[str, torch.Tensor]]
-
-
-class Worker(Protocol):
-    """vLLM's worker."""
-
-    rank: int
-    vllm_config: Any
-    model_runner: Any
-    reload_weights: Callable[..., None]
 
 
 class HeldModel:
@@ -87,7 +78,8 @@ class HeldModel:
     in_place_on: tuple[str, ...] = ("cuda",)
     """The types of devices on which files are copied in place."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Any) -> None:
+        """Begin with what vLLM's worker has loaded."""
         self.order: Order | None = None
         """The places of the tensors in the parameters; None until they are learned."""
         self.obstacles: tuple[str, ...] = ("the order of its parameters was not learned at its start",)
@@ -140,8 +132,7 @@ class HeldModel:
         """Load the tensors in a folder's files, each once it has arrived."""
         received = self.map_files(folder)
         specs = list_specs(received)
-        must_be_announced(specs, digests, expected)
-        self.check_complete(specs)
+        self._must_be_as_announced(specs, digests, expected)
         self.learn(specs)
         with arriving(folder, received, specs) as tensors:
             obstacles = self._find_obstacles(specs)
@@ -153,15 +144,12 @@ class HeldModel:
         """Copy weights from the trainer's devices, and compare the parameters with the digests that came."""
         assert self.memory is not None
         specs = list(opened.specs)
-        must_be_announced(specs, digests, expected)
-        self.check_complete(specs)
+        self._must_be_as_announced(specs, digests, expected)
         self._fingerprint = ""
-        with self._loading():
-            record, places = self._begin_copy()
+        with self._loading(), self._copying() as (record, places):
             for spec in specs:
                 record.note(spec)
             self.memory.copy(opened, places)
-            self._end_copy(record, places)
         try:
             proof = self.compare(record, digests)
         except NotHeld as error:
@@ -213,7 +201,7 @@ class HeldModel:
         self._is_torn = True
         self._fingerprint = ""
         stack = contextlib.ExitStack()
-        self._stream = stack, stack.enter_context(self._recorded(with_digests=True))
+        self._stream = stack, stack.enter_context(self._recording(with_digests=True))
 
     def end_stream(self, expected: str) -> Answer:
         """Check that all of the announced weights arrived."""
@@ -224,8 +212,7 @@ class HeldModel:
             pack_tied_layers(self._model)
         self._end_recording()
         digests = record.read_digests()
-        must_be_announced(record.specs, digests, expected)
-        self.check_complete(record.specs)
+        self._must_be_as_announced(record.specs, digests, expected)
         record.check_all_loaded()
         self._is_torn = False
         return self._hold(expected, self.compare(record, digests), digests)
@@ -272,20 +259,19 @@ class HeldModel:
         with self._loading():
             if is_in_place:
                 return self.copy(tensors)
-            with self._recorded() as recorded:
+            with self._recording() as record:
                 self.reload(tensors)
-                recorded.check_all_loaded()
-            return recorded
+                record.check_all_loaded()
+            return record
 
     def copy(self, tensors: Weights) -> Record:
         """Copy tensors into the parameters in place.
 
         Unlike vLLM's reload this clears no cache of encoders, since an engine of ours has none.
         """
-        record, places = self._begin_copy()
-        for name, tensor in record.noted(tensors, with_digests=False):
-            places.put(name, tensor)
-        self._end_copy(record, places)
+        with self._copying() as (record, places):
+            for name, tensor in record.noted(tensors, with_digests=False):
+                places.put(name, tensor)
         return record
 
     def reload(self, tensors: Weights) -> None:
@@ -338,6 +324,10 @@ class HeldModel:
         order = dataclasses.replace(self.order, handed_over=frozenset()) if record.is_in_place else self.order
         return compare(order, record.readings, digests, record.specs)
 
+    def _must_be_as_announced(self, specs: list[TensorSpec], digests: Mapping[str, list[int]], expected: str) -> None:
+        must_be_announced(specs, digests, expected)
+        self.check_complete(specs)
+
     def _hold(
         self, expected: str, proof: LoadProof, digests: Mapping[str, list[int]], obstacles: Sequence[str] = ()
     ) -> Answer:
@@ -359,17 +349,27 @@ class HeldModel:
         except CannotShare as refusal:
             return None, [str(refusal)]
         specs = list(opened.specs)
-        reasons = [*self._find_obstacles(specs), *find_unheld(self.order, specs, TIED)]
+        unheld = find_unheld(self.order, specs)
+        # A worker would have to digest these.
+        reasons = [*self._find_obstacles(specs), *describe([(unheld, "tensors are held by other workers")])]
         return None if reasons else opened, reasons
 
-    def _begin_copy(self) -> tuple[Record, Places]:
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[tuple[Record, Places]]:
+        """Copy tensors in this context; then wait for the copies, and digest the parameters."""
         assert self.order is not None
-        return Record(set(self.order.rows)), Places(self._model, self.order)
-
-    def _end_copy(self, record: Record, places: Places) -> None:
-        """Wait for the copies, and digest the parameters."""
+        record, places = Record(set(self.order.rows)), Places(self._model, self.order)
+        yield record, places
         places.wait()
         self.digest_in_place(record)
+
+    @contextlib.contextmanager
+    def _recording(self, with_digests: bool = False) -> Iterator[Record]:
+        """Record a load by vLLM in this context; then check the parameters that vLLM derives from others."""
+        with recording(self._model, self.order, self.list_loaded(), with_digests) as record:
+            yield record
+            if record.sources and (stale := find_stale(self._model, record.sources, self.tensor_rank)):
+                raise Refusal(f"{len(stale)} parameters do not follow from the weights: {', '.join(stale[:5])}")
 
     def _prove_base(self, base: str, dtype: str) -> tuple[LoadProof, dict[str, list[int]]]:
         """Prove once that the parameters hold the base, by loading the engine's own checkpoint.
@@ -427,10 +427,8 @@ class HeldModel:
     def _list_obstacles(self, specs: list[TensorSpec]) -> tuple[str, ...]:
         """List why vLLM must load this model's weights; learning the order came before."""
         assert self.order is not None
-        held = {tensor for rows in self.order.rows.values() for tensor in rows.tensors}
-        # Other workers may hold what this one does not.
         is_alone = self._config.parallel_config.world_size == 1
-        unheld = {spec.name for spec in specs} - held - {TIED} if is_alone else ()
+        unheld = find_unheld(self.order, specs) if is_alone else ()
         kind, quantization = self._device.type, self._config.model_config.quantization
         return (
             *([] if kind in self.in_place_on else [f"its device type is {kind}"]),
@@ -443,34 +441,6 @@ class HeldModel:
         if self.obstacles or self.order is None:
             return self.obstacles
         return tuple(find_misfits(self._model, self.order, specs))
-
-    @contextlib.contextmanager
-    def _recorded(self, with_digests: bool = False) -> Iterator[Record]:
-        """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded."""
-        model = self._model
-        sources = Sources(model)
-        # vLLM reports a layer that adapters wrap by the name that it has without them.
-        record = Record({_name_plainly(name) for name in self.list_loaded()} - sources.derived)
-        original = model.load_weights
-
-        def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-            noted = record.noted(weights, with_digests)
-            loaded = original(sources.keep(noted), *args, **kwargs)
-            record.loaded |= {_name_plainly(name) for name in loaded or ()}
-            return loaded
-
-        model.load_weights = load_weights
-        try:
-            if self.order is None:
-                yield record
-            else:
-                with digesting(model, self.order, record.dtypes) as record.readings:
-                    yield record
-            # Only the whole load has ended with what vLLM derives.
-            if sources.kept and (stale := find_stale(model, sources.kept, self.tensor_rank)):
-                raise Refusal(f"{len(stale)} parameters do not follow from the weights: {', '.join(stale[:5])}")
-        finally:
-            del model.load_weights
 
     def _end_recording(self) -> None:
         stream, self._stream = self._stream, None
@@ -506,7 +476,3 @@ class HeldModel:
     def _checkpoint(self) -> Path:
         """The folder that the engine started from."""
         return Path(self._config.model_config.model)
-
-
-def _name_plainly(parameter: str) -> str:
-    return parameter.replace(".base_layer.", ".")

@@ -35,7 +35,7 @@ from megatron_rl.shared.weights.fingerprint import DTYPES
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.offer import Offer, OfferedPiece, identify_host
 from megatron_rl.sidecar.vllm.derived import list_derived
-from megatron_rl.sidecar.vllm.held import Order, Rectangle, as_matrix
+from megatron_rl.sidecar.vllm.held import TIED, Order, Rectangle, as_matrix
 
 # Each piece is a copy of its own: beyond this number vLLM's reload may be faster.
 _MAX_PIECES = 4096
@@ -60,14 +60,14 @@ def find_obstacles(model: torch.nn.Module, order: Order, unheld: Collection[str]
         (divided, f"parameters hold more than {_MAX_PIECES} parts of tensors"),
         (unheld, "tensors are held by no parameter"),
     )
-    return [_describe(names, what) for names, what in found if names]
+    return describe(found)
 
 
 def find_misfits(model: torch.nn.Module, order: Order, specs: Iterable[TensorSpec]) -> list[str]:
     """Return why these tensors must be loaded by vLLM: a copy in place could not be proved, or would be incomplete."""
     given = {spec.name: DTYPES[spec.dtype] for spec in specs}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    absent = {tensor for rows in order.rows.values() for tensor in rows.tensors} - given.keys()
+    absent = _list_held(order) - given.keys()
     rounded = [
         name
         for name, rows in order.rows.items()
@@ -76,12 +76,21 @@ def find_misfits(model: torch.nn.Module, order: Order, specs: Iterable[TensorSpe
             for tensor in rows.tensors
         )
     ]
-    found = ((absent, "tensors did not come"), (rounded, "parameters are narrower than their tensors"))
-    return [_describe(names, what) for names, what in found if names]
+    return describe(((absent, "tensors did not come"), (rounded, "parameters are narrower than their tensors")))
 
 
-def _describe(names: Collection[str], what: str) -> str:
-    return f"{len(names)} {what}: {', '.join(sorted(names)[:_NAMED])}"
+def find_unheld(order: Order, specs: Iterable[TensorSpec]) -> set[str]:
+    """Return the tensors that a worker does not hold: others may."""
+    return {spec.name for spec in specs} - _list_held(order) - {TIED}
+
+
+def _list_held(order: Order) -> set[str]:
+    return {tensor for rows in order.rows.values() for tensor in rows.tensors}
+
+
+def describe(found: Iterable[tuple[Collection[str], str]]) -> list[str]:
+    """Name the first of some tensors or parameters, each list with what they are."""
+    return [f"{len(names)} {what}: {', '.join(sorted(names)[:_NAMED])}" for names, what in found if names]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,15 +249,6 @@ class OpenedMemory:
 
 def _drop_build(version: str) -> str:
     return version.partition("+")[0]
-
-
-def find_unheld(order: Order, specs: Sequence[TensorSpec], tied: str) -> list[str]:
-    """Return why a worker must read files: it would have to digest tensors that it does not hold."""
-    held = {tensor for rows in order.rows.values() for tensor in rows.tensors}
-    unheld = sorted({spec.name for spec in specs} - held - {tied})
-    if not unheld:
-        return []
-    return [f"{len(unheld)} tensors are held by other workers: {', '.join(unheld[:_NAMED])}"]
 
 
 def _view(memory: torch.Tensor, piece: OfferedPiece) -> torch.Tensor:

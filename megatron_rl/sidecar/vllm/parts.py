@@ -4,26 +4,19 @@ The first part is the server. The others are headless: they have workers, and no
 first part's host, then at ports that the kernel chooses, on the hosts' addresses.
 """
 
-import array
 import dataclasses
-import fcntl
 import ipaddress
 import json
 import socket
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_rl.errors import InputError, PlatformError
 
 HEADLESS = "--headless"
-_LIST_ADDRESSES = 0x8912
-"""The number of SIOCGIFCONF: the kernel lists all addresses of IPv4, each with its interface."""
-_ENTRY = struct.Struct("16s4x4s16x")
-"""An entry of its answer: the interface's name, then an address of 24 bytes, of which four are IPv4's."""
-_MOST_ADDRESSES = 1024
-_ADDRESSES_OF_IPV6 = Path("/proc/net/if_inet6")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +63,11 @@ def find_interface(host: str) -> str:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(f"{host!r}, an address of this host, cannot be found: {error}") from None
-    wanted = {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos}
-    for interface, address in (*_list_ipv4(), *_list_ipv6()):
-        if address in wanted:
-            return interface
+    wanted = {_read_address(str(info[4][0])) for info in infos}
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6) and _read_address(address.address) in wanted:
+                return interface
     raise InputError(
         f"no network interface of this host has the address {host}: an engine over several hosts needs it, so name the "
         "host in the file of --rollout-hosts by an address of its own"
@@ -107,17 +101,6 @@ def run_headless(words: list[str]) -> None:
     run_headless(arguments)
 
 
-def _list_ipv4() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
-    entries = array.array("B", bytes(_ENTRY.size * _MOST_ADDRESSES))
-    place, _ = entries.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        answer = fcntl.ioctl(asking, _LIST_ADDRESSES, struct.pack("iP", len(entries), place))
-    (num_bytes, _) = struct.unpack("iP", answer)
-    for interface, address in _ENTRY.iter_unpack(entries.tobytes()[:num_bytes]):
-        yield interface.partition(b"\0")[0].decode(), ipaddress.IPv4Address(address)
-
-
-def _list_ipv6() -> Iterator[tuple[str, ipaddress.IPv6Address]]:
-    for line in _ADDRESSES_OF_IPV6.read_text().splitlines() if _ADDRESSES_OF_IPV6.exists() else ():
-        digits, _, _, _, _, interface = line.split()
-        yield interface, ipaddress.IPv6Address(int(digits, 16))
+def _read_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Read an address without its zone."""
+    return ipaddress.ip_address(text.partition("%")[0])

@@ -1,54 +1,104 @@
-"""Patches of vLLM on CPUs, each applied only if the installed version has the fault, and trials of what has no patch.
+"""Patches of vLLM, each applied only if the installed version has the fault, and trials of what has no patch.
+
+On CPUs:
 
 - Experts that are updated in place compute nonsense, because the CPU kernel needs their weights in a layout of its own.
   When the model is loaded, vLLM 0.32 packs them. It copies later updates unpacked into memory that is read as packed.
-  With `patch_experts_updated_in_place` they are packed each time.
+  With `patch_method` they are packed each time.
 - An output layer that is tied to the embedding keeps its old weights. When the model is loaded, vLLM 0.32 packs each
   layer into a copy of its own; later it packs only the layers that receive tensors. A tied output layer receives none.
   With `pack_tied_layers` it is packed after each load.
 - A request with a seed and a split prefill ends the engine. After each step but the last of such a prefill, vLLM takes
   back the random number that it drew, by resetting the offset of the request's generator. A CPU's generator has no
-  offset ("CPU Generator does not use offset"). `patch_seeded_partial_prefill` saves the generator's state and restores
-  it after the step, so that the discarded draw does not advance it, as vLLM intends.
+  offset ("CPU Generator does not use offset"). `patch_runner` saves the generator's state and restores it after the
+  step, so that the discarded draw does not advance it, as vLLM intends.
 - Drafted tokens are sampled at a temperature that is read from memory never written. vLLM 0.32 gives each drafted token
-  the temperature of its request, but on a CPU writes them to a copy. With `patch_temperatures_of_drafts` they are given
-  by plain operations of torch.
+  the temperature of its request, but on a CPU writes them to a copy. With `patch_expansion` they are given by plain
+  operations of torch.
 - The products of adapters copy both factors once for each token, since each token may name others. An engine of ours
-  holds the adapters of one version, so two plain products of matrices give the same. With `patch_products_of_adapters`
-  only a step whose tokens name several adapters, or none, is left to vLLM.
+  holds the adapters of one version, so two plain products of matrices give the same. With `patch_wrapper` only a step
+  whose tokens name several adapters, or none, is left to vLLM.
 - Multi-latent attention gives the rotation for CPUs [tokens, heads, columns], and each head is read as a token. It
   rotates heads by the positions of other tokens, and reads and writes past the ends of tensors. `server.PLAIN_ROTATION`
   makes vLLM rotate in torch, and `find_wrong_rotations` tries the result.
 
+On every device GPT-OSS is taught to load the tensors of each expert, and its sinks, in a model that computes already
+(`patch_stacked_experts`). Its files store the experts of a layer in one tensor (`shared/weights/stored_forms.py`). A
+trainer publishes the tensors of each expert. vLLM 0.32 can load one expert at a time, under names of its own: gates and
+ups in one tensor, and the down projection, both transposed. These are made here, so that no more than an expert is
+copied. When vLLM loads sinks at its start, it copies them into the parameter. In a later update the parameter is a
+placeholder without memory, so that the copy has no effect and the old sinks stay, without an error. Here its loader is
+called, as for any other parameter.
+
 A worker on a CPU also closes files and sockets that other processes could open, once they have been used.
 
-Letters: T tokens, I inputs, K the slot's rank, O outputs.
+Letters: T tokens, I inputs, K the slot's rank, O outputs. R rows of an expert's projection, C its columns.
 """
 
+import functools
 import importlib
 import inspect
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_rl.errors import PlatformError
+from megatron_rl.shared.weights.stored_forms import parse_part
 
-_MOE_MARK = "megatron_rl_moe_patch"
 NOT_APPLIED = "not applied"
+Patch = Callable[..., str]
+"""A function that changes its first argument, and returns a report."""
 
 
-def patch_experts_updated_in_place(model: Any) -> str:
-    """Patch vLLM if the model needs it; return a report of the patch."""
+def once(patch: Patch) -> Patch:
+    """Mark what a patch has changed, so that it is not changed again."""
+    mark = f"megatron_rl_{patch.__name__}"
+
+    @functools.wraps(patch)
+    def call(target: Any, *arguments: Any) -> str:
+        if getattr(target, mark, False):
+            return "applied before"
+        report = patch(target, *arguments)
+        if report == "applied":
+            setattr(target, mark, True)
+        return report
+
+    return call
+
+
+def list_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def patch_on_cpu(model: Any, config: Any) -> Mapping[str, str]:
+    """Apply the patches that a worker on a CPU needs for a model, in vLLM's configuration; return their reports."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return "not needed: not a CPU"
-    if not has_experts(model):
-        return "not needed: no experts"
+        return dict.fromkeys(("moe_patch", "seed_patch", "draft_patch", "products_patch"), "not needed: not a CPU")
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    reports = {
+        "moe_patch": "not needed: no experts",
+        "seed_patch": patch_runner(GPUModelRunner),
+        "draft_patch": "not needed: no drafts",
+        "products_patch": "not needed: no adapters",
+    }
+    if has_experts(model):
+        reports["moe_patch"] = _patch_experts()
+    if config.speculative_config is not None:
+        reports["draft_patch"] = patch_expansion(importlib.import_module("vllm.v1.sample.rejection_sampler"))
+    if config.lora_config is not None:
+        wrappers = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
+        reports["products_patch"] = patch_wrapper(wrappers.PunicaWrapperCPU)
+    return reports
+
+
+def _patch_experts() -> str:
     try:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     except ImportError:
@@ -66,18 +116,14 @@ def returns_experts(vllm_config: Any) -> bool:
     return bool(getattr(config, "enable_return_routed_experts", False))
 
 
+@once
 def patch_method(method: Any) -> str:
-    """Patch vLLM's method for experts; return a report of the patch.
-
-    An unknown vLLM is not changed: it may not have the fault.
-    """
-    if getattr(method, _MOE_MARK, False):
-        return "applied before"
+    """Patch vLLM's method for experts. An unknown vLLM is not changed: it may not have the fault."""
     process = method.process_weights_after_loading
     setup = inspect.getsource(getattr(method, "_setup_kernel", method))
     guarded = setup.partition("if not is_weight_update:")[2]
     is_known = "fused_experts.process_weights_after_loading(layer)" in guarded
-    if not is_known or tuple(inspect.signature(process).parameters) != ("self", "layer"):
+    if not is_known or list_parameters(process) != ("self", "layer"):
         return f"{NOT_APPLIED}: this vLLM sets its experts up in another way"
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
@@ -87,7 +133,6 @@ def patch_method(method: Any) -> str:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     method.process_weights_after_loading = process_weights_after_loading
-    setattr(method, _MOE_MARK, True)
     return "applied"
 
 
@@ -107,39 +152,24 @@ def pack_tied_layers(model: Any) -> list[str]:
     return packed
 
 
-_SEED_MARK = "megatron_rl_seed_patch"
 # Parameters as in vLLM 0.32. Another vLLM may have fixed the fault, or moved the patched functions.
 _SAMPLE = ("self", "logits", "spec_decode_metadata")
 _BOOKKEEP = ("self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens")
 
 
-def patch_seeded_partial_prefill() -> str:
-    """Patch vLLM if needed; return a report of the patch."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return "not needed: not a CPU"
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    return patch_runner(GPUModelRunner)
-
-
+@once
 def patch_runner(runner: Any) -> str:
-    """Patch vLLM's runner of models; return a report of the patch."""
-    if getattr(runner, _SEED_MARK, False):
-        return "applied before"
+    """Have vLLM's runner of models keep the states of generators whose draws it discards."""
     bookkeep, sample = runner._bookkeeping_sync, runner._sample
     if "set_offset" not in inspect.getsource(bookkeep):
         return "not needed: vLLM takes no offset back"
     for function, parameters in ((sample, _SAMPLE), (bookkeep, _BOOKKEEP)):
-        found = tuple(inspect.signature(function).parameters)
-        if found != parameters:
+        if (found := list_parameters(function)) != parameters:
             raise PlatformError(
                 f"vLLM's {function.__name__} takes {found}, but the patch for seeded requests on CPUs expects "
                 f"{parameters}: use vLLM 0.32, or check whether this version still needs {__name__}"
             )
     runner._sample, runner._bookkeeping_sync = _keeping_discarded(sample), _without_generators(bookkeep)
-    setattr(runner, _SEED_MARK, True)
     return "applied"
 
 
@@ -173,22 +203,10 @@ def _without_generators(bookkeep: Any) -> Any:
 _EXPAND = ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
 
 
-def patch_temperatures_of_drafts(speculation: Any) -> str:
-    """Have vLLM give each drafted token the temperature of its request; return a report of the patch."""
-    if speculation is None:
-        return "not needed: no drafts"
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return "not needed: not a CPU"
-    return patch_expansion(importlib.import_module("vllm.v1.sample.rejection_sampler"))
-
-
 def patch_expansion(sampler: Any) -> str:
     """Replace the function that gives each token its request's value, if it gives another; return a report."""
     expand = sampler.expand_batch_to_tokens
-    found = tuple(inspect.signature(expand).parameters)
-    if found != _EXPAND:
+    if (found := list_parameters(expand)) != _EXPAND:
         raise PlatformError(
             f"vLLM's expand_batch_to_tokens takes {found}, but the patch for drafts on CPUs expects {_EXPAND}: use "
             "vLLM 0.32, or drop --rollout-speculative"
@@ -257,33 +275,19 @@ def _rotates_rightly(layer: Any) -> bool:
     return all(torch.allclose(a, b, rtol=0, atol=_TOLERANCE) for a, b in zip(found, wanted, strict=True))
 
 
-_PRODUCTS_MARK = "megatron_rl_products_patch"
 _SLOT = "megatron_rl_slot_of_step"
 # As in vLLM 0.32.
 _ADD = ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs")
 _UPDATE = ("self", "mapping", "lora_index_to_id", "max_loras", "vocab_size", "kwargs")
 
 
-def patch_products_of_adapters(lora: Any) -> str:
-    """Have vLLM compute the products plainly, given its settings of adapters; return a report."""
-    if lora is None:
-        return "not needed: no adapters"
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return "not needed: not a CPU"
-    return patch_wrapper(importlib.import_module("vllm.lora.punica_wrapper.punica_cpu").PunicaWrapperCPU)
-
-
+@once
 def patch_wrapper(wrapper: Any) -> str:
-    """Patch vLLM's class that computes the products; return a report of the patch."""
-    if getattr(wrapper, _PRODUCTS_MARK, False):
-        return "applied before"
+    """Have vLLM's class compute the products of adapters plainly."""
     add, update = wrapper.add_lora_linear, wrapper.update_metadata
-    if [tuple(inspect.signature(function).parameters) for function in (add, update)] != [_ADD, _UPDATE]:
+    if [list_parameters(function) for function in (add, update)] != [_ADD, _UPDATE]:
         return f"{NOT_APPLIED}: this vLLM computes adapters in another way"
     wrapper.add_lora_linear, wrapper.update_metadata = _adding_plainly(add), _noting_slot(update)
-    setattr(wrapper, _PRODUCTS_MARK, True)
     return "applied"
 
 
@@ -328,14 +332,100 @@ def _adding_plainly(add: Any) -> Any:
     return add_lora_linear
 
 
+_WAITING = "megatron_rl_waiting"
+_SINKS = ".self_attn.sinks"
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+LoadWeights = Callable[[Any, Weights], set[str]]
+Waiting = dict[str, dict[str, torch.Tensor]]
+"""Under vLLM's name for a gate and an up projection together: the one of them that has come."""
+
+
+def patch_stacked_experts(model: Any, tensor_rank: int) -> str:
+    """Patch the model's class if it needs it; `tensor_rank` is this worker's rank among those that divide heads."""
+    inner = getattr(model, "model", None)
+    if not hasattr(inner, "_load_weights_other"):
+        return "not needed: its files store each expert"
+    if not hasattr(inner, "_try_load_streamed_expert"):
+        return f"{NOT_APPLIED}: this vLLM cannot load one expert at a time"
+    return _patch_loading(type(model), tensor_rank)
+
+
+@once
+def _patch_loading(kind: Any, tensor_rank: int) -> str:
+    original: LoadWeights = kind.load_weights
+    if list_parameters(original) != ("self", "weights"):
+        return f"{NOT_APPLIED}: this vLLM loads weights in another way"
+
+    def load_weights(self: Any, weights: Weights) -> set[str]:
+        waiting: Waiting = self.__dict__.setdefault(_WAITING, {})
+        loaded: set[str] = set()
+        return original(self, _without_sinks(self, join_projections(weights, waiting), loaded, tensor_rank)) | loaded
+
+    kind.load_weights = load_weights
+    return "applied"
+
+
+def _without_sinks(
+    model: Any, weights: Weights, loaded: set[str], tensor_rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load the sinks of the model's own heads, and yield all other weights."""
+    for name, tensor in weights:
+        if not name.endswith(_SINKS):
+            yield name, tensor
+            continue
+        own_name = name.replace(".self_attn.", ".attn.")
+        try:
+            parameter = model.get_parameter(own_name)
+        except AttributeError:
+            # Another pipeline stage has the layer.
+            continue
+        num_heads = len(parameter)
+        own = tensor.narrow(0, tensor_rank * num_heads, num_heads)
+        getattr(parameter, "weight_loader", _copy)(parameter, own)
+        loaded.add(own_name)
+
+
+def _copy(parameter: torch.Tensor, given: torch.Tensor) -> None:
+    parameter.data.copy_(given)
+
+
+def join_projections(weights: Weights, waiting: Waiting) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield an expert's tensors under vLLM's names for them, and all others as they are.
+
+    The gate or the up projection that comes first waits for the other one, which may come in a later call.
+    """
+    for name, tensor in weights:
+        part = parse_part(name)
+        if part is None:
+            yield name, tensor
+            continue
+        stem = f"{part.block}.{part.expert}"
+        if part.projection == "down":
+            yield f"{stem}.w2_{part.kind}", tensor.T if tensor.dim() > 1 else tensor
+            continue
+        name = f"{stem}.w13_{part.kind}"
+        parts = waiting.setdefault(name, {})
+        parts[part.projection] = tensor
+        if len(parts) == 2:
+            del waiting[name]
+            # In turn: gate, up, gate, up.
+            joined_RC = torch.stack((parts["gate"], parts["up"]), dim=1).flatten(0, 1)
+            yield name, joined_RC.T if joined_RC.dim() > 1 else joined_RC
+    for parts in waiting.values():
+        # The memory of a tensor that came in a stream is used again.
+        parts |= {projection: tensor.clone() for projection, tensor in parts.items()}
+
+
 _FOLDER = Path("/dev/shm")
 # The prefix of files that vLLM's kernels make. Python's own tracker process removes the files that Python makes.
 _PREFIX = "vllm_dist_"
 
 
-def take_names_off(maps: Path = Path("/proc/self/maps"), folder: Path = _FOLDER) -> int:
+def take_names_off(folder: Path = _FOLDER) -> int:
     """Unlink the kernels' shared-memory files that this process maps; return their number."""
-    mapped = {Path(fields[5]) for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {Path(fields[5]) for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     # Another worker may have unlinked a file already.
     found = [path for path in mapped if path.parent == folder and path.name.startswith(_PREFIX) and path.exists()]
     for path in found:

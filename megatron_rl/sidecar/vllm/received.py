@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,7 +27,8 @@ from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, 
 from megatron_rl.shared.weights.folders import Arrival, is_in_memory
 from megatron_rl.shared.weights.mapping import TensorSpec
 from megatron_rl.shared.weights.stored_forms import BLOCKS, split_stored
-from megatron_rl.sidecar.vllm.held import TIED, Readings
+from megatron_rl.sidecar.vllm.derived import Sources
+from megatron_rl.sidecar.vllm.held import TIED, Order, Readings, digesting
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -50,6 +52,8 @@ class Record:
         self._digests: dict[str, torch.Tensor] = {}
         self.readings: Readings[torch.Tensor | None] | None = None
         self.is_in_place = False
+        self.sources: Mapping[str, torch.Tensor] = {}
+        """Copies of the tensors that derived parameters must follow from."""
 
     def noted(
         self, weights: Iterable[tuple[str, torch.Tensor]], with_digests: bool
@@ -78,6 +82,41 @@ class Record:
         # vLLM only logs this.
         if missing := sorted(self.parameters - self.loaded):
             raise Refusal(f"{len(missing)} parameters were not loaded: {', '.join(missing[:5])}")
+
+
+@contextlib.contextmanager
+def recording(
+    model: Any, order: Order | None, parameters: Iterable[str], with_digests: bool = False
+) -> Iterator[Record]:
+    """Record the tensors that the model's `load_weights` gets, and the names that it reports as loaded.
+
+    `parameters` are those that tensors are loaded into.
+    """
+    sources = Sources(model)
+    # vLLM reports a layer that adapters wrap by the name that it has without them.
+    record = Record({_name_plainly(name) for name in parameters} - sources.derived)
+    record.sources = sources.kept
+    original = model.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        noted = record.noted(weights, with_digests)
+        loaded = original(sources.keep(noted), *args, **kwargs)
+        record.loaded |= {_name_plainly(name) for name in loaded or ()}
+        return loaded
+
+    model.load_weights = load_weights
+    try:
+        if order is None:
+            yield record
+        else:
+            with digesting(model, order, record.dtypes) as record.readings:
+                yield record
+    finally:
+        del model.load_weights
+
+
+def _name_plainly(parameter: str) -> str:
+    return parameter.replace(".base_layer.", ".")
 
 
 def must_be_those_of(
@@ -128,30 +167,26 @@ def must_be_private(folder: Path, user: int) -> None:
             )
 
 
-def wait_for_each(
-    tensors: Mapping[str, torch.Tensor], arrival: Arrival, missing: list[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor once it is written.
-
-    A tensor that will never be written is yielded too, and named in `missing`: vLLM cannot resume a load that failed
-    half-way.
-    """
-    for name, tensor in tensors.items():
-        if missing or not arrival.wait_for(name):
-            missing.append(name)
-        yield name, tensor
-
-
 @contextlib.contextmanager
 def arriving(
     folder: Path, tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
 ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Yield an iterator over the tensors of a folder, each once it is written; raise NotWritten if some never are."""
+    """Yield an iterator over the tensors of a folder, each once it is written; raise NotWritten if some never are.
+
+    The iterator has these too: vLLM cannot resume a load that failed half-way.
+    """
     missing: list[str] = []
+
+    def wait_for_each() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            if missing or not arrival.wait_for(name):
+                missing.append(name)
+            yield name, tensor
+
     with Arrival(folder, specs) as arrival:
         if not arrival.is_coming():
             raise NotWritten(f"{folder} lacks weights, and no trainer is writing them any more")
-        yield wait_for_each(tensors, arrival, missing)
+        yield wait_for_each()
     if missing:
         raise NotWritten(f"the trainer ended before it had written {len(missing)} tensors: {', '.join(missing[:5])}")
 

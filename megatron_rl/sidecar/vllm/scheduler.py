@@ -16,6 +16,7 @@ vLLM loads `build_scheduler` by its flag --scheduler-cls.
 
 import dataclasses
 import logging
+import operator
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
@@ -33,33 +34,21 @@ _MOST_PIECES = 64
 _log = logging.getLogger(__name__)
 
 
-def _take_first(values: Sequence[Any]) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
-def _take_last(values: Sequence[Any]) -> Any:
-    return next((value for value in reversed(values) if value is not None), None)
-
-
 def _join_lists(values: Sequence[Any]) -> Any:
-    given = [value for value in values if value is not None]
-    return [item for value in given for item in value] if given else None
-
-
-def _join_arrays(values: Sequence[Any]) -> Any:
-    given = [value for value in values if value is not None]
-    return np.concatenate(given) if given else None
+    return [item for value in values for item in value]
 
 
 def _join_log_probs(values: Sequence[Any]) -> Any:
     """Join vLLM's lists of log-probs, each a tuple of arrays over tokens."""
-    given = [value for value in values if value is not None]
-    if not given:
-        return None
-    columns = zip(*given, strict=True)
-    return type(given[0])._make(_join_arrays(parts) if isinstance(parts[0], np.ndarray) else None for parts in columns)
+    columns = zip(*values, strict=True)
+    joined = (
+        np.concatenate([part for part in parts if part is not None]) if isinstance(parts[0], np.ndarray) else None
+        for parts in columns
+    )
+    return type(values[0])._make(joined)
 
 
+_take_first, _take_last = operator.itemgetter(0), operator.itemgetter(-1)
 # How the values of each field of an output are joined, in the order of steps. Others are never held.
 _JOINS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "request_id": _take_last,
@@ -74,7 +63,7 @@ _JOINS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "ec_transfer_params": _take_last,
     "trace_headers": _take_last,
     "prefill_stats": _take_first,
-    "routed_experts": _join_arrays,
+    "routed_experts": np.concatenate,
     "num_nans_in_logits": _take_last,
     "spec_decode_metrics": _take_last,
     "error": _take_last,
@@ -87,9 +76,13 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     """Join the outputs of a request, in the order of steps."""
     if len(outputs) == 1:
         return outputs[0]
-    fields = type(outputs[0]).__struct_fields__
-    joined = {name: _JOINS[name]([getattr(output, name) for output in outputs]) for name in fields if name in _JOINS}
-    return type(outputs[0])(**joined)
+    kind = type(outputs[0])
+    joined: dict[str, Any] = {}
+    for name in kind.__struct_fields__:
+        given = [value for output in outputs if (value := getattr(output, name)) is not None]
+        if name in _JOINS:
+            joined[name] = _JOINS[name](given) if given else None
+    return kind(**joined)
 
 
 def find_unknown_fields(output: type) -> list[str]:

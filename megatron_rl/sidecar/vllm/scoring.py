@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.sampled import score, try_kernel
-from megatron_rl.sidecar.vllm.patches import NOT_APPLIED
+from megatron_rl.sidecar.vllm.patches import NOT_APPLIED, list_parameters, once
 
 OURS = "ours"
 _UNKNOWN = f"{NOT_APPLIED}: this vLLM scores sampled tokens in another way"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 _FUNCTION = "compute_topk_scores"
-_MARK = "megatron_rl_scoring"
 # As in vLLM 0.32 and 0.33.
 _PARAMETERS = (
     "logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state", "expanded_idx_mapping",
@@ -56,26 +55,22 @@ def use_own_scoring(choice: str, has_new_runner: bool, device: torch.device, dty
     return patch_sampler(sampler, device, dtype)
 
 
+@once
 def patch_sampler(sampler: ModuleType, device: torch.device, dtype: torch.dtype) -> str:
-    """Patch vLLM's sampler for logits of this dtype on this device; return a report of the patch."""
+    """Patch vLLM's sampler for logits of this dtype on this device."""
     given = getattr(sampler, _FUNCTION, None)
-    if getattr(given, _MARK, False):
-        return "applied before"
     if not callable(given) or not _is_known(given):
         return _UNKNOWN
     for kind in dict.fromkeys((dtype, torch.float32)):
         if (fault := try_kernel(device, kind)) is not None:
             return f"{NOT_APPLIED}: for {str(kind).removeprefix('torch.')}, {fault}"
-    scoring = _build_scoring(given)
-    setattr(scoring, _MARK, True)
-    setattr(sampler, _FUNCTION, scoring)
+    setattr(sampler, _FUNCTION, _build_scoring(given))
     return "applied"
 
 
 def _is_known(function: Any) -> bool:
-    signature = inspect.signature(function)
-    results = getattr(signature.return_annotation, "_fields", ())
-    return tuple(signature.parameters) == _PARAMETERS and results == _RESULTS
+    results = getattr(inspect.signature(function).return_annotation, "_fields", ())
+    return list_parameters(function) == _PARAMETERS and results == _RESULTS
 
 
 def _build_scoring(given: Any) -> Any:

@@ -24,6 +24,9 @@ RESET = "/reset_prefix_cache?reset_external=true"
 _RELOAD_TOLERANCES = {"float32": 1e-4}
 _RELOAD_TOLERANCE = 5e-2
 
+BY_VLLM = "vLLM loads weights, since they cannot be copied in place"
+FROM_FILES = "it reads weights from files, since it cannot copy them from the trainer's devices"
+
 CallWorkers = Callable[..., Awaitable[list[Answer]]]
 """A function that calls a method in all workers, given the step, the method and its arguments."""
 Probe = Callable[[Sequence[int]], Awaitable[ProbeReport]]
@@ -111,22 +114,13 @@ class Updates:
     def _reload_tolerance(self) -> float:
         return _RELOAD_TOLERANCES.get(self._facts["dtype"], _RELOAD_TOLERANCE)
 
-    def tell(self, answers: Sequence[Answer]) -> list[str]:
-        """Log once each reason why the workers did not copy weights in place; return all reasons."""
-        obstacles = list(dict.fromkeys(obstacle for answer in answers for obstacle in answer["obstacles"]))
-        self._tell_once(obstacles)
-        return obstacles
+    def tell(self, answers: Sequence[Answer], key: str = "obstacles", what: str = BY_VLLM) -> list[str]:
+        """Log once each of the workers' reasons why weights take another way; return all reasons."""
+        reasons = list(dict.fromkeys(reason for answer in answers for reason in answer[key]))
+        self._tell_once(reasons, what)
+        return reasons
 
-    def tell_files(self, answers: Sequence[Answer]) -> None:
-        """Log once each reason why the workers read files though they were offered the trainer's devices."""
-        reasons = dict.fromkeys(reason for answer in answers for reason in answer["reasons"])
-        self._tell_once(
-            list(reasons), "it reads weights from files, since it cannot copy them from the trainer's devices"
-        )
-
-    def _tell_once(
-        self, reasons: Sequence[str], what: str = "vLLM loads weights, since they cannot be copied in place"
-    ) -> None:
+    def _tell_once(self, reasons: Sequence[str], what: str = BY_VLLM) -> None:
         for reason in reasons:
             if reason not in self._told:
                 self._told.add(reason)

@@ -71,22 +71,11 @@ class WorkerExtension:
         from vllm.outputs import CompletionOutput
         from vllm.platforms import current_platform
 
-        from megatron_rl.sidecar.vllm.patches import (
-            close_listeners,
-            describe_draft_model,
-            find_wrong_rotations,
-            has_experts,
-            patch_experts_updated_in_place,
-            patch_products_of_adapters,
-            patch_seeded_partial_prefill,
-            patch_temperatures_of_drafts,
-            returns_experts,
-            take_names_off,
-        )
+        from megatron_rl.sidecar.vllm import patches
         from megatron_rl.sidecar.vllm.scoring import use_own_scoring
-        from megatron_rl.sidecar.vllm.stacked import patch_stacked_experts
 
         config, model = self.vllm_config.model_config, self.model_runner.get_model()
+        is_cpu = current_platform.is_cpu()
         has_new_runner, device = getattr(self, "use_v2_model_runner", False), next(model.parameters()).device
         return {
             "vllm": vllm.__version__,
@@ -98,23 +87,20 @@ class WorkerExtension:
             "vocab_size": config.get_vocab_size(),
             "dtype": str(config.dtype).removeprefix("torch."),
             "quantization": describe_quantization(self.vllm_config),
-            "has_experts": has_experts(model),
-            "returns_experts": returns_experts(self.vllm_config),
-            "device": "cpu" if current_platform.is_cpu() else current_platform.device_type,
+            "has_experts": patches.has_experts(model),
+            "returns_experts": patches.returns_experts(self.vllm_config),
+            "device": "cpu" if is_cpu else current_platform.device_type,
             "logprobs_mode": str(getattr(config.logprobs_mode, "value", config.logprobs_mode)),
             "records_weights": "weight_versions" in CompletionOutput.__annotations__,
             "eos_token_ids": sorted(_eos_token_ids(config)),
-            "seed_patch": patch_seeded_partial_prefill(),
             "has_drafts": self.vllm_config.speculative_config is not None,
-            "products_patch": patch_products_of_adapters(self.vllm_config.lora_config),
-            "draft_model": describe_draft_model(self.model_runner),
-            "draft_patch": patch_temperatures_of_drafts(self.vllm_config.speculative_config),
-            "moe_patch": patch_experts_updated_in_place(model),
-            "stacked_patch": patch_stacked_experts(model, self.megatron_rl_held.tensor_rank),
-            "wrong_rotations": find_wrong_rotations(model) if current_platform.is_cpu() else [],
+            "draft_model": patches.describe_draft_model(self.model_runner),
+            **patches.patch_on_cpu(model, self.vllm_config),
+            "stacked_patch": patches.patch_stacked_experts(model, self.megatron_rl_held.tensor_rank),
+            "wrong_rotations": patches.find_wrong_rotations(model) if is_cpu else [],
             "scoring_patch": use_own_scoring(scoring, has_new_runner, device, config.dtype),
-            "listeners_closed": close_listeners() if current_platform.is_cpu() else 0,
-            "names_taken_off": take_names_off() if current_platform.is_cpu() else 0,
+            "listeners_closed": patches.close_listeners() if is_cpu else 0,
+            "names_taken_off": patches.take_names_off() if is_cpu else 0,
         }
 
     @answered
