@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from megatron_rl.shared.weights.delivery.channel import Channel, FrameKind, connect
-from megatron_rl.shared.weights.delivery.messages import Begin, Contents, DeliveryError, Hello, Refused, Target
+from megatron_rl.shared.weights.delivery.channel import Channel, FrameKind, Shipment
+from megatron_rl.shared.weights.delivery.messages import Begin, DeliveryError, Refused, Target
 
 _PAUSE_SECONDS = 0.3
 _BEGIN_SECONDS = 60.0
@@ -31,10 +31,8 @@ class HostControl:
     def __init__(
         self,
         target: Target,
-        key: bytes,
-        hello: Hello,
+        shipment: Shipment,
         build_begin: Callable[[Sequence[str]], Begin],
-        patience: float,
         changed: threading.Condition,
     ):
         """Notify `changed` of each change."""
@@ -47,10 +45,8 @@ class HostControl:
         self.has_restarted = False
         """True if it has begun the version from scratch in this round, without what it held before."""
         self.children: Sequence[str] = ()
-        self._key = key
-        self._hello = hello
+        self._shipment = shipment
         self._build_begin = build_begin
-        self._patience = patience
         self._changed = changed
         self._channel: Channel | None = None
         self._number: int | None = None
@@ -107,7 +103,7 @@ class HostControl:
             except (DeliveryError, OSError) as error:
                 now = time.monotonic()
                 silent_since = now if self._channel is not None or silent_since is None else silent_since
-                if now - silent_since > self._patience:
+                if now - silent_since > self._shipment.patience:
                     self._lose(f"{self.target.name} was silent for {now - silent_since:.0f} s: {error}")
             finally:
                 with self._changed:
@@ -117,8 +113,7 @@ class HostControl:
                 self._changed.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
 
     def _follow(self) -> None:
-        target = self.target
-        channel = connect(target.address, target.port, self._key, self._hello)
+        channel = self._shipment.connect(self.target, "control")
         with channel.connection:
             with self._changed:
                 children = self.children
@@ -140,7 +135,7 @@ class HostControl:
                         self.unreached.add(frame.payload.decode())
                     self._changed.notify_all()
                 if frame.kind is FrameKind.ENDED:
-                    self._lose(f"{target.name} gave up: {frame.payload.decode()}")
+                    self._lose(f"{self.target.name} gave up: {frame.payload.decode()}")
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -152,23 +147,14 @@ class HostControl:
 class Control:
     """The delivery of one version to all hosts."""
 
-    def __init__(
-        self,
-        targets: Iterable[Target],
-        key: bytes,
-        hello: Hello,
-        digests: bytes,
-        contents: Contents,
-        num_streams: int,
-        patience: float,
-    ):
+    def __init__(self, targets: Iterable[Target], shipment: Shipment, digests: bytes):
         """Begin the version on all hosts, side by side."""
-        self._patience = patience
-        self._shared = (digests, num_streams, contents)
+        self._shipment = shipment
+        self._digests = digests
+        self._begin_seconds = shipment.patience + _BEGIN_SECONDS
         self._changed = threading.Condition()
         self._hosts = {
-            target.name: HostControl(target, key, hello, self._build_begin, patience, self._changed)
-            for target in targets
+            target.name: HostControl(target, shipment, self._build_begin, self._changed) for target in targets
         }
         self.roots, self._children = plan_tree(list(self._hosts))
         for name, host in self._hosts.items():
@@ -178,12 +164,10 @@ class Control:
         """Wait until each host has begun the version or is lost."""
         waiting = list(self._hosts.values())
         with self._changed:
-            self._changed.wait_for(
-                lambda: all(host.is_begun or host.loss for host in waiting), self._patience + _BEGIN_SECONDS
-            )
+            self._changed.wait_for(lambda: all(host.is_begun or host.loss for host in waiting), self._begin_seconds)
         for host in waiting:
             if not (host.is_begun or host.loss):
-                host.give_up(f"{host.target.name} did not begin within {self._patience + _BEGIN_SECONDS:g} s")
+                host.give_up(f"{host.target.name} did not begin within {self._begin_seconds:g} s")
 
     def await_round(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Wait until each host is complete, lost or cut off; return False if some are not in time."""
@@ -232,8 +216,8 @@ class Control:
         return (host.is_open and name not in cut_off for name, host in self._hosts.items())
 
     def _build_begin(self, children: Sequence[str]) -> Begin:
-        digests, num_streams, contents = self._shared
-        return Begin(digests, tuple(self._hosts[name].target for name in children), num_streams, contents)
+        targets = tuple(self._hosts[name].target for name in children)
+        return Begin(self._digests, targets, self._shipment.num_streams, self._shipment.contents)
 
 
 _MOST_DIRECT = 8
