@@ -15,13 +15,16 @@ import shutil
 import socket
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.shared.protocol.wire import FileSource, PublishAnswer
 from megatron_rl.shared.weights.folders import is_in_memory
-from megatron_rl.trainer.mcore.publish.hosts import Deliveries
 from megatron_rl.trainer.mcore.publish.offers import Offers, Through
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.publish.hosts import Deliveries
 
 _REMEDY = (
     "Stream the weights (--rollout-transport nccl or hccl), name a --publish-folder that all hosts share, or have one "
@@ -36,7 +39,7 @@ class FilesTransport:
     rank that holds only copies of other ranks' parts need not.
     """
 
-    def __init__(self, folder: Path, through: Through = "auto", hosts: Deliveries | None = None):
+    def __init__(self, folder: Path, through: Through = "auto", hosts: "Deliveries | None" = None):
         """`through` says whether engines copy from the ranks' devices: if they can, never, or always.
 
         `hosts` brings the weights to engines on other hosts.
