@@ -6,6 +6,7 @@ All these hosts are alike: FILE describes them by one table, [every_host], and a
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 
@@ -126,9 +127,8 @@ class KubernetesHosts:
 class _ScheduledSource:
     """Hosts whose names a scheduler knows. FILE is read again while the run follows it."""
 
-    _table: ClassVar[type[_NamedHosts]]
-
-    def __init__(self, text: str, tensor_parallel_size: int) -> None:
+    def __init__(self, table: type[_NamedHosts], text: str, tensor_parallel_size: int) -> None:
+        self._table = table
         self._text = text
         self._size = tensor_parallel_size
         self._read_file()
@@ -146,12 +146,8 @@ class _ScheduledSource:
         return described.place([f"{name}:{described.port}" for name in described.which.list_names()])
 
 
-class SlurmSource(_ScheduledSource):
-    _table = SlurmHosts
-
-
-class KubernetesSource(_ScheduledSource):
-    _table = KubernetesHosts
+SlurmSource = functools.partial(_ScheduledSource, SlurmHosts)
+KubernetesSource = functools.partial(_ScheduledSource, KubernetesHosts)
 
 
 def _check(content: dict[str, Any], kind: str, table: type[Any], tensor_parallel_size: int) -> Iterator[str]:
