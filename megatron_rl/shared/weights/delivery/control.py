@@ -11,6 +11,7 @@ carries the weights twice, and a host's link once in each direction. A host that
 long as one that receives, however many hosts the trainer has.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -72,17 +73,11 @@ class HostControl:
 
     def give_up(self, reason: str) -> None:
         """Tell the host that the version will not be completed."""
-        with self._changed:
-            if self.is_open:
-                self.loss = reason
-            channel = self._channel
-            self._changed.notify_all()
-        if channel is not None:
-            try:
+        self._lose(reason)
+        if (channel := self._channel) is not None:
+            # The host ends the version by itself when no sender is connected.
+            with contextlib.suppress(DeliveryError):
                 channel.send(FrameKind.GIVE_UP, payload=reason.encode())
-            except DeliveryError:
-                # The host ends the version by itself when no sender is connected.
-                return
 
     def close(self) -> None:
         """End the connection."""
