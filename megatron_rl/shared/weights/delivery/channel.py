@@ -49,8 +49,6 @@ _SILENT_MILLISECONDS = 5000
 
 
 class FrameKind(enum.IntEnum):
-    """The kinds of frames."""
-
     BEGIN = 1
     BEGUN = 2
     """The version has begun, or is found again; the value tells one beginning from another."""
@@ -93,7 +91,6 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, kind: FrameKind, value: int = 0, payload: bytes = b"") -> None:
-        """Send a frame."""
         with self._lock:
             header = _HEADER.pack(kind, value, len(payload))
             parts = [header, self._code(self._sending, self._num_sent, b"h", header)]
@@ -103,7 +100,6 @@ class Channel:
             self.send_bytes(b"".join(parts))
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes as they are."""
         _send_all(self.connection, data)
 
     def begin_code(self) -> blake3:
@@ -111,7 +107,6 @@ class Channel:
         return blake3(b"w", key=self._key)
 
     def receive(self) -> Frame:
-        """Receive the next frame."""
         header = _read_bytes(self.connection, _HEADER.size)
         self._check(header, b"h")
         kind, value, length = _HEADER.unpack(header)
@@ -125,7 +120,6 @@ class Channel:
         return Frame(FrameKind(kind), value, payload)
 
     def receive_into(self, target: memoryview) -> None:
-        """Fill the target with bytes that are received."""
         _fill(self.connection, target)
 
     def end(self) -> None:

@@ -64,7 +64,6 @@ class HostControl:
         self._thread.start()
 
     def begin_again(self, children: Sequence[str]) -> None:
-        """Begin the version again, with other children."""
         with self._changed:
             self.children, self.unreached, self.has_restarted = children, set(), False
             channel = self._channel
@@ -80,7 +79,6 @@ class HostControl:
                 channel.send(FrameKind.GIVE_UP, payload=reason.encode())
 
     def close(self) -> None:
-        """End the connection."""
         with self._changed:
             self._is_closed = True
             channel = self._channel
@@ -184,7 +182,6 @@ class Control:
         return self.roots
 
     def give_up(self, name: str, reason: str) -> None:
-        """Leave a host out."""
         self._hosts[name].give_up(reason)
 
     def list_open(self) -> list[str]:
@@ -196,7 +193,6 @@ class Control:
         return {name: host.loss for name, host in self._hosts.items() if host.loss is not None}
 
     def close(self) -> None:
-        """End all connections."""
         for host in self._hosts.values():
             host.close()
 

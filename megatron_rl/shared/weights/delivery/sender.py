@@ -98,7 +98,8 @@ class HostSender:
         self._waiting: collections.deque[int] = collections.deque()
         self._numbers = frozenset(supply.numbers)
         self._missing = set(supply.numbers)
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """The reason why the sender gave up."""
         self._silent_since: float | None = None
         self._channels: set[Channel] = set()
         supply.subscribe(self._offer)
@@ -111,11 +112,6 @@ class HostSender:
         """Wait until the sender has ended; return False if it has not after some seconds."""
         with self._changed:
             return self._changed.wait_for(self._has_ended, seconds)
-
-    @property
-    def failure(self) -> str | None:
-        """The reason why the sender gave up."""
-        return self._failure
 
     def stop(self, reason: str) -> None:
         """Give up if anything is left, and return once no thread reads the files any more."""
@@ -133,14 +129,14 @@ class HostSender:
             self._changed.notify_all()
 
     def _has_ended(self) -> bool:
-        return not self._missing or self._failure is not None
+        return not self._missing or self.failure is not None
 
     def _fail(self, reason: str) -> None:
         with self._changed:
             if not self._has_ended():
-                self._failure = reason
+                self.failure = reason
             self._changed.notify_all()
-            channels = list(self._channels) if self._failure is not None else []
+            channels = list(self._channels) if self.failure is not None else []
         for channel in channels:
             channel.end()
 

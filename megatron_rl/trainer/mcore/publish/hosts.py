@@ -163,7 +163,7 @@ class Delivery:
     targets: Mapping[str, Target]
     control: Control | None
     files: tuple[MappedFiles, Supply] | None
-    """What this rank sends; None if it writes nothing."""
+    """The files that this rank sends, with their supply; None if it writes nothing."""
 
     def __post_init__(self) -> None:
         self._end = time.monotonic() + self.seconds
