@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import report
+from megatron_rl.shared.weights.delivery.channel import Shipment
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Hello, Portion, Strip, Target
@@ -83,14 +84,12 @@ def _describe(num_bytes: int, portion_bytes: int) -> Contents:
 
 
 def _deliver(source: Path, contents: Contents, port: int, version: int, streams: int) -> None:
-    target, key = Target("host", "127.0.0.1", port), TOKEN.encode()
-    hello = Hello("control", "benchmark", 1, version, "none", "rank 0")
-    control = Control([target], key, hello, b"{}", contents, streams, SECONDS)
+    target, hello = Target("host", "127.0.0.1", port), Hello("control", "benchmark", 1, version, "none", "rank 0")
+    shipment = Shipment(hello, TOKEN.encode(), contents, streams, SECONDS)
+    control = Control([target], shipment, b"{}")
     control.await_begun()
     supply = Supply(contents)
-    of_stream = Hello("stream", "benchmark", 1, version, "none", "rank 0")
-    mapped = MappedFiles(source, contents.files)
-    HostSender(target, key, of_stream, contents, mapped, supply, streams, SECONDS)
+    HostSender(target, shipment, MappedFiles(source, contents.files), supply)
     supply.add(supply.numbers)
     assert control.await_round(SECONDS)
     assert not control.list_lost()

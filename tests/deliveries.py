@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.shared.weights import files
+from megatron_rl.shared.weights.delivery.channel import Shipment
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, Hello, Target
@@ -93,10 +94,8 @@ class Ranks:
         return Hello("control", "run", lease, version, self.fingerprint, sender)
 
     def begin(self, targets: Sequence[Target], version: int, patience: float = 20.0, streams: int = 2) -> Control:
-        digests = json.dumps(self.digests).encode()
-        return Control(
-            targets, TOKEN.encode(), self.hello(version), digests, self.contents, streams, patience
-        )  # fmt: skip
+        shipment = Shipment(self.hello(version), TOKEN.encode(), self.contents, streams, patience)
+        return Control(targets, shipment, json.dumps(self.digests).encode())
 
     def send(
         self, targets: Sequence[Target], version: int, patience: float = 20.0, streams: int = 2, lease: int = 1
@@ -106,12 +105,9 @@ class Ranks:
         started = []
         for writer in range(len(self.ranks)):
             supply = Supply(self.contents, writer)
-            hello = Hello("stream", "run", lease, version, self.fingerprint, f"rank {writer}")
-            for target in targets:
-                sender = HostSender(
-                    target, TOKEN.encode(), hello, self.contents, mapped, supply, streams, patience
-                )  # fmt: skip
-                started.append((supply, sender))
+            hello = self.hello(version, lease, f"rank {writer}")
+            shipment = Shipment(hello, TOKEN.encode(), self.contents, streams, patience)
+            started += [(supply, HostSender(target, shipment, mapped, supply)) for target in targets]
         return started
 
     def write(self, supplies: Sequence[Supply]) -> None:

@@ -20,8 +20,6 @@ _LOGS = "/tmp/engine-logs"
 
 @dataclasses.dataclass(frozen=True)
 class _KubernetesSettings:
-    """The settings of a launch by Kubernetes."""
-
     common: LaunchSettings
     namespace: str
     image: str

@@ -18,8 +18,6 @@ _LOGS = "logs"
 
 @dataclasses.dataclass(frozen=True)
 class _SlurmSettings:
-    """The settings of a launch by Slurm."""
-
     common: LaunchSettings
     of_both: tuple[str, ...]
     """Flags of sbatch for both components."""
@@ -43,7 +41,6 @@ def launch(argv: Sequence[str], words: Sequence[str]) -> None:
 
 
 def _fill_script(settings: _SlurmSettings) -> str:
-    """Return the script of the job."""
     common = settings.common
     hosts, token, logs = (shlex.quote(str(common.folder / name)) for name in (HOSTS_FILE, TOKEN_FILE, _LOGS))
     devices = [f"--gpus-per-node={common.devices_per_host}"] if common.devices_per_host else []

@@ -12,11 +12,12 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.shared.protocol.wire import Weights
+from megatron_rl.shared.weights.delivery.channel import Shipment
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Contents, File, Hello, Portion, Strip, Target
@@ -34,54 +35,41 @@ _LENGTH_BYTES = 8
 _PORTION_BYTES = 1 << 24
 
 
-class Redelivery:
-    """The delivery of one version to one host, from threads of its own."""
-
-    def __init__(self, weights: Weights, contents: Contents, target: Target, key: bytes, lease: int) -> None:
-        """Begin the version on the host; `lease` is that of the trainer that has published it."""
-        self._weights = weights
-        self._target = target
-        folder = Path(weights.folder)
-        hello = Hello("control", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
-        of_stream = Hello("stream", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
-        mapped, supply = MappedFiles(folder, contents.files), Supply(contents)
-        digests = (folder / DIGESTS_FILE).read_bytes()
-        self._control = Control([target], key, hello, digests, contents, _NUM_STREAMS, _PATIENCE_SECONDS)
-        supply.add(supply.numbers)
-
-        def send() -> HostSender:
-            return HostSender(target, key, of_stream, contents, mapped, supply, _NUM_STREAMS, _PATIENCE_SECONDS)
-
-        self._send: Callable[[], HostSender] = send
-
-    def begin(self) -> bool:
-        """Wait until the host has begun the version; return whether it arrives there now."""
-        self._control.await_begun()
-        if not self._control.list_open():
-            self._end()
-            return False
-        threading.Thread(target=self._finish, daemon=True).start()
-        return True
-
-    def _finish(self) -> None:
-        sender = self._send()
-        if not self._control.await_round(_LONGEST_SECONDS) or self._control.list_open():
-            self._control.give_up(self._target.name, "it did not receive all in time")
-        sender.stop("the delivery is over")
-        self._end()
-
-    def _end(self) -> None:
-        if reason := self._control.list_lost().get(self._target.name):
-            _log.warning("version %d was not sent to %s: %s", self._weights.version, self._target.name, reason)
-        self._control.close()
-
-
 def redeliver(weights: Weights, target: Target, key: bytes, lease: int) -> bool:
-    """Begin to send a version to a host; return whether it arrives there now."""
-    if weights.is_streamed:
+    """Begin to send a version to a host, from threads of its own; return whether it arrives there now.
+
+    `lease` is that of the trainer that has published the version.
+    """
+    folder = None if weights.is_streamed else Path(weights.folder)
+    contents = None if folder is None else describe_whole(folder)
+    if folder is None or contents is None:
         return False
-    contents = describe_whole(Path(weights.folder))
-    return contents is not None and Redelivery(weights, contents, target, key, lease).begin()
+    hello = Hello("control", weights.run, lease, weights.version, weights.fingerprint, _SENDER)
+    mapped, digests = MappedFiles(folder, contents.files), (folder / DIGESTS_FILE).read_bytes()
+    shipment = Shipment(hello, key, contents, _NUM_STREAMS, _PATIENCE_SECONDS)
+    control = Control([target], shipment, digests)
+    control.await_begun()
+    if not control.list_open():
+        _end(control, hello)
+        return False
+    supply = Supply(contents)
+    supply.add(supply.numbers)
+    sender = HostSender(target, shipment, mapped, supply)
+    threading.Thread(target=_finish, args=(control, sender, hello), daemon=True).start()
+    return True
+
+
+def _finish(control: Control, sender: HostSender, hello: Hello) -> None:
+    if not control.await_round(_LONGEST_SECONDS) or control.list_open():
+        control.give_up(sender.host, "it did not receive all in time")
+    sender.stop("the delivery is over")
+    _end(control, hello)
+
+
+def _end(control: Control, hello: Hello) -> None:
+    for name, reason in control.list_lost().items():
+        _log.warning("version %d was not sent to %s: %s", hello.version, name, reason)
+    control.close()
 
 
 def describe_whole(folder: Path, most_bytes: int = _PORTION_BYTES) -> Contents | None:

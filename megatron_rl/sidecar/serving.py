@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from megatron_rl.errors import UsageError
-from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, raise_file_limit
+from megatron_rl.shared.weights.delivery.greetings import GREETING_SECONDS, PAUSE_SECONDS, Greetings, raise_file_limit
 
 # Addresses for documentation alone (RFC 5737, RFC 3849): the route to them is the one to any other network.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -46,7 +46,6 @@ class Guard:
         await self._app(scope, receive, send)
 
 
-_GREETING_SECONDS = 10.0
 _MOST_GREETINGS = 4096
 _LONGEST_HEAD = 1 << 16
 _LOOK_SECONDS = 1.0
@@ -69,7 +68,7 @@ class BoundedListener(socket.socket):
         """Replace a listening socket, raise the limit of open files, and give a quarter of them to greetings."""
         most = min(_MOST_GREETINGS, raise_file_limit() // 4)
         bounded = cls(fileno=listener.detach())
-        bounded.greetings = Greetings(_GREETING_SECONDS, most, most // 2)
+        bounded.greetings = Greetings(GREETING_SECONDS, most, most // 2)
         bounded.gate = select.epoll()
         bounded.gate.register(socket.socket.fileno(bounded), select.EPOLLIN)
         return bounded

@@ -20,13 +20,13 @@ from megatron_rl.sidecar.vllm.received import map_file_tensors
 from tests.deliveries import TOKEN, Ranks, list_supplies
 from tests.hosts.disorder import DELAYED, REPEATED
 from tests.hosts.namespaces import Host, network
+from tests.unit.test_delivery import begun, must_be_complete
 from tests.unit.test_device_files import SMALL, draw_shards
 
 pytestmark = pytest.mark.slow
 # 50 MB of weights, in portions of which few are under way at once.
 MODEL = dataclasses.replace(SMALL, num_layers=1, hidden_size=1024, ffn_hidden_size=4096)
 PORTION_BYTES = 1 << 20
-SOON = 120.0
 
 
 @pytest.fixture
@@ -86,6 +86,10 @@ def started(count: int, memory: Path) -> Iterator[list[Engines]]:
         yield engines
 
 
+def list_targets(engines: Sequence[Engines]) -> list[Target]:
+    return [one.target for one in engines]
+
+
 def send(ranks: Ranks, control: Control, engines: Sequence[Engines], streams: int = 2) -> None:
     """Have ranks write, and send to the hosts that the trainer sends to."""
     roots = [one.target for one in engines if one.target.name in control.roots]
@@ -97,12 +101,9 @@ def test_each_link_carries_the_weights_once_and_beyond_eight_hosts_the_trainers_
     count: int, memory: Path, ranks: Ranks
 ) -> None:
     with started(count, memory) as engines:
-        control = ranks.begin([one.target for one in engines], 1)
-        control.await_begun()
-        send(ranks, control, engines)
-        assert control.await_round(SOON)
-        assert (control.list_open(), control.list_lost()) == ([], {})
-        control.close()
+        with begun(ranks, list_targets(engines)) as control:
+            send(ranks, control, engines)
+            must_be_complete(control)
         of_trainer = 0
         for one in engines:
             received, sent = one.count_bytes()
@@ -114,37 +115,32 @@ def test_each_link_carries_the_weights_once_and_beyond_eight_hosts_the_trainers_
 
 
 def test_a_link_that_is_cut_for_five_seconds_is_resumed(memory: Path, ranks: Ranks) -> None:
-    with started(2, memory) as engines:
+    with started(2, memory) as engines, contextlib.ExitStack() as stack:
         cut, other = engines
         # Both take some seconds.
         for one in engines:
             one.host.shape("tbf rate 100mbit burst 256kbit latency 200ms")
-        control = ranks.begin([one.target for one in engines], 1)
-        control.await_begun()
-        begun = ranks.send([one.target for one in engines], 1)
-        ranks.write(list_supplies(begun))
+        control = stack.enter_context(begun(ranks, list_targets(engines)))
+        ranks.write(list_supplies(ranks.send(list_targets(engines), 1)))
         while cut.count_bytes()[0] < ranks.num_bytes // 4:
             time.sleep(0.02)
         cut.host.set_link(is_up=False)
         time.sleep(5)
         assert not cut.count_bytes()[0] > ranks.num_bytes // 2
         cut.host.set_link(is_up=True)
-        assert control.await_round(SOON)
-        assert (control.list_open(), control.list_lost()) == ([], {})
+        must_be_complete(control)
         for one in engines:
             assert one.holds(ranks, 1)
         # Two streams of two ranks may have two portions under way.
         assert cut.count_bytes()[0] <= 1.05 * ranks.num_bytes + 8 * PORTION_BYTES
         assert other.count_bytes()[0] <= 1.05 * ranks.num_bytes
-        control.close()
 
 
 def test_a_slow_host_does_not_hold_up_others_and_is_left_out_by_name(memory: Path, ranks: Ranks) -> None:
-    with started(2, memory) as engines:
+    with started(2, memory) as engines, contextlib.ExitStack() as stack:
         slow, fast = engines
         slow.host.shape("tbf rate 20mbit burst 64kbit latency 200ms")
-        control = ranks.begin([one.target for one in engines], 1)
-        control.await_begun()
+        control = stack.enter_context(begun(ranks, list_targets(engines)))
         send(ranks, control, engines)
         assert fast.holds(ranks, 1)
         assert not control.await_round(0.5)
@@ -152,36 +148,33 @@ def test_a_slow_host_does_not_hold_up_others_and_is_left_out_by_name(memory: Pat
         control.give_up(slow.target.name, "it is late")
         assert not slow.holds(ranks, 1)
         assert control.list_lost() == {slow.target.name: "it is late"}
-        control.close()
 
 
 def test_a_receiver_that_is_killed_is_lost_by_name_and_leaves_no_lock(memory: Path, ranks: Ranks) -> None:
-    with started(2, memory) as engines:
+    with started(2, memory) as engines, contextlib.ExitStack() as stack:
         killed, other = engines
         for one in engines:
             one.host.shape("tbf rate 200mbit burst 256kbit latency 200ms")
-        control = ranks.begin([one.target for one in engines], 1, patience=2)
-        control.await_begun()
+        control = stack.enter_context(begun(ranks, list_targets(engines), patience=2))
         send(ranks, control, engines)
         while killed.count_bytes()[0] < ranks.num_bytes // 4:
             time.sleep(0.02)
         killed.process.kill()
-        assert control.await_round(SOON)
-        assert list(control.list_lost()) == [killed.target.name]
+        must_be_complete(control, killed.target.name)
         assert not killed.holds(ranks, 1)
         assert other.holds(ranks, 1)
-        control.close()
 
 
 def test_frames_that_are_repeated_and_overtake_each_other_change_nothing(memory: Path, ranks: Ranks) -> None:
-    with started(1, memory) as [engine], engine.host.disordered() as end:
-        control = ranks.begin([engine.target], 1)
-        control.await_begun()
-        begun = time.monotonic()
+    with (
+        started(1, memory) as [engine],
+        engine.host.disordered() as end,
+        begun(ranks, [engine.target]) as control,
+    ):
+        start = time.monotonic()
         send(ranks, control, [engine], streams=2)
-        assert control.await_round(SOON)
-        seconds = time.monotonic() - begun
-        assert (control.list_open(), control.list_lost()) == ([], {})
+        must_be_complete(control)
+        seconds = time.monotonic() - start
         assert engine.holds(ranks, 1)
         control.close()
         frames, repeated, delayed = end()

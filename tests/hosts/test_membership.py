@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_rl.sidecar.hosts.static import read_hosts
+from megatron_rl.sidecar.hosts.sources import read_hosts
 from tests.hosts.worlds import Agent, agents, find_free_address, serving, until, until_gone, write_hosts
 from tests.sidecar.standin_engines import request
 

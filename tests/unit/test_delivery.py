@@ -10,17 +10,18 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.shared.weights.delivery import incoming
 from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind
-from megatron_rl.shared.weights.delivery.control import list_below, plan_tree
+from megatron_rl.shared.weights.delivery.control import Control, list_below, plan_tree
 from megatron_rl.shared.weights.delivery.greetings import shut
 from megatron_rl.shared.weights.delivery.messages import PROTOCOL, Contents, File, Portion, Refused, Strip, Target
 from megatron_rl.shared.weights.delivery.receiver import Receiver
-from megatron_rl.shared.weights.delivery.sender import Supply
+from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
 from megatron_rl.shared.weights.files import read_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.folders import Arrival, is_being_written
@@ -29,7 +30,7 @@ from tests.deliveries import TOKEN, Ranks, list_supplies, read_tensors
 from tests.unit.test_device_files import MIXED, SMALL, draw_shards
 
 pytestmark = pytest.mark.each_change
-SOON = 60.0
+SOON = 120.0
 """Seconds that no test reaches."""
 
 
@@ -114,16 +115,35 @@ class Relay:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def deliver(ranks: Ranks, version: int, begun: list[Target], roots: list[Target] | None = None) -> None:
+@contextlib.contextmanager
+def begun(ranks: Ranks, targets: list[Target], version: int = 1, **options: Any) -> Iterator[Control]:
+    """Begin a version on hosts, and end the connections afterwards."""
+    with contextlib.closing(ranks.begin(targets, version, **options)) as control:
+        control.await_begun()
+        yield control
+
+
+def must_be_complete(control: Control, *lost: str) -> None:
+    """Wait until all hosts are complete but those that are lost."""
+    assert control.await_round(SOON), control.list_lost()
+    assert (control.list_open(), list(control.list_lost())) == ([], [*lost])
+
+
+def send_again(ranks: Ranks, targets: list[Target], **options: Any) -> list[tuple[Supply, HostSender]]:
+    """Send in another round what the ranks have written in the first one."""
+    started = ranks.send(targets, 1, **options)
+    for supply in list_supplies(started):
+        supply.add(supply.numbers)
+    return started
+
+
+def deliver(ranks: Ranks, version: int, targets: list[Target], roots: list[Target] | None = None) -> None:
     """Deliver a version and wait until all hosts are complete."""
-    control = ranks.begin(begun, version)
-    control.await_begun()
-    started = ranks.send(begun if roots is None else roots, version)
-    ranks.write(list_supplies(started))
-    assert control.await_round(SOON), (control.list_lost(), [sender.failure for _, sender in started])
-    assert (control.list_open(), control.list_lost()) == ([], {})
-    assert all(sender.wait(SOON) and sender.failure is None for _, sender in started)
-    control.close()
+    with begun(ranks, targets, version) as control:
+        started = ranks.send(targets if roots is None else roots, version)
+        ranks.write(list_supplies(started))
+        must_be_complete(control)
+        assert all(sender.wait(SOON) and sender.failure is None for _, sender in started)
 
 
 def read_as_engine(ranks: Ranks, folder: Path) -> None:
@@ -180,9 +200,8 @@ def test_a_broken_connection_resumes_after_the_portions_that_arrived(memory: Pat
         assert relay.num_bytes <= ranks.num_bytes + records + 2 * 2 * largest
         # Ranks that begin again learn that nothing is missing.
         before = relay.num_bytes
-        for supply, sender in ranks.send([Target("host-0", "127.0.0.1", relay.port)], 1):
-            supply.add(supply.numbers)
-            assert sender.wait(SOON)
+        again = send_again(ranks, [Target("host-0", "127.0.0.1", relay.port)])
+        assert all(sender.wait(SOON) for _, sender in again)
         assert relay.num_bytes < before + 10_000 < before + ranks.num_bytes // 4
 
 
@@ -221,10 +240,8 @@ def test_a_host_that_always_gets_changed_bytes_is_named_and_its_lock_released(me
                 data[place] ^= bits
         return data
 
-    with receiving(memory, 1) as [receiver]:
+    with receiving(memory, 1) as [receiver], begun(ranks, list_targets([receiver])) as control:
         relay = Relay(receiver.port, change)
-        control = ranks.begin(list_targets([receiver]), 1)
-        control.await_begun()
         started = ranks.send([Target("host-0", "127.0.0.1", relay.port)], 1)
         ranks.write(list_supplies(started))
         assert control.await_round(SOON)
@@ -233,16 +250,14 @@ def test_a_host_that_always_gets_changed_bytes_is_named_and_its_lock_released(me
         folder = receiver.folder / "version-1"
         with Arrival(folder, ranks.specs) as arrival:
             assert not arrival.is_coming()
-        control.close()
 
 
 def test_a_wrong_token_and_a_stale_trainer_are_refused_by_name(memory: Path, ranks: Ranks) -> None:
     with receiving(memory, 1) as [receiver]:
         targets = list_targets([receiver])
         deliver(ranks, 4, targets)
-        stale = ranks.begin(targets, 3)
-        stale.await_begun()
-        assert "version 3 of run under lease 1 is older than this host's, version 4" in stale.list_lost()["host-0"]
+        with begun(ranks, targets, 3) as stale:
+            assert "version 3 of run under lease 1 is older than this host's, version 4" in stale.list_lost()["host-0"]
         for version, lease in ((3, 1), (4, 0)):
             [(_, sender), *_] = ranks.send(targets, version, lease=lease)
             assert sender.wait(SOON)
@@ -250,31 +265,25 @@ def test_a_wrong_token_and_a_stale_trainer_are_refused_by_name(memory: Path, ran
             assert f"refuses weights of rank 0: version {version} of run under lease {lease}" in sender.failure
         read_as_engine(ranks, receiver.folder / "version-4")
     (memory / "other").mkdir()
-    with receiving(memory / "other", 1, token="another token") as [receiver]:
-        control = ranks.begin(list_targets([receiver]), 1)
-        control.await_begun()
+    with (
+        receiving(memory / "other", 1, token="another token") as [receiver],
+        begun(ranks, list_targets([receiver])) as control,
+    ):
         assert control.list_lost() == {"host-0": "host-0 refuses: the token is wrong"}
         assert list(receiver.folder.iterdir()) == []
 
 
 def test_a_host_that_dies_is_lost_and_the_others_are_complete(memory: Path, ranks: Ranks) -> None:
-    with receiving(memory, 2) as receivers:
-        control = ranks.begin(list_targets(receivers), 1, patience=0.5)
-        control.await_begun()
+    with receiving(memory, 2) as receivers, begun(ranks, list_targets(receivers), patience=0.5) as control:
         receivers[1].close()
-        started = ranks.send(list_targets(receivers), 1, patience=0.5)
-        ranks.write(list_supplies(started))
-        assert control.await_round(SOON)
-        assert list(control.list_lost()) == ["host-1"]
+        ranks.write(list_supplies(ranks.send(list_targets(receivers), 1, patience=0.5)))
+        must_be_complete(control, "host-1")
         assert "host-1 was silent for" in control.list_lost()["host-1"]
         read_as_engine(ranks, receivers[0].folder / "version-1")
-        control.close()
 
 
 def test_engines_stop_waiting_when_the_trainer_has_gone(memory: Path, ranks: Ranks) -> None:
-    with receiving(memory, 1, silent=0.3) as [receiver]:
-        control = ranks.begin(list_targets([receiver]), 1)
-        control.await_begun()
+    with receiving(memory, 1, silent=0.3) as [receiver], begun(ranks, list_targets([receiver])) as control:
         folder = receiver.folder / "version-1"
         with Arrival(folder, ranks.specs) as arrival:
             assert arrival.is_coming()
@@ -289,11 +298,10 @@ def test_a_host_that_begins_a_version_from_scratch_gets_all_of_it(
 ) -> None:
     """Cut the link until the host ends the version, once a rank has sent its part, or all of that but a portion."""
     ranks.write([Supply(ranks.contents, writer) for writer in range(2)])
-    with receiving(memory, 1, silent=0.3) as [receiver]:
+    with receiving(memory, 1, silent=0.3) as [receiver], contextlib.ExitStack() as stack:
         relay = Relay(receiver.port)
         target = Target("host-0", "127.0.0.1", relay.port)
-        control = ranks.begin([target], 1)
-        control.await_begun()
+        control = stack.enter_context(begun(ranks, [target]))
         started = ranks.send([target], 1)
         first, second = list_supplies(started)
         sent = first.numbers if is_all_sent else first.numbers[:-1]
@@ -311,10 +319,7 @@ def test_a_host_that_begins_a_version_from_scratch_gets_all_of_it(
         if is_all_sent:
             assert control.await_round(SOON)
             assert control.begin_round() == ["host-0"]
-            again = ranks.send([target], 1)
-            for supply in list_supplies(again):
-                supply.add(supply.numbers)
-            started += again
+            started += send_again(ranks, [target])
         else:
             wait_for(lambda: receiver.describe()["complete"])
         assert control.await_round(SOON)
@@ -323,14 +328,11 @@ def test_a_host_that_begins_a_version_from_scratch_gets_all_of_it(
         assert [sender.failure for _, sender in started] == [None] * len(started)
         for _, sender in started:
             sender.stop("the test is over")
-        control.close()
         read_as_engine(ranks, receiver.folder / "version-1")
 
 
 def test_engines_stop_waiting_when_the_trainer_gives_a_host_up(memory: Path, ranks: Ranks) -> None:
-    with receiving(memory, 1) as [receiver]:
-        control = ranks.begin(list_targets([receiver]), 1)
-        control.await_begun()
+    with receiving(memory, 1) as [receiver], begun(ranks, list_targets([receiver])) as control:
         assert not control.await_round(0.01)
         control.give_up("host-0", "host-0 is late")
         with Arrival(receiver.folder / "version-1", ranks.specs) as arrival:
@@ -360,14 +362,10 @@ def test_beyond_eight_hosts_the_trainer_sends_the_weights_twice_and_each_host_ge
     with receiving(memory, 12) as receivers:
         relays = [Relay(receiver.port) for receiver in receivers]
         targets = [Target(f"host-{number}", "127.0.0.1", relay.port) for number, relay in enumerate(relays)]
-        control = ranks.begin(targets, 1, streams=1)
-        control.await_begun()
-        assert control.roots == ["host-0", "host-1"]
-        started = ranks.send(targets[:2], 1, streams=1)
-        ranks.write(list_supplies(started))
-        assert control.await_round(SOON)
-        assert (control.list_open(), control.list_lost()) == ([], {})
-        control.close()
+        with begun(ranks, targets, streams=1) as control:
+            assert control.roots == ["host-0", "host-1"]
+            ranks.write(list_supplies(ranks.send(targets[:2], 1, streams=1)))
+            must_be_complete(control)
         for receiver, relay in zip(receivers, relays, strict=True):
             assert list(read_tensors(receiver.folder / "version-1")) == list(read_tensors(ranks.folder))
             # Beside the weights: the description of the version, and the frames.
@@ -376,24 +374,19 @@ def test_beyond_eight_hosts_the_trainer_sends_the_weights_twice_and_each_host_ge
 
 def test_hosts_below_one_that_dies_get_the_rest_in_another_round(memory: Path) -> None:
     ranks = Ranks(memory / "trainer", SMALL, draw_shards(SMALL), 5000)
-    with receiving(memory, 9) as receivers:
-        targets = list_targets(receivers)
-        control = ranks.begin(targets, 1, patience=0.5, streams=1)
-        control.await_begun()
+    with (
+        receiving(memory, 9) as receivers,
+        begun(ranks, targets := list_targets(receivers), patience=0.5, streams=1) as control,
+    ):
         receivers[0].close()
-        started = ranks.send(targets[:2], 1, patience=0.5, streams=1)
-        ranks.write(list_supplies(started))
+        ranks.write(list_supplies(ranks.send(targets[:2], 1, patience=0.5, streams=1)))
         assert control.await_round(SOON)
         assert list(control.list_lost()) == ["host-0"]
         below = control.list_open()
         assert below == ["host-2", "host-4", "host-6", "host-8"]
         roots = control.begin_round()
-        started = ranks.send([target for target in targets if target.name in roots], 1, streams=1)
-        for supply in list_supplies(started):
-            supply.add(supply.numbers)
-        assert control.await_round(SOON)
-        assert (control.list_open(), list(control.list_lost())) == ([], ["host-0"])
-        control.close()
+        send_again(ranks, [target for target in targets if target.name in roots], streams=1)
+        must_be_complete(control, "host-0")
         for receiver in receivers[1:]:
             read_as_engine(ranks, receiver.folder / "version-1")
 
@@ -407,25 +400,19 @@ def test_a_host_that_its_parent_does_not_reach_gets_the_weights_from_the_trainer
     def cut_streams(data: bytearray, before: int) -> bytearray | None:
         return data if is_open.is_set() or b"stream" not in data[:200] else None
 
-    with receiving(memory, 9) as receivers:
+    with receiving(memory, 9) as receivers, contextlib.ExitStack() as stack:
         targets = list_targets(receivers)
         targets[2] = Target("host-2", "127.0.0.1", Relay(receivers[2].port, cut_streams).port)
-        control = ranks.begin(targets, 1, streams=1)
-        control.await_begun()
-        started = ranks.send(targets[:2], 1, streams=1)
-        ranks.write(list_supplies(started))
+        control = stack.enter_context(begun(ranks, targets, streams=1))
+        ranks.write(list_supplies(ranks.send(targets[:2], 1, streams=1)))
         assert control.await_round(SOON)
         assert (control.list_open(), control.list_lost()) == (["host-2", "host-4", "host-6", "host-8"], {})
         roots = control.begin_round()
         # Nothing has come yet, and no host is cut off from the trainer.
         assert not control.await_round(0.5)
         is_open.set()
-        started = ranks.send([target for target in targets if target.name in roots], 1, streams=1)
-        for supply in list_supplies(started):
-            supply.add(supply.numbers)
-        assert control.await_round(SOON)
-        assert (control.list_open(), control.list_lost()) == ([], {})
-        control.close()
+        send_again(ranks, [target for target in targets if target.name in roots], streams=1)
+        must_be_complete(control)
         for receiver in receivers:
             read_as_engine(ranks, receiver.folder / "version-1")
 
@@ -487,11 +474,9 @@ def test_a_receiver_that_does_not_know_the_token_gets_nothing_from_a_sender(rank
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=pretend, args=(listener,), daemon=True).start()
-        control = ranks.begin([Target("host-0", "127.0.0.1", listener.getsockname()[1])], 1)
-        control.await_begun()
-        assert "host-0 refuses: the receiver does not know the token" in control.list_lost()["host-0"]
+        with begun(ranks, [Target("host-0", "127.0.0.1", listener.getsockname()[1])]) as control:
+            assert "host-0 refuses: the receiver does not know the token" in control.list_lost()["host-0"]
         assert not heard
-        control.close()
         shut(listener)
 
 

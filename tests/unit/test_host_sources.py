@@ -24,9 +24,9 @@ from megatron_rl.sidecar.hosts import (
     find_host_problems,
     find_secrets,
     ray_cluster,
-    scheduled,
+    sources,
 )
-from megatron_rl.sidecar.hosts.scheduled import AgentsMissing
+from megatron_rl.sidecar.hosts.sources import AgentsMissing
 from megatron_rl.sidecar.settings import parse
 from tests.hosts.worlds import find_free_address
 from tests.reward_pools import request, score
@@ -87,7 +87,7 @@ def schedulers(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "node[3-4]")
     monkeypatch.setattr(ray_cluster, "RayCluster", Cluster)
     monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(scheduled, "await_agents", answer_at_once)
+    monkeypatch.setattr(sources, "await_agents", answer_at_once)
 
 
 def open_source(value: str, size: int = 1) -> Callable[[], HostList]:
@@ -167,12 +167,12 @@ def test_a_file_that_changes_is_followed(kind, more, tmp_path, schedulers):
             python = 3
             """,
             [
-                "unknown key 'hots' (the nearest is host)",
+                "token_file: ", "unknown key 'hots' (the nearest is host)",
                 "host 1 (10.0.0.2): unknown key 'engine' (the nearest is engines)",
                 "host 1 (10.0.0.2): address must be HOST:PORT", "host 2 (10.0.0.3:7100): engines = 0 must be",
                 "host 3 (10.0.0.3:7100): python must be",
                 "host 3 (10.0.0.3:7100): devices = [0, 0] must name 2 different ones",
-                "host 3 (10.0.0.3:7100) is named twice", "token_file: ",
+                "host 3 (10.0.0.3:7100) is named twice",
             ],
         ),
         (
@@ -267,13 +267,13 @@ async def answering(address: str, status: str = "200 OK") -> AsyncIterator[None]
 
 
 def test_agents_are_waited_for_and_those_that_are_missing_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduled, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "_PAUSE_SECONDS", 0.01)
     here = find_free_address()
     port = here.rpartition(":")[2]
     value = write(tmp_path, EVERY.replace("7300", port) + PODS, kind="kubernetes")
 
     async def wait(names: list[str], seconds: float) -> list[str]:
-        monkeypatch.setattr(scheduled.KubernetesHosts, "list_names", lambda _: names)
+        monkeypatch.setattr(sources.KubernetesHosts, "list_names", lambda _: names)
         async with build_source(value, 1).opened(seconds) as read:
             return [place.address for place in read().hosts]
 

@@ -14,7 +14,7 @@ from megatron_rl.sidecar.engines import NotGiven, WeightsNotWritten
 from megatron_rl.sidecar.hosts import HostList, HostPlace
 from megatron_rl.sidecar.hosts.factory import HostsFactory
 from megatron_rl.sidecar.hosts.membership import Hosts
-from megatron_rl.sidecar.hosts.static import read_hosts
+from megatron_rl.sidecar.hosts.sources import read_hosts
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.factory import VllmFactory

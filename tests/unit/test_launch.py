@@ -18,7 +18,7 @@ from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.agent.main import removed_afterwards
 from megatron_rl.sidecar.hosts import HostPlace
-from megatron_rl.sidecar.hosts.scheduled import AlikeHosts, KubernetesHosts, SlurmHosts, read_alike
+from megatron_rl.sidecar.hosts.sources import AlikeHosts, KubernetesHosts, SlurmHosts, read_alike
 from tests.command_lines import LAUNCHED, QWEN3, without
 from tests.documents import commands_of
 from tests.processes import ROOT

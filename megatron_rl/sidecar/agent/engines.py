@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import httpx
 
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.shared.weights.folders import is_being_written
 from megatron_rl.sidecar.agent.messages import (
     ALIVE_SECONDS,
@@ -58,25 +58,6 @@ class HostTaken(MegatronRLError):
     """The service of another run holds the lease."""
 
 
-class WeightsReceiver(Protocol):
-    """Takes weights from the trainer's ranks into folders of this host, one a version."""
-
-    folder: Path
-    port: int
-
-    def describe(self) -> dict[str, Any]:
-        """Return the newest `version`, or None, its `fingerprint`, and whether it is `complete`."""
-        ...
-
-    def close(self) -> None:
-        """End all connections; the files remain."""
-        ...
-
-
-MakeReceiver = Callable[[str], WeightsReceiver]
-"""A function that makes a receiver, given the secret that it shares with the trainer's ranks."""
-
-
 @dataclasses.dataclass
 class _Lease:
     name: str
@@ -105,18 +86,19 @@ class HostEngines:
         folder: Path,
         logs: Path,
         launcher: LocalLauncher,
-        make_receiver: MakeReceiver | None = None,
+        make_receiver: Callable[[str], Receiver] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without engines. `folder` is private and has a short path, for sockets.
 
-        Without a receiver of weights, engines load them from the trainer's folder, which this host must share.
+        `make_receiver` makes a receiver of weights, given the secret that it shares with the trainer's ranks. Without
+        it, engines load them from the trainer's folder, which this host must share.
         """
         self._folder = folder
         self._logs = logs
         self._launcher = launcher
         self._make_receiver = make_receiver
-        self._receiver: WeightsReceiver | None = None
+        self._receiver: Receiver | None = None
         # The files of one receiver are removed before another one begins.
         self._changing_receiver = asyncio.Lock()
         self._clock = clock

@@ -27,9 +27,9 @@ TOKEN_FILE = "token_file"
 
 STATIC = "static"
 KINDS: Mapping[str, str] = {
-    STATIC: "megatron_rl.sidecar.hosts.static:StaticSource",
-    "slurm": "megatron_rl.sidecar.hosts.scheduled:SlurmSource",
-    "kubernetes": "megatron_rl.sidecar.hosts.scheduled:KubernetesSource",
+    STATIC: "megatron_rl.sidecar.hosts.sources:StaticSource",
+    "slurm": "megatron_rl.sidecar.hosts.sources:SlurmSource",
+    "kubernetes": "megatron_rl.sidecar.hosts.sources:KubernetesSource",
     "ray": "megatron_rl.sidecar.hosts.ray_cluster:RaySource",
 }
 """The module and the class of each kind. The class is called with the value of the flag and the engines' number of

@@ -109,10 +109,11 @@ class Hosts:
 
     def _make(self, place: HostPlace, named: HostList) -> RemoteHost:
         tls = None if named.tls_ca is None else ssl.create_default_context(cafile=named.tls_ca)
-        return RemoteHost(place, self._run, named.token, self._secret, self._timeouts, tls, self._limits)
+        return RemoteHost(
+            place, self._run, named.token, self._secret, self._timeouts, tls, self._limits, self._change, self._bring
+        )
 
     def _open(self, host: RemoteHost) -> None:
-        host.on_changed, host.bring = self._change, self._bring
         self._tasks[host.name] = asyncio.create_task(host.run())
 
     def _change(self) -> None:

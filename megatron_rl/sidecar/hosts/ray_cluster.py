@@ -24,7 +24,7 @@ from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.hosts import FLAG, HostList
-from megatron_rl.sidecar.hosts.scheduled import read_alike
+from megatron_rl.sidecar.hosts.sources import read_alike
 
 _log = logging.getLogger(__name__)
 

@@ -87,10 +87,13 @@ class RemoteHost:
         timeouts: Timeouts,
         tls: ssl.SSLContext | None,
         limits: HostLimits,
+        on_changed: Callable[[], None],
+        bring: "Callable[[RemoteHost, Weights], Awaitable[bool]]",
     ) -> None:
         """Make a host; `token` is the agents', and `secret` that of the weights' delivery.
 
-        `tls` checks the agent's certificate; without it nothing is encrypted.
+        `tls` checks the agent's certificate; without it nothing is encrypted. `on_changed` learns that the host has
+        joined or was lost. `bring` begins to send it a version between two publishes, and returns whether it arrives.
         """
         self.place = place
         self.name = place.address
@@ -103,10 +106,7 @@ class RemoteHost:
         """True once it is to get no further version of the weights."""
         self.is_listed = False
         """True if the trainer's last list of hosts has it: a version may be on its way there."""
-        self.on_changed: Callable[[], None] = lambda: None
-        """The callback for a host that has joined or was lost."""
-        self.bring: Callable[[RemoteHost, Weights], Awaitable[bool]] = bring_nothing
-        """Begins to send a version to the host between two publishes; returns whether it arrives now."""
+        self.on_changed, self.bring = on_changed, bring
         self._limits = limits
         self.left_out = (-1, "")
         """The last version that the trainer did not deliver to it, and the reason."""
@@ -446,11 +446,6 @@ class RemoteHandle:
     def fail(self, reason: str) -> None:
         """Count it as ended."""
         self._life = Life(ended=reason, fault=reason, num_lines=self.num_lines)
-
-
-async def bring_nothing(host: RemoteHost, weights: Weights) -> bool:
-    """Send nothing: the host waits for the next publish."""
-    return False
 
 
 def _is_refused(error: BaseException) -> bool:

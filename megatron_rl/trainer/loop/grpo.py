@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,6 @@ from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts
 from megatron_rl.trainer.loop.saver import RunState, StartPoint
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.files import FilesTransport
-from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, Transport
 from megatron_rl.trainer.mcore.publish.senders import find_library
@@ -36,6 +36,7 @@ from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 from megatron_rl.trainer.mcore.step.roles import build_roles
 
+_HOSTS = "megatron_rl.trainer.mcore.publish.hosts"
 # Seconds that a sidecar takes before and after its engines start: it tries rewards and reads the tokenizer.
 _SIDECAR_SECONDS = 60.0
 
@@ -195,8 +196,12 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
 
 def _build_files(rank: Rank, weights: ModelWeights, receiver: RolloutClient | None) -> Transport:
     settings, publish = rank.settings, rank.settings.publish
-    of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
-    hosts = Deliveries(weights, rank.session, receiver, settings.name, of_hosts, publish.deadline_minutes * 60)
+    hosts = None
+    # Only the sidecar itself knows whether one that runs already has other hosts.
+    if settings.rollout.hosts is not None or settings.service.endpoint is not None:
+        part = importlib.import_module(_HOSTS)
+        of_hosts = part.HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
+        hosts = part.Deliveries(weights, rank.session, receiver, settings.name, of_hosts, publish.deadline_minutes * 60)
     return FilesTransport(find_shared_folder(settings), publish.through, hosts)
 
 

@@ -10,6 +10,7 @@ frame may announce bytes of weights, which follow as they are: their code is in 
 """
 
 import contextlib
+import dataclasses
 import enum
 import hmac
 import secrets
@@ -17,13 +18,20 @@ import socket
 import struct
 import threading
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
 
-from megatron_rl.shared.weights.delivery.greetings import shut
-from megatron_rl.shared.weights.delivery.messages import PROTOCOL, DeliveryError, Hello, Refused
+from megatron_rl.shared.weights.delivery.greetings import GREETING_SECONDS, shut
+from megatron_rl.shared.weights.delivery.messages import (
+    PROTOCOL,
+    Contents,
+    DeliveryError,
+    Hello,
+    Refused,
+    Target,
+)
 
 _MAGIC = b"mrlweights"
 _OPENING = struct.Struct("<10sH32s")
@@ -32,7 +40,6 @@ _HEADER = struct.Struct("<BQI")
 _CODE_BYTES = 16
 _MOST_HELLO_BYTES = 1 << 16
 _MOST_PAYLOAD_BYTES = 1 << 30
-GREETING_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
 _MOST_GREETINGS = 3
 """Attempts at a greeting, since a byte that the network changed looks like a wrong token."""
@@ -42,8 +49,6 @@ _SILENT_MILLISECONDS = 5000
 
 
 class FrameKind(enum.IntEnum):
-    """The kinds of frames."""
-
     BEGIN = 1
     BEGUN = 2
     """The version has begun, or is found again; the value tells one beginning from another."""
@@ -86,7 +91,6 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, kind: FrameKind, value: int = 0, payload: bytes = b"") -> None:
-        """Send a frame."""
         with self._lock:
             header = _HEADER.pack(kind, value, len(payload))
             parts = [header, self._code(self._sending, self._num_sent, b"h", header)]
@@ -96,38 +100,26 @@ class Channel:
             self.send_bytes(b"".join(parts))
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes as they are."""
-        try:
-            self.connection.sendall(data)
-        except OSError as error:
-            raise Broken(f"the connection broke: {error}") from None
+        _send_all(self.connection, data)
 
     def begin_code(self) -> blake3:
         """Begin the code of bytes that are sent as they are."""
         return blake3(b"w", key=self._key)
 
     def receive(self) -> Frame:
-        """Receive the next frame."""
-        header = self.receive_exactly(_HEADER.size)
+        header = _read_bytes(self.connection, _HEADER.size)
         self._check(header, b"h")
         kind, value, length = _HEADER.unpack(header)
         payload = b""
         if length:
             if length > _MOST_PAYLOAD_BYTES:
                 raise Broken(f"a frame announces {length} bytes")
-            payload = bytes(self.receive_exactly(length))
+            payload = bytes(_read_bytes(self.connection, length))
             self._check(payload, b"p")
         self._num_received += 1
         return Frame(FrameKind(kind), value, payload)
 
-    def receive_exactly(self, num_bytes: int) -> bytearray:
-        """Receive a number of bytes."""
-        data = bytearray(num_bytes)
-        self.receive_into(memoryview(data))
-        return data
-
     def receive_into(self, target: memoryview) -> None:
-        """Fill the target with bytes that are received."""
         _fill(self.connection, target)
 
     def end(self) -> None:
@@ -135,13 +127,30 @@ class Channel:
         shut(self.connection)
 
     def _check(self, data: bytes | bytearray, part: bytes) -> None:
-        code = self.receive_exactly(_CODE_BYTES)
+        code = _read_bytes(self.connection, _CODE_BYTES)
         if not hmac.compare_digest(code, self._code(self._receiving, self._num_received, part, data)):
             raise Broken("a frame arrived corrupted")
 
     def _code(self, direction: bytes, number: int, part: bytes, data: bytes | bytearray) -> bytes:
         code = blake3(direction + part + number.to_bytes(8, "little"), key=self._key)
         return code.update(data).digest(length=_CODE_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shipment:
+    """A version on its way to hosts, as a sender knows it."""
+
+    hello: Hello
+    key: bytes
+    """The token of the hosts' receivers."""
+    contents: Contents
+    num_streams: int
+    patience: float
+    """Seconds of silence after which a host is lost."""
+
+    def connect(self, target: Target, purpose: Literal["control", "stream"]) -> Channel:
+        hello = msgspec.structs.replace(self.hello, purpose=purpose)
+        return connect(target.address, target.port, self.key, hello)
 
 
 def connect(address: str, port: int, key: bytes, hello: Hello) -> Channel:
@@ -233,15 +242,15 @@ def _read_opening(connection: socket.socket, end: float) -> bytes:
     return challenge
 
 
-def _send_all(connection: socket.socket, data: bytes) -> None:
+def _send_all(connection: socket.socket, data: bytes | memoryview) -> None:
     try:
         connection.sendall(data)
     except OSError as error:
         raise Broken(f"the connection broke: {error}") from None
 
 
-def _read_bytes(connection: socket.socket, num_bytes: int, end: float) -> bytearray:
-    """Receive bytes of a greeting, which is over at `end` however slowly they come."""
+def _read_bytes(connection: socket.socket, num_bytes: int, end: float | None = None) -> bytearray:
+    """Receive a number of bytes; those of a greeting, which is over at `end` however slowly they come."""
     data = bytearray(num_bytes)
     _fill(connection, memoryview(data), end)
     return data

@@ -11,14 +11,15 @@ carries the weights twice, and a host's link once in each direction. A host that
 long as one that receives, however many hosts the trainer has.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from megatron_rl.shared.weights.delivery.channel import Channel, FrameKind, connect
-from megatron_rl.shared.weights.delivery.messages import Begin, Contents, DeliveryError, Hello, Refused, Target
+from megatron_rl.shared.weights.delivery.channel import Channel, FrameKind, Shipment
+from megatron_rl.shared.weights.delivery.messages import Begin, DeliveryError, Refused, Target
 
 _PAUSE_SECONDS = 0.3
 _BEGIN_SECONDS = 60.0
@@ -31,10 +32,8 @@ class HostControl:
     def __init__(
         self,
         target: Target,
-        key: bytes,
-        hello: Hello,
+        shipment: Shipment,
         build_begin: Callable[[Sequence[str]], Begin],
-        patience: float,
         changed: threading.Condition,
     ):
         """Notify `changed` of each change."""
@@ -47,10 +46,8 @@ class HostControl:
         self.has_restarted = False
         """True if it has begun the version from scratch in this round, without what it held before."""
         self.children: Sequence[str] = ()
-        self._key = key
-        self._hello = hello
+        self._shipment = shipment
         self._build_begin = build_begin
-        self._patience = patience
         self._changed = changed
         self._channel: Channel | None = None
         self._number: int | None = None
@@ -67,7 +64,6 @@ class HostControl:
         self._thread.start()
 
     def begin_again(self, children: Sequence[str]) -> None:
-        """Begin the version again, with other children."""
         with self._changed:
             self.children, self.unreached, self.has_restarted = children, set(), False
             channel = self._channel
@@ -76,20 +72,13 @@ class HostControl:
 
     def give_up(self, reason: str) -> None:
         """Tell the host that the version will not be completed."""
-        with self._changed:
-            if self.is_open:
-                self.loss = reason
-            channel = self._channel
-            self._changed.notify_all()
-        if channel is not None:
-            try:
+        self._lose(reason)
+        if (channel := self._channel) is not None:
+            # The host ends the version by itself when no sender is connected.
+            with contextlib.suppress(DeliveryError):
                 channel.send(FrameKind.GIVE_UP, payload=reason.encode())
-            except DeliveryError:
-                # The host ends the version by itself when no sender is connected.
-                return
 
     def close(self) -> None:
-        """End the connection."""
         with self._changed:
             self._is_closed = True
             channel = self._channel
@@ -107,7 +96,7 @@ class HostControl:
             except (DeliveryError, OSError) as error:
                 now = time.monotonic()
                 silent_since = now if self._channel is not None or silent_since is None else silent_since
-                if now - silent_since > self._patience:
+                if now - silent_since > self._shipment.patience:
                     self._lose(f"{self.target.name} was silent for {now - silent_since:.0f} s: {error}")
             finally:
                 with self._changed:
@@ -117,8 +106,7 @@ class HostControl:
                 self._changed.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
 
     def _follow(self) -> None:
-        target = self.target
-        channel = connect(target.address, target.port, self._key, self._hello)
+        channel = self._shipment.connect(self.target, "control")
         with channel.connection:
             with self._changed:
                 children = self.children
@@ -140,7 +128,7 @@ class HostControl:
                         self.unreached.add(frame.payload.decode())
                     self._changed.notify_all()
                 if frame.kind is FrameKind.ENDED:
-                    self._lose(f"{target.name} gave up: {frame.payload.decode()}")
+                    self._lose(f"{self.target.name} gave up: {frame.payload.decode()}")
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -152,23 +140,14 @@ class HostControl:
 class Control:
     """The delivery of one version to all hosts."""
 
-    def __init__(
-        self,
-        targets: Iterable[Target],
-        key: bytes,
-        hello: Hello,
-        digests: bytes,
-        contents: Contents,
-        num_streams: int,
-        patience: float,
-    ):
+    def __init__(self, targets: Iterable[Target], shipment: Shipment, digests: bytes):
         """Begin the version on all hosts, side by side."""
-        self._patience = patience
-        self._shared = (digests, num_streams, contents)
+        self._shipment = shipment
+        self._digests = digests
+        self._begin_seconds = shipment.patience + _BEGIN_SECONDS
         self._changed = threading.Condition()
         self._hosts = {
-            target.name: HostControl(target, key, hello, self._build_begin, patience, self._changed)
-            for target in targets
+            target.name: HostControl(target, shipment, self._build_begin, self._changed) for target in targets
         }
         self.roots, self._children = plan_tree(list(self._hosts))
         for name, host in self._hosts.items():
@@ -178,12 +157,10 @@ class Control:
         """Wait until each host has begun the version or is lost."""
         waiting = list(self._hosts.values())
         with self._changed:
-            self._changed.wait_for(
-                lambda: all(host.is_begun or host.loss for host in waiting), self._patience + _BEGIN_SECONDS
-            )
+            self._changed.wait_for(lambda: all(host.is_begun or host.loss for host in waiting), self._begin_seconds)
         for host in waiting:
             if not (host.is_begun or host.loss):
-                host.give_up(f"{host.target.name} did not begin within {self._patience + _BEGIN_SECONDS:g} s")
+                host.give_up(f"{host.target.name} did not begin within {self._begin_seconds:g} s")
 
     def await_round(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Wait until each host is complete, lost or cut off; return False if some are not in time."""
@@ -205,7 +182,6 @@ class Control:
         return self.roots
 
     def give_up(self, name: str, reason: str) -> None:
-        """Leave a host out."""
         self._hosts[name].give_up(reason)
 
     def list_open(self) -> list[str]:
@@ -217,7 +193,6 @@ class Control:
         return {name: host.loss for name, host in self._hosts.items() if host.loss is not None}
 
     def close(self) -> None:
-        """End all connections."""
         for host in self._hosts.values():
             host.close()
 
@@ -232,8 +207,8 @@ class Control:
         return (host.is_open and name not in cut_off for name, host in self._hosts.items())
 
     def _build_begin(self, children: Sequence[str]) -> Begin:
-        digests, num_streams, contents = self._shared
-        return Begin(digests, tuple(self._hosts[name].target for name in children), num_streams, contents)
+        targets = tuple(self._hosts[name].target for name in children)
+        return Begin(self._digests, targets, self._shipment.num_streams, self._shipment.contents)
 
 
 _MOST_DIRECT = 8

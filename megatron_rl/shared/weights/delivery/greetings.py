@@ -17,6 +17,8 @@ import threading
 import time
 from typing import NamedTuple
 
+GREETING_SECONDS = 10.0
+"""The deadline of a greeting."""
 PAUSE_SECONDS = 0.02
 """The time for which no connection is accepted after `make_room` has made none."""
 _GRACE_SECONDS = 1.0

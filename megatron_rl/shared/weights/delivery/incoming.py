@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.shared.weights import folders
-from megatron_rl.shared.weights.delivery.channel import Broken, Channel, FrameKind
+from megatron_rl.shared.weights.delivery.channel import Broken, Channel, FrameKind, Shipment
 from megatron_rl.shared.weights.delivery.mapped import BLOCK_BYTES, MappedFiles
 from megatron_rl.shared.weights.delivery.messages import Begin, Contents, Hello, Portion, Refused, Target, pack_numbers
 from megatron_rl.shared.weights.delivery.sender import HostSender, Supply
@@ -125,13 +125,12 @@ class Incoming:
 
     def forward(self, children: Sequence[Target], key: bytes, num_streams: int) -> None:
         """Forward to these hosts what has arrived and what will."""
-        hello = msgspec.structs.replace(self.hello, purpose="stream", sender="another host")
+        hello = msgspec.structs.replace(self.hello, sender="another host")
+        shipment = Shipment(hello, key, self.contents, num_streams, _CHILD_PATIENCE_SECONDS)
         with self._forwarding:
             self._stop_forwarding("it is begun again")
             for child in children if self.reason is None else ():
-                sender = HostSender(
-                    child, key, hello, self.contents, self._mapped, self._supply, num_streams, _CHILD_PATIENCE_SECONDS
-                )
+                sender = HostSender(child, shipment, self._mapped, self._supply)
                 self._children[child.name] = sender
                 threading.Thread(target=self._watch, args=(sender,), daemon=True).start()
 

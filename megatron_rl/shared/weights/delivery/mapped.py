@@ -25,7 +25,6 @@ class MappedFiles:
         self._bytes = [_map(folder / file.name, file.num_bytes, is_written) for file in files]
 
     def read(self, portion: Portion) -> Iterator[memoryview]:
-        """Yield the bytes of a portion."""
         file = self._bytes[portion.file]
         for block in _divide(portion.strips):
             yield np.ascontiguousarray(_view(file, block)).reshape(-1).data

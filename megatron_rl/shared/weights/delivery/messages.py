@@ -149,15 +149,12 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def pack_numbers(numbers: Sequence[bool]) -> bytes:
     """Pack the portions that a host holds into bits."""
-    packed = bytearray((len(numbers) + 7) // 8)
-    for number, is_held in enumerate(numbers):
-        if is_held:
-            packed[number // 8] |= 1 << number % 8
-    return bytes(packed)
+    return np.packbits(np.array(numbers, bool), bitorder="little").tobytes()
 
 
 def unpack_numbers(packed: bytes, count: int) -> set[int]:
     """Return the numbers of the bits that are set."""
     if len(packed) != (count + 7) // 8:
         raise Refused(f"the list of portions has {len(packed)} bytes, and {count} portions need {(count + 7) // 8}")
-    return {number for number in range(count) if packed[number // 8] >> number % 8 & 1}
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count, bitorder="little")
+    return set(np.flatnonzero(bits).tolist())

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.shared.weights.delivery.channel import GREETING_SECONDS, Broken, Channel, FrameKind, accept
-from megatron_rl.shared.weights.delivery.greetings import PAUSE_SECONDS, Greetings, shut
+from megatron_rl.shared.weights.delivery.channel import Broken, Channel, FrameKind, accept
+from megatron_rl.shared.weights.delivery.greetings import GREETING_SECONDS, PAUSE_SECONDS, Greetings, shut
 from megatron_rl.shared.weights.delivery.incoming import Incoming, lay_out
 from megatron_rl.shared.weights.delivery.messages import Begin, DeliveryError, Hello, Refused
 

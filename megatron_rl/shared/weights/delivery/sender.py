@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 
-from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, connect
+from megatron_rl.shared.weights.delivery.channel import Broken, Channel, Frame, FrameKind, Shipment
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles
 from megatron_rl.shared.weights.delivery.messages import (
     Contents,
     DeliveryError,
-    Hello,
     Refused,
     Target,
     unpack_numbers,
@@ -90,33 +89,21 @@ class Supply:
 class HostSender:
     """Sends a supply's portions to a host, from threads of its own."""
 
-    def __init__(
-        self,
-        target: Target,
-        key: bytes,
-        hello: Hello,
-        contents: Contents,
-        mapped: MappedFiles,
-        supply: Supply,
-        num_streams: int,
-        patience: float,
-    ):
-        """Send to `target`, which knows `key`, until it has been silent for `patience` seconds."""
-        self.host, self._address, self._port = target.name, target.address, target.port
-        self._key = key
-        self._hello = hello
-        self._contents = contents
+    def __init__(self, target: Target, shipment: Shipment, mapped: MappedFiles, supply: Supply):
+        self.host = target.name
+        self._target = target
+        self._shipment = shipment
         self._mapped = mapped
-        self._patience = patience
         self._changed = threading.Condition()
         self._waiting: collections.deque[int] = collections.deque()
         self._numbers = frozenset(supply.numbers)
         self._missing = set(supply.numbers)
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """The reason why the sender gave up."""
         self._silent_since: float | None = None
         self._channels: set[Channel] = set()
         supply.subscribe(self._offer)
-        num_streams = max(1, min(num_streams, len(self._missing)))
+        num_streams = max(1, min(shipment.num_streams, len(self._missing)))
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(num_streams)]
         for thread in self._threads:
             thread.start()
@@ -125,11 +112,6 @@ class HostSender:
         """Wait until the sender has ended; return False if it has not after some seconds."""
         with self._changed:
             return self._changed.wait_for(self._has_ended, seconds)
-
-    @property
-    def failure(self) -> str | None:
-        """The reason why the sender gave up."""
-        return self._failure
 
     def stop(self, reason: str) -> None:
         """Give up if anything is left, and return once no thread reads the files any more."""
@@ -147,14 +129,14 @@ class HostSender:
             self._changed.notify_all()
 
     def _has_ended(self) -> bool:
-        return not self._missing or self._failure is not None
+        return not self._missing or self.failure is not None
 
     def _fail(self, reason: str) -> None:
         with self._changed:
             if not self._has_ended():
-                self._failure = reason
+                self.failure = reason
             self._changed.notify_all()
-            channels = list(self._channels) if self._failure is not None else []
+            channels = list(self._channels) if self.failure is not None else []
         for channel in channels:
             channel.end()
 
@@ -166,11 +148,11 @@ class HostSender:
                 self._send_all(unanswered)
                 return
             except Refused as refusal:
-                self._fail(f"{self.host} refuses weights of {self._hello.sender}: {refusal}")
+                self._fail(f"{self.host} refuses weights of {self._shipment.hello.sender}: {refusal}")
             except (DeliveryError, OSError) as error:
                 self._offer(unanswered)
                 silent = self._count_silent()
-                if silent > self._patience:
+                if silent > self._shipment.patience:
                     self._fail(f"{self.host} was silent for {silent:.0f} s: {error}")
             with self._changed:
                 self._changed.wait_for(self._has_ended, pause)
@@ -186,7 +168,7 @@ class HostSender:
     def _send_all(self, unanswered: collections.deque[int]) -> None:
         with self._changed:
             sent = self._numbers - self._missing
-        channel = connect(self._address, self._port, self._key, self._hello)
+        channel = self._shipment.connect(self._target, "stream")
         with channel.connection:
             with self._changed:
                 self._channels.add(channel)
@@ -207,7 +189,7 @@ class HostSender:
         frame = _receive(channel)
         if frame.kind is not FrameKind.HELD:
             raise Broken(f"a frame of kind {frame.kind.name} came first")
-        held = unpack_numbers(frame.payload, len(self._contents.portions))
+        held = unpack_numbers(frame.payload, len(self._shipment.contents.portions))
         with self._changed:
             self._missing -= held
             gone = sent - held - self._missing
@@ -232,7 +214,7 @@ class HostSender:
     def _send(self, channel: Channel, number: int) -> None:
         channel.send(FrameKind.PORTION, number)
         code = channel.begin_code()
-        for block in self._mapped.read(self._contents.portions[number]):
+        for block in self._mapped.read(self._shipment.contents.portions[number]):
             code.update(block)
             channel.send_bytes(block)
         channel.send(FrameKind.CODE, payload=code.digest())

@@ -12,11 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
-import msgspec
-
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.hosts import DeliveryHosts
+from megatron_rl.shared.weights.delivery.channel import Shipment
 from megatron_rl.shared.weights.delivery.control import Control
 from megatron_rl.shared.weights.delivery.mapped import MappedFiles, identify
 from megatron_rl.shared.weights.delivery.messages import Contents, DeliveryError, File, Hello, Target
@@ -33,17 +33,6 @@ _LOOK_SECONDS = 1.0
 """Seconds between two looks at what ranks cannot send."""
 _NUM_FOLDERS = 2
 _log = logging.getLogger(__name__)
-
-
-class HostDirectory(Protocol):
-    """The rollout client, which knows the hosts of engines."""
-
-    @property
-    def lease(self) -> int: ...
-
-    def hosts(self) -> DeliveryHosts: ...
-
-    def lose_host(self, name: str, version: int, reason: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +54,12 @@ class Deliveries:
         self,
         weights: ModelWeights,
         session: Session,
-        directory: HostDirectory | None,
+        directory: RolloutClient | None,
         run: str,
         settings: HostSettings,
         deadline_seconds: float,
     ):
-        """Ask rank 0's `directory` for the hosts."""
+        """Ask rank 0's `directory`, the rollout client, for the hosts."""
         self._weights = weights
         self._session = session
         self._directory = directory
@@ -102,37 +91,32 @@ class Deliveries:
     @contextlib.contextmanager
     def begin(self, version: int, begun: FilesBegun) -> Iterator["Delivery | None"]:
         """Begin a version on all hosts; None if the sidecar names no hosts. At the end no thread reads the files."""
-        session, directory, found = self._session, self._directory, self._ask()
+        session, found = self._session, self._ask()
         if found is None or not found[0].hosts:
             yield None
             return
         hosts, lease = found
         contents = self._describe(begun)
         hello = Hello("control", self._run, lease, version, begun.fingerprint, f"rank {session.rank}")
-        of_stream = msgspec.structs.replace(hello, purpose="stream")
-        targets = [Target(host.name, host.address, host.port) for host in hosts.hosts]
-        key, patience = hosts.token.encode(), self._find_patience()
-        control = None
+        shipment = Shipment(hello, hosts.token.encode(), contents, self._settings.num_streams, self._find_patience())
+        targets = {host.name: Target(host.name, host.address, host.port) for host in hosts.hosts}
+        control = files = None
         if session.rank == 0:
-            digests = json.dumps(begun.digests).encode()
-            control = Control(targets, key, hello, digests, contents, self._settings.num_streams, patience)
-        mapped = None
+            control = Control(targets.values(), shipment, json.dumps(begun.digests).encode())
         if session.rank in begun.writers:
-            mapped = self._map(begun.folder, contents.files)
-        supply = Supply(contents, begun.writers.index(session.rank)) if mapped is not None else None
-
-        def send(target: Target) -> HostSender | None:
-            if mapped is None or supply is None:
-                return None
-            return HostSender(target, key, of_stream, contents, mapped, supply, self._settings.num_streams, patience)
-
-        named = {target.name: target for target in targets}
-        delivery = Delivery(session, directory, self._settings, self._deadline, control, named, send, version, supply)
+            supply = Supply(contents, begun.writers.index(session.rank))
+            files = self._map(begun.folder, contents.files), supply
+        seconds = self._settings.seconds if self._may_leave_out else self._deadline
+        delivery = Delivery(session, self._directory, self._may_leave_out, seconds, shipment, targets, control, files)
         try:
             delivery.start()
             yield delivery
         finally:
             delivery.close()
+
+    @property
+    def _may_leave_out(self) -> bool:
+        return self._settings.lost_host == "leave"
 
     def _ask(self) -> tuple[DeliveryHosts, int] | None:
         """Ask for the hosts, and for the trainer's lease."""
@@ -142,7 +126,7 @@ class Deliveries:
         )
 
     def _find_patience(self) -> float:
-        return _PATIENCE_SECONDS if self._settings.lost_host == "leave" else self._deadline
+        return _PATIENCE_SECONDS if self._may_leave_out else self._deadline
 
     def _describe(self, begun: FilesBegun) -> Contents:
         """Describe what all ranks send; this does not change from version to version."""
@@ -170,18 +154,19 @@ class Delivery:
     """The delivery of one version. Every rank calls each method but `note`; rank 0 has directory and control."""
 
     session: Session
-    directory: HostDirectory | None
-    settings: HostSettings
-    deadline_seconds: float
-    control: Control | None
+    directory: RolloutClient | None
+    may_leave_out: bool
+    """True if a host that is late or lost is left out; otherwise the publish fails."""
+    seconds: float
+    """Seconds until a host is late."""
+    shipment: Shipment
     targets: Mapping[str, Target]
-    send: Callable[[Target], HostSender | None]
-    version: int
-    supply: Supply | None
+    control: Control | None
+    files: tuple[MappedFiles, Supply] | None
+    """The files that this rank sends, with their supply; None if it writes nothing."""
 
     def __post_init__(self) -> None:
-        seconds = self.deadline_seconds if self.settings.lost_host == "wait" else self.settings.seconds
-        self._end = time.monotonic() + seconds
+        self._end = time.monotonic() + self.seconds
         self._senders: list[HostSender] = []
         self._told: set[str] = set()
 
@@ -199,8 +184,8 @@ class Delivery:
 
     def note(self, name: str, num_elements: int) -> None:
         """Note elements that this rank has written."""
-        if self.supply is not None:
-            self.supply.note(name, num_elements)
+        if self.files is not None:
+            self.files[1].note(name, num_elements)
 
     def finish(self, is_over: Callable[[], bool]) -> None:
         """Wait until each host holds the version or is left out, or until `is_over`."""
@@ -247,8 +232,8 @@ class Delivery:
         return self.session.broadcast(self.session.run_or_raise_everywhere(action))
 
     def _send_to(self, names: Sequence[str]) -> None:
-        senders = [self.send(self.targets[name]) for name in names]
-        self._senders = [sender for sender in senders if sender is not None]
+        if self.files is not None:
+            self._senders = [HostSender(self.targets[name], self.shipment, *self.files) for name in names]
 
     def _stop(self) -> None:
         for sender in self._senders:
@@ -260,12 +245,13 @@ class Delivery:
         assert self.control is not None and self.directory is not None
         lost = self.control.list_lost()
         new = {name: reason for name, reason in lost.items() if name not in self._told}
-        if new and self.settings.lost_host == "wait":
+        version = self.shipment.hello.version
+        if new and not self.may_leave_out:
             raise DeliveryError(
-                f"version {self.version} was not delivered to every host: {'; '.join(new.values())}. Fix or remove "
-                "these hosts, or write --publish-lost-host leave"
+                f"version {version} was not delivered to every host: {'; '.join(new.values())}. Fix or remove these "
+                "hosts, or write --publish-lost-host leave"
             )
         for name, reason in new.items():
-            _log.warning("version %d is not delivered to %s: %s", self.version, name, reason)
-            self.directory.lose_host(name, self.version, reason)
+            _log.warning("version %d is not delivered to %s: %s", version, name, reason)
+            self.directory.lose_host(name, version, reason)
         self._told |= set(new)

@@ -1,11 +1,14 @@
-"""Hosts whose agents a scheduler has started: `--rollout-hosts slurm` and `kubernetes`.
+"""The hosts that a FILE of `--rollout-hosts` names. All mistakes in FILE are reported at once.
 
-All these hosts are alike: FILE describes them by one table, [every_host], and a table of its kind says which there are.
+With the kind `static` it describes each of them, and their agents run already. With `slurm` and `kubernetes` a
+scheduler has started their agents, and all hosts are alike: FILE describes them by one table, [every_host], and a table
+of its kind says which there are.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -14,16 +17,30 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.flag import suggest_nearest
-from megatron_rl.sidecar.hosts import DEFAULT_PORT, FLAG, HostList, HostPlace, read_toml, split_value, static
+from megatron_rl.shared.protocol.client import read_token
+from megatron_rl.shared.protocol.hosts import parse_place
+from megatron_rl.sidecar.hosts import (
+    DEFAULT_PORT,
+    FLAG,
+    STATIC,
+    TOKEN_FILE,
+    HostList,
+    HostPlace,
+    read_toml,
+    split_value,
+)
 
 _log = logging.getLogger(__name__)
 
+_TLS_CA = "tls_ca"
+_ACCESS_KEYS = (TOKEN_FILE, _TLS_CA)
+_TOGETHER = "together"
 _EVERY = "every_host"
 _HOSTS_PER_ENGINE = "hosts_per_engine"
 _PAUSE_SECONDS = 1.0
@@ -31,6 +48,137 @@ _ANSWER_SECONDS = 5.0
 _NEWS_SECONDS = 30.0
 
 T = TypeVar("T")
+
+
+class StaticSource:
+    """The hosts of a file, which is read again while the run follows it."""
+
+    def __init__(self, text: str, tensor_parallel_size: int) -> None:
+        self._text = text
+        self._size = tensor_parallel_size
+        self._read()
+
+    @contextlib.asynccontextmanager
+    async def opened(self, seconds: float) -> AsyncIterator[Callable[[], HostList]]:
+        yield self._read
+
+    def _read(self) -> HostList:
+        return read_hosts(self._text, self._size)
+
+
+def read_hosts(text: str, tensor_parallel_size: int) -> HostList:
+    """Read the file that a value of the flag names; a UsageError has all mistakes."""
+    kind, _, name = text.partition(":")
+    if kind != STATIC or not name:
+        raise UsageError(f"{FLAG} {text} must be {STATIC}:FILE, a TOML file with a [[host]] for each host")
+    content, token, tls_ca = _read_file(text, lambda content: _check_listed(content, tensor_parallel_size))
+    return HostList(tuple(_make_place(entry) for entry in content["host"]), token, tls_ca)
+
+
+def _read_file(
+    text: str, check: Callable[[dict[str, Any]], Iterator[str]], problems: Sequence[str] = ()
+) -> tuple[dict[str, Any], str, Path | None]:
+    """Read FILE, the token and the certificates that it names; a UsageError has all mistakes, and these problems."""
+    _, path = split_value(text)
+    content = read_toml(text, path)
+    token, tls_ca, of_access = _read_access(content, path)
+    if found := [*problems, *(f"{FLAG} {path}: {problem}" for problem in [*of_access, *check(content)])]:
+        raise UsageError(*found)
+    return content, token, tls_ca
+
+
+def _read_access(content: dict[str, Any], path: Path) -> tuple[str, Path | None, list[str]]:
+    """Return the agents' token and the certificates that theirs must be signed by, and what is wrong with them."""
+    problems = []
+    token = ""
+    if not isinstance(content.get(TOKEN_FILE), str):
+        problems.append(f'{TOKEN_FILE} is missing: write {TOKEN_FILE} = "FILE", the file of the token of all agents')
+    else:
+        try:
+            token = read_token(path.parent / content[TOKEN_FILE])
+        except (OSError, MegatronRLError) as error:
+            problems.append(f"{TOKEN_FILE}: {error}")
+    tls_ca = None
+    if not isinstance(content.get(_TLS_CA, ""), str):
+        problems.append(f"{_TLS_CA} must be the path of a PEM file")
+    elif _TLS_CA in content:
+        tls_ca = path.parent / content[_TLS_CA]
+        try:
+            ssl.create_default_context(cafile=tls_ca)
+        except OSError as error:
+            problems.append(f"{_TLS_CA} {tls_ca} cannot be used: {error}: name a PEM file")
+    return token, tls_ca, problems
+
+
+def _make_place(entry: dict[str, Any]) -> HostPlace:
+    devices = entry.get("devices")
+    return HostPlace(**{**entry, "devices": None if devices is None else tuple(devices)})
+
+
+def _check_listed(content: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
+    known = (*_ACCESS_KEYS, "host")
+    for key in sorted(content.keys() - set(known)):
+        yield f"unknown key {key!r}{suggest_nearest(key, known)}"
+    hosts = content.get("host")
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(entry, dict) for entry in hosts):
+        yield 'no host is named: write a [[host]] with address = "HOST:PORT" for each'
+        return
+    seen: set[str] = set()
+    words = [str(entry.get(_TOGETHER, "")) for entry in hosts]
+    yield from _check_together(hosts, words, tensor_parallel_size)
+    for number, (entry, word) in enumerate(zip(hosts, words, strict=True), 1):
+        address = entry.get("address")
+        size = tensor_parallel_size // words.count(word) if word else tensor_parallel_size
+        yield from (f"host {number} ({address}): {problem}" for problem in _check_host(entry, size))
+        if str(address) in seen:
+            yield f"host {number} ({address}) is named twice: write it once, with the number of its engines"
+        seen.add(str(address))
+
+
+def _check_together(hosts: list[dict[str, Any]], words: list[str], tensor_parallel_size: int) -> Iterator[str]:
+    """Yield each mistake in hosts that run engines together."""
+    for word in dict.fromkeys(filter(None, words)):
+        members = [entry for entry, named in zip(hosts, words, strict=True) if named == word]
+        said = f'{_TOGETHER} = "{word}"'
+        if len(members) == 1:
+            yield f"{said} is said of one host only: write it for each host of these engines, or drop it"
+        elif tensor_parallel_size % len(members):
+            yield (
+                f"{said}: --rollout-tensor-parallel-size {tensor_parallel_size} cannot be divided over "
+                f"{len(members)} hosts: write a multiple of {len(members)}"
+            )
+        if len({str(entry.get("engines", 1)) for entry in members}) > 1:
+            yield f"{said}: its hosts must have the same number of engines, since each engine is on all of them"
+
+
+def _check_host(entry: dict[str, Any], tensor_parallel_size: int) -> Iterator[str]:
+    """Yield each mistake in the description of a host."""
+    known = [field.name for field in dataclasses.fields(HostPlace)]
+    for key in sorted(entry.keys() - set(known)):
+        yield f"unknown key {key!r}{suggest_nearest(key, known)}"
+    address = entry.get("address")
+    place = parse_place(address) if isinstance(address, str) else None
+    if place is None or place[1] == 0:
+        yield "address must be HOST:PORT, the address at which its agent listens"
+    for key in ("python", "model"):
+        if not isinstance(entry.get(key, ""), str):
+            yield f"{key} must be a path on that host"
+    if not isinstance(entry.get(_TOGETHER, ""), str):
+        yield f"{_TOGETHER} must be a word in quotes, the same for all hosts that share engines"
+    engines = entry.get("engines", 1)
+    if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
+        yield f"engines = {engines!r} must be a number of at least 1"
+        return
+    devices = entry.get("devices")
+    if devices is None:
+        return
+    if not isinstance(devices, list) or any(not isinstance(device, int) or device < 0 for device in devices):
+        yield f"devices = {devices!r} must be a list of numbers, none negative"
+    elif len(set(devices)) < len(devices) or len(devices) != engines * tensor_parallel_size:
+        yield (
+            f"devices = {devices} must name {engines * tensor_parallel_size} different ones, {tensor_parallel_size} "
+            f"for each of {engines} engines"
+        )
 
 
 class AgentsMissing(MegatronRLError):
@@ -70,15 +218,13 @@ def read_alike(text: str, table: type[T], tensor_parallel_size: int, problems: S
 
     A UsageError has all mistakes, and these problems.
     """
-    kind, path = split_value(text)
-    content = read_toml(text, path)
-    token, tls_ca, of_access = static.read_access(content, path)
-    of_file = (f"{FLAG} {path}: {problem}" for problem in _check(content, kind, table, tensor_parallel_size))
-    if found := [*of_access, *problems, *of_file]:
-        raise UsageError(*found)
+    kind, _ = split_value(text)
+    content, token, tls_ca = _read_file(
+        text, lambda content: _check_alike(content, kind, table, tensor_parallel_size), problems
+    )
     every = dict(content.get(_EVERY, {}))
     port, size = every.pop("port", DEFAULT_PORT), every.pop(_HOSTS_PER_ENGINE, 1)
-    place = static.make_place({**every, "address": ""})
+    place = _make_place({**every, "address": ""})
     return AlikeHosts(table(**content.get(kind, {})), place, port, token, tls_ca, size)
 
 
@@ -126,9 +272,8 @@ class KubernetesHosts:
 class _ScheduledSource:
     """Hosts whose names a scheduler knows. FILE is read again while the run follows it."""
 
-    _table: ClassVar[type[_NamedHosts]]
-
-    def __init__(self, text: str, tensor_parallel_size: int) -> None:
+    def __init__(self, table: type[_NamedHosts], text: str, tensor_parallel_size: int) -> None:
+        self._table = table
         self._text = text
         self._size = tensor_parallel_size
         self._read_file()
@@ -146,16 +291,12 @@ class _ScheduledSource:
         return described.place([f"{name}:{described.port}" for name in described.which.list_names()])
 
 
-class SlurmSource(_ScheduledSource):
-    _table = SlurmHosts
+SlurmSource = functools.partial(_ScheduledSource, SlurmHosts)
+KubernetesSource = functools.partial(_ScheduledSource, KubernetesHosts)
 
 
-class KubernetesSource(_ScheduledSource):
-    _table = KubernetesHosts
-
-
-def _check(content: dict[str, Any], kind: str, table: type[Any], tensor_parallel_size: int) -> Iterator[str]:
-    known = (*static.ACCESS_KEYS, _EVERY, kind)
+def _check_alike(content: dict[str, Any], kind: str, table: type[Any], tensor_parallel_size: int) -> Iterator[str]:
+    known = (*_ACCESS_KEYS, _EVERY, kind)
     for key in sorted(content.keys() - set(known)):
         yield f"unknown key {key!r}{suggest_nearest(key, known)}"
     every, of_kind = content.get(_EVERY, {}), content.get(kind, {})
@@ -176,7 +317,7 @@ def _check(content: dict[str, Any], kind: str, table: type[Any], tensor_parallel
         )
         return
     alike = {key: value for key, value in every.items() if key not in ("port", _HOSTS_PER_ENGINE)}
-    of_host = static.check_host({**alike, "address": "host:1"}, tensor_parallel_size // size)
+    of_host = _check_host({**alike, "address": "host:1"}, tensor_parallel_size // size)
     yield from (f"[{_EVERY}]: {problem}" for problem in of_host)
     yield from (f"[{kind}]: {problem}" for problem in _check_fields(of_kind, table))
 
