@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 
 from megatron_rl import platforms
-from megatron_rl.command_line.resolve import HasFusions, build_transformer_config
+from megatron_rl.command_line.resolve import build_transformer_config
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.shards import map_shards
 from megatron_rl.trainer.data.packing import Pack
@@ -207,7 +207,7 @@ def build(
     architecture: Architecture | None = None,
     attention_backend: str = "naive",
     qkv_backend: str = "torch",
-    fusions: HasFusions | None = None,
+    fusions: Any | None = None,
     **changes: Any,
 ) -> Model:
     """Build the model of a Hugging Face folder with its weights, wrapped for training.

@@ -1,8 +1,6 @@
 """A real vLLM that holds a base and gets adapters: it samples from both, proves both, and nothing else is taken."""
 
-import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,36 +10,24 @@ import pytest
 
 from megatron_rl.shared.protocol import probe
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused, EngineState, WrongWeights
-from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.routes import AdaptersName
 from tests import hf_models
-from tests.sidecar import adapter_folders, vllm_models
-from tests.sidecar.conftest import Run, _kernels
-from tests.sidecar.vllm_models import Models, Reference, publish, request
+from tests.sidecar import adapter_folders
+from tests.sidecar.vllm_models import Models, Reference, Run, configure, generate, load, publish, request, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-_EXTENSION = "tests.sidecar.adapter_extension.Extension"
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
-def adapted(run: Run, models: Models, sockets: Path, request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
-    config = dataclasses.replace(
-        vllm_models.CONFIG,
-        model=str(models.first),
-        lora_rank=adapter_folders.RANK,
-        tensor_parallel_size=request.param,
-        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", _EXTENSION),
-        environment={"PYTHONPATH": str(Path(__file__).parents[2]), **_kernels()},
-    )
-    engine = VllmFactory(config, sockets, LocalLauncher()).create(f"adapted-{request.param}")
-    try:
-        run(engine.start())
+def adapted(run: Run, models: Models, request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
+    config = configure(
+        models.first, "tests.sidecar.worker_extensions.OtherFactors",
+        lora_rank=adapter_folders.RANK, tensor_parallel_size=request.param,
+    )  # fmt: skip
+    with started(run, config, f"adapted-{request.param}") as engine:
         yield engine
-    finally:
-        run(engine.close())
 
 
 def put(run: Run, engine: VllmEngine, models: Models, seed: int, version: int) -> None:
@@ -49,13 +35,6 @@ def put(run: Run, engine: VllmEngine, models: Models, seed: int, version: int) -
     factors = adapter_folders.draw_factors(models.first, seed)
     with adapter_folders.published(models.first, factors, version) as weights:
         run(publish(engine, weights))
-
-
-def generate(run: Run, engine: VllmEngine, *requests: Any) -> list[Any]:
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-    return run(all_of_them())
 
 
 def test_log_probs_are_those_of_merged_weights_in_every_version(
@@ -80,8 +59,7 @@ def test_all_factors_and_all_of_the_base_are_compared(run: Run, adapted: VllmEng
     factors = adapter_folders.draw_factors(models.first, 0)
     for version in (2, 3):
         with adapter_folders.published(models.first, factors, version) as weights:
-            run(adapted.pause())
-            report = run(adapted.load(weights))
+            report = load(run, adapted, weights)
         assert report.num_compared == report.num_parameters > len(factors)
         assert report.fingerprint == weights.fingerprint
 

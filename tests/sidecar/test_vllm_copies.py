@@ -1,7 +1,6 @@
 """A real vLLM whose layers compute with their parameters as they are: weights are copied into them in place."""
 
 import contextlib
-import dataclasses
 import logging
 import shutil
 import tempfile
@@ -19,17 +18,24 @@ from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.offer import Offer, write_offer
 from megatron_rl.sidecar.engines import WeightReport, WrongWeights
-from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.received import list_specs
 from tests.offers import Ranks
 from tests.ranks import run_ranks
 from tests.sidecar import vllm_models
-from tests.sidecar.conftest import Run, _kernels
 from tests.sidecar.offering_ranks import NUM_VERSIONS, Mail, offer_versions
-from tests.sidecar.vllm_models import Models, Reference, in_shared_memory, publish, request
+from tests.sidecar.vllm_models import (
+    Models,
+    Reference,
+    Run,
+    configure,
+    generate,
+    in_shared_memory,
+    publish,
+    put,
+    request,
+    started,
+)
 
 pytestmark = pytest.mark.each_change
 
@@ -39,39 +45,17 @@ NUM_TOKENS = 16
 @pytest.fixture(scope="module")
 def copying(run: Run, models: Models) -> Iterator[VllmEngine]:
     """Start an engine that copies weights in place."""
-    config = dataclasses.replace(
-        vllm_models.CONFIG,
-        model=str(models.first),
-        flags=(*vllm_models.CONFIG.flags, "--worker-extension-cls", "tests.sidecar.in_place_extension.Extension"),
-        environment={"PYTHONPATH": str(Path(__file__).parents[2]), **_kernels()},
-    )
-    folder = make_socket_folder()
-    engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
-    try:
-        run(engine.start())
+    with started(run, configure(models.first, "tests.sidecar.in_place_extension.Extension")) as engine:
         yield engine
-    finally:
-        run(engine.close())
-        shutil.rmtree(folder)
 
 
 def call(run: Run, engine: VllmEngine, method: str, *arguments: str) -> dict:
     return run(engine._workers("load", f"megatron_rl_{method}", *arguments))[0]
 
 
-def put(run: Run, engine: VllmEngine, model: Path, version: int) -> list[float]:
-    with in_shared_memory(model, version) as weights:
-        return run(publish(engine, weights))
-
-
 def load(run: Run, engine: VllmEngine, model: Path) -> WeightReport:
     with in_shared_memory(model, 17) as weights:
-        return run(attempt(engine, weights))
-
-
-async def attempt(engine: VllmEngine, weights: Weights) -> WeightReport:
-    await engine.pause()
-    return await engine.load(weights)
+        return vllm_models.load(run, engine, weights)
 
 
 @contextlib.contextmanager
@@ -98,12 +82,8 @@ def test_after_a_copy_in_place_every_greedy_token_is_that_of_the_new_weights(run
     asked = [request(number, temperature=0.0, max_tokens=NUM_TOKENS) for number in range(8)]
     for version, model in enumerate((models.second, models.first, models.second)):
         put(run, copying, model, version)
-
-        async def generate() -> list:
-            return [await copying.generate(one) for one in asked]
-
-        reference = Reference(model)
-        counts = [reference.num_greedy(one, group[0]) for one, group in zip(asked, run(generate()), strict=True)]
+        reference, groups = Reference(model), generate(run, copying, *asked)
+        counts = [reference.num_greedy(one, group[0]) for one, group in zip(asked, groups, strict=True)]
         assert sum(counts) == len(asked) * NUM_TOKENS
     report = load(run, copying, models.first)
     assert report.num_compared == report.num_parameters > 0
@@ -117,7 +97,7 @@ def test_weights_that_are_offered_are_copied_and_proven_without_any_file_of_tens
     for version, model in enumerate((models.second, models.first, models.second), start=20):
         with offered(ranks, model, version) as weights:
             run(publish(copying, weights))
-            report = run(attempt(copying, weights))
+            report = vllm_models.load(run, copying, weights)
             assert (report.through, report.reasons) == ("ipc", ())
             assert report.num_compared == report.num_parameters > 0
             run(publish(copying, weights))
@@ -131,7 +111,7 @@ def test_weights_that_change_while_they_are_copied_are_found_and_the_error_names
     with offered(ranks, models.second, 25) as weights:
         ranks.memories[1][-4:] += 1
         with pytest.raises(WrongWeights, match="1 tensors do not hold .* copied from the trainer's devices"):
-            run(attempt(copying, weights))
+            vllm_models.load(run, copying, weights)
     put(run, copying, models.first, 26)
 
 
@@ -143,7 +123,7 @@ def test_an_engine_that_cannot_open_an_offer_takes_the_files_and_says_why_once(r
             for path in models.second.glob("*.safetensors"):
                 shutil.copyfile(path, Path(weights.folder) / path.name)
                 (Path(weights.folder) / path.name).chmod(0o600)
-            report = run(attempt(copying, weights))
+            report = vllm_models.load(run, copying, weights)
             run(publish(copying, weights))
         assert report.through == "files"
         assert ["another host" in reason for reason in report.reasons] == [True]
@@ -170,7 +150,7 @@ def test_vllm_holds_what_two_tensor_parallel_ranks_of_megatron_offer_version_aft
             weights = mail.receive(f"weights-{version}", Weights, ranks)
             try:
                 probes.append(run(publish(copying, weights)))
-                report = run(attempt(copying, weights))
+                report = vllm_models.load(run, copying, weights)
             except Exception as error:
                 mail.send(f"answer-{version}", PublishAnswer(reasons=(str(error),)))
                 raise

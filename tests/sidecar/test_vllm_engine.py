@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import decode_log_probs, decode_tokens
 from megatron_rl.shared.weights import folders
 from megatron_rl.shared.weights.folders import Counter
@@ -33,13 +31,15 @@ from megatron_rl.sidecar.vllm.answers import build_call
 from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.routes import COMMIT, Committed
-from tests.sidecar.conftest import Run
 from tests.sidecar.vllm_models import (
     VOCAB_SIZE,
     Reference,
-    described,
+    Run,
+    generate,
     in_shared_memory,
+    load,
     publish,
+    put,
     request,
 )
 
@@ -47,23 +47,11 @@ NUM_PROMPTS, NUM_TOKENS = 24, 16
 _GENERATED = "vllm:generation_tokens_total"
 
 
-def put(run: Run, engine: VllmEngine, model: Path, version: int) -> list[float]:
-    with in_shared_memory(model, version) as weights:
-        return run(publish(engine, weights))
-
-
 async def read_metric(engine: VllmEngine, name: str) -> float:
     transport = httpx.AsyncHTTPTransport(uds=engine.address)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         lines = (await client.get("/metrics")).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
-
-
-def generate(run: Run, engine: VllmEngine, *requests):
-    async def all_of_them():
-        return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-    return run(all_of_them())
 
 
 def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, engine, models):
@@ -128,20 +116,6 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(run, engine, models):
         tokens = decode_tokens(response.tokens).tolist()
         assert (tokens[-1] in stops) == (response.finish_reason == "stop")
         assert not set(tokens[:-1]) & set(stops)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request(length=500, max_tokens=13), "500 tokens and 13 more exceed the engines' 512"),
-        (request(group_size=65), "more than the 64"),
-        (request(length=0), "empty prompt"),
-        (request(max_tokens=0), "of 0 tokens"),
-    ],
-)
-def test_a_request_that_vllm_would_clamp_is_an_error(run, engine, bad, message):
-    with pytest.raises(InputError, match=message):
-        generate(run, engine, bad)
 
 
 def test_a_cancelled_group_is_aborted_in_the_engine(run, engine, models):
@@ -359,12 +333,8 @@ def edited(folder: Path, change) -> Path:
 
 
 def refusal(run: Run, engine: VllmEngine, weights) -> str:
-    async def attempt() -> None:
-        await engine.pause()
-        await engine.load(weights)
-
     with pytest.raises(EngineRefused) as caught:
-        run(attempt())
+        load(run, engine, weights)
     assert engine.state is EngineState.DIRTY
     return str(caught.value)
 
@@ -382,40 +352,13 @@ def test_weights_that_differ_from_the_announced_ones_are_not_loaded(run, engine,
     assert put(run, engine, models.first, 14) == before
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "1 tensors are missing: .*k_proj"),
-        (lambda tensors: tensors.update(extra=tensors["model.norm.weight"].clone()), "not in this model: extra"),
-        (lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:8].clone()}), "another shape"),
-    ],
-)
-def test_an_incomplete_set_of_weights_is_not_loaded(run, engine, models, change, message):
-    with in_shared_memory(edited(models.second, change), 15) as weights:
-        assert re.search(message, refusal(run, engine, weights))
-    put(run, engine, models.first, 15)
-
-
-def test_weights_that_others_could_have_written_are_refused(run, engine, models):
-    with in_shared_memory(models.second, 16) as weights:
-        path = Path(weights.folder) / "model.safetensors"
-        path.chmod(0o644)
-        assert "must be private to user" in refusal(run, engine, weights)
-        path.chmod(0o600)
-        run(publish(engine, described(Path(weights.folder), 16)))
-
-
 def test_an_engine_that_keeps_any_one_tensor_says_so(run, engine, models):
     """Make vLLM load an old tensor in place of a new one, while it believes that it has loaded what it was given."""
     names = list(load_file(models.first / "model.safetensors"))
 
-    def load(model: Path) -> WeightReport:
-        async def attempt(weights) -> WeightReport:
-            await engine.pause()
-            return await engine.load(weights)
-
+    def load_model(model: Path) -> WeightReport:
         with in_shared_memory(model, 17) as weights:
-            return run(attempt(weights))
+            return load(run, engine, weights)
 
     def keep(text: str) -> None:
         run(engine._workers("load", "megatron_rl_load_otherwise", text))
@@ -425,22 +368,23 @@ def test_an_engine_that_keeps_any_one_tensor_says_so(run, engine, models):
         tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[3, 5] += 1
 
     keep("")
-    report = load(models.first)
+    report = load_model(models.first)
     assert report.num_compared == report.num_parameters > 0
     for name in names:
         keep(name)
         with pytest.raises(WrongWeights, match=f"engine-0, worker 0, load: 1 tensors do not hold .*: {name}$"):
-            load(models.second)
+            load_model(models.second)
         keep("")
-        load(models.first)
+        load_model(models.first)
     keep("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(WrongWeights, match="up_proj"):
-        load(edited(models.first, change))
+        load_model(edited(models.first, change))
     keep("")
     put(run, engine, models.first, 17)
 
 
-def test_the_engine_listens_in_a_private_folder_and_nowhere_else(engine, sockets):
+def test_the_engine_listens_in_a_private_folder_and_nowhere_else(engine):
+    sockets = Path(engine.address).parents[1]
     assert stat.S_IMODE(os.stat(engine.address).st_mode) & 0o077 == 0
     assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
     process = psutil.Process(engine._handle.pid)

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,12 +27,12 @@ from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.publication import StepDeadlines
 from megatron_rl.sidecar.supervisor import PublishFailed, Supervisor, SupervisorConfig
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.vllm.engine import Deadlines
+from megatron_rl.sidecar.vllm.engine import Deadlines, VllmEngine
 from megatron_rl.sidecar.vllm.factory import VllmFactory
 from tests import hf_models
 from tests.sidecar import vllm_models
 from tests.sidecar.naming import NAMED_SECONDS, naming
-from tests.sidecar.vllm_models import Models, Reference, in_shared_memory
+from tests.sidecar.vllm_models import Models, Reference, configure, created, in_shared_memory, started
 from tests.sidecar.vllm_models import request as group_of
 from tests.truth import distance, error_over_bound
 
@@ -279,49 +278,48 @@ def test_two_hundred_publishes_leak_nothing(run, supervisor, models):
         assert len([line for line in maps if ".safetensors" in line]) == 1
 
 
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "num_workers"),
     # Experts of 64 fit the layout of a CPU's kernel, those of 48 are padded to it.
     [
-        ("qwen3", {}),
-        ("llama", {}),
-        ("qwen3_moe", {"moe_intermediate_size": 64}),
-        ("qwen3_moe", {"moe_intermediate_size": 48}),
-        pytest.param("glm4_moe", {"moe_intermediate_size": 64}, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, marks=pytest.mark.slow),
-        pytest.param("seed_oss", {}, marks=pytest.mark.slow),
-        pytest.param("ernie4_5", {}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", {"intermediate_size": 64}, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", {}, marks=pytest.mark.slow),
-        pytest.param("gemma3", {"layer_types": ["sliding_attention", "full_attention"]}, marks=pytest.mark.slow),
+        ("qwen3", {}, 1),
+        ("llama", {}, 1),
+        ("qwen3_moe", {"moe_intermediate_size": 64}, 1),
+        ("qwen3_moe", {"moe_intermediate_size": 48}, 1),
+        ("glm4_moe", {"moe_intermediate_size": 64}, 1),
+        ("qwen2_moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, 1),
+        ("seed_oss", {}, 1),
+        ("ernie4_5", {}, 1),
+        ("gpt_oss", {"intermediate_size": 64}, 1),
+        ("gemma3_text", WINDOWS, 1),
+        ("qwen3_vl", {}, 1),
+        ("gemma3", WINDOWS, 1),
         # vLLM keeps what follows from weights here: the products by which it multiplies queries and outputs. The first
         # has yarn, which vLLM computes in torch in any case.
-        pytest.param("deepseek_v3", LATENT_SIZES, marks=pytest.mark.slow),
-        pytest.param("glm4_moe_lite", LATENT_SIZES, marks=pytest.mark.slow),
-        pytest.param("deepseek_v2", LATENT_SIZES, marks=pytest.mark.slow),
-        pytest.param("kimi_k2", LATENT_SIZES, marks=pytest.mark.slow),
+        ("deepseek_v3", LATENT_SIZES, 1),
+        ("glm4_moe_lite", LATENT_SIZES, 1),
+        ("deepseek_v2", LATENT_SIZES, 1),
+        ("kimi_k2", LATENT_SIZES, 1),
+        # Two workers divide sinks, experts with biases, and the heads of multi-latent attention.
+        ("gpt_oss", {"intermediate_size": 128}, 2),
+        ("deepseek_v2", LATENT_SIZES, 2),
     ],
 )
-def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(run, tmp_path, request, family, changes):
+def test_after_a_publish_every_greedy_token_is_that_of_the_new_weights(
+    run, tmp_path, request, family, changes, num_workers
+):
     with contextlib.ExitStack() as stack:
         if family == "qwen3":
             models, supervisor = request.getfixturevalue("models"), request.getfixturevalue("supervisor")
         else:
             models = vllm_models.draw(OTHER_NAMES.get(family, family), tmp_path, **changes)
             start = vllm_models.rename(models.first, family) if family in OTHER_NAMES else models.first
-            supervisor = stack.enter_context(supervised(run, dataclasses.replace(models, first=start)))
-        check_greedy_tokens(run, supervisor, models, f"{family} {changes or ''}")
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"), [("gpt_oss", {"intermediate_size": 128}), ("deepseek_v2", LATENT_SIZES)]
-)
-def test_engines_of_two_workers_follow_each_publish(run, tmp_path, family, changes):
-    """Divide sinks, experts with biases, and the heads of multi-latent attention."""
-    models = vllm_models.draw(family, tmp_path, **changes)
-    with supervised(run, models, tensor_parallel_size=2) as supervisor:
-        check_greedy_tokens(run, supervisor, models, f"{family} of two workers")
+            served = supervised(run, dataclasses.replace(models, first=start), tensor_parallel_size=num_workers)
+            supervisor = stack.enter_context(served)
+        check_greedy_tokens(run, supervisor, models, f"{family} of {num_workers} workers {changes or ''}")
 
 
 def check_greedy_tokens(run, supervisor: Supervisor, models: Models, label: str) -> None:
@@ -404,25 +402,13 @@ def test_an_engine_that_cannot_update_its_model_in_place_does_not_start(run, tmp
         "        return super().megatron_rl_prepare(*arguments)\n"
     )
     models = vllm_models.draw("qwen3_moe", tmp_path, moe_intermediate_size=64)
-    config = dataclasses.replace(
-        vllm_models.CONFIG,
-        model=str(models.first),
-        flags=("--worker-extension-cls", "unpatched.WorkerExtension"),
-        environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
-    )
-    folder = make_socket_folder()
-    factory = VllmFactory(config, folder, LocalLauncher())
-    engine = factory.create("engine-0")
-    try:
+    with created(run, configure(models.first, "unpatched.WorkerExtension", tmp_path)) as engine:
         with pytest.raises(EngineRefused, match="cannot update this model here .*by this test"):
             run(engine.start())
-        adopted = factory.adopt("adopted", engine.address)
+        adopted = VllmEngine("adopted", engine.address)
         with pytest.raises(EngineRefused, match="let the sidecar start the engine"):
             run(adopted.start())
         run(adopted.close())
-    finally:
-        run(engine.close())
-        shutil.rmtree(folder)
 
 
 def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path):
@@ -441,22 +427,13 @@ def test_a_publish_that_leaves_derived_parameters_stale_is_refused(run, tmp_path
         "        return super().megatron_rl_prepare(*arguments)\n"
     )
     models = vllm_models.draw("deepseek_v3", tmp_path, **LATENT_SIZES)
-    config = dataclasses.replace(
-        vllm_models.CONFIG,
-        model=str(models.first),
-        attends_plainly=True,
-        flags=("--worker-extension-cls", "stale.WorkerExtension"),
-        environment={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
-    )
-    folder = make_socket_folder()
-    engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
-    try:
-        run(engine.start())
-        with in_shared_memory(models.second, 1) as weights, pytest.raises(Exception, match="do not follow from"):
-            run(engine.load(weights))
-    finally:
-        run(engine.close())
-        shutil.rmtree(folder)
+    config = configure(models.first, "stale.WorkerExtension", tmp_path, attends_plainly=True)
+    with (
+        started(run, config) as engine,
+        in_shared_memory(models.second, 1) as weights,
+        pytest.raises(Exception, match="do not follow from"),
+    ):
+        run(engine.load(weights))
 
 
 def test_an_engine_on_a_cpu_that_rotates_queries_by_wrong_positions_does_not_start(run, tmp_path):
@@ -464,36 +441,25 @@ def test_an_engine_on_a_cpu_that_rotates_queries_by_wrong_positions_does_not_sta
     changes = {**LATENT_SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
     models = vllm_models.draw("glm4_moe_lite", tmp_path, **changes)
     config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
-    folder = make_socket_folder()
-    engine = VllmFactory(config, folder, LocalLauncher()).create("engine-0")
-    try:
-        with pytest.raises(PlatformError, match="rotates queries and keys by wrong positions: start it with --compil"):
-            run(engine.start())
-    finally:
-        run(engine.close())
-        shutil.rmtree(folder)
+    said = "rotates queries and keys by wrong positions: start it with --compil"
+    with created(run, config) as engine, pytest.raises(PlatformError, match=said):
+        run(engine.start())
 
 
 def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_keeps_its_log(run, tmp_path):
     # The sidecar refuses this model before it starts an engine; vLLM starts, and fails when it attends.
     models = vllm_models.draw("qwen3", tmp_path / "models", head_dim=16)
     config = dataclasses.replace(vllm_models.CONFIG, model=str(models.first))
-    folder, logs = make_socket_folder(), tmp_path / "logs"
+    logs = tmp_path / "logs"
     logs.mkdir()
-    factory = VllmFactory(config, folder, LocalLauncher(), logs=logs)
-    try:
-        for _ in range(2):
-            engine = factory.create("engine-0")
-            with pytest.raises(EngineLost) as raised:
-                run(engine.start())
-            run(engine.close())
-            text = str(raised.value)
-            assert "engine engine-0: probe was answered 500\nin its core:\n" in text
-            assert "RuntimeError: Unsupported CPU attention configuration: head_dim=16" in text
-            assert "see stack trace" not in text.lower()
-            assert text.endswith(f"its log is {logs / 'engine-0.log'}")
-    finally:
-        shutil.rmtree(folder)
+    for _ in range(2):
+        with created(run, config, logs=logs) as engine, pytest.raises(EngineLost) as raised:
+            run(engine.start())
+        text = str(raised.value)
+        assert "engine engine-0: probe was answered 500\nin its core:\n" in text
+        assert "RuntimeError: Unsupported CPU attention configuration: head_dim=16" in text
+        assert "see stack trace" not in text.lower()
+        assert text.endswith(f"its log is {logs / 'engine-0.log'}")
     for name in ("engine-0.log", "engine-0.log.1"):
         assert "head_dim=16" in (logs / name).read_text()
 
@@ -508,11 +474,7 @@ def test_an_engine_that_dies_of_its_first_request_says_what_its_worker_met_and_k
     ],
 )
 def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name(run, models, victim, seconds, said):
-    folder = make_socket_folder()
-    factory = VllmFactory(dataclasses.replace(vllm_models.CONFIG, model=str(models.first)), folder, LocalLauncher())
-    engine = factory.create("engine-0")
-
-    async def break_it() -> None:
+    async def break_it(engine: VllmEngine) -> None:
         starting = asyncio.create_task(engine.start())
         async with asyncio.timeout(120):
             while (found := find_processes(engine._handle.pid)).keys() < {"api", "core"}:
@@ -527,11 +489,8 @@ def test_a_process_that_is_killed_while_its_engine_starts_ends_the_start_by_name
         assert re.match(f"engine engine-0: (?:{said})", str(raised.value), re.DOTALL)
         assert await asyncio.to_thread(gone, list(found.values()), NAMED_SECONDS)
 
-    try:
-        run(break_it())
-    finally:
-        run(engine.close())
-        shutil.rmtree(folder)
+    with created(run, dataclasses.replace(vllm_models.CONFIG, model=str(models.first))) as engine:
+        run(break_it(engine))
 
 
 def test_nothing_outlives_a_sidecar_that_is_killed(models, tmp_path):

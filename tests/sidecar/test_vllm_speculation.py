@@ -1,27 +1,23 @@
 """A real vLLM that drafts tokens in every way: it samples from the policy all the same, and proves what it holds."""
 
-import asyncio
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.shared.protocol.wire import Drafts, Response, decode_tokens
+from megatron_rl.shared.protocol.wire import Drafts, decode_tokens
 from megatron_rl.sidecar.engines import GroupRequest
-from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.vllm.engine import VllmEngine
-from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.speculation import describe_for_vllm, find_draft_problems
 from tests.sidecar import vllm_models
-from tests.sidecar.conftest import Run, _kernels
 from tests.sidecar.draft_models import add_prediction_layer, draw_eagle3
 from tests.sidecar.exact_samples import NUM_TOKENS, compute_probabilities, find_deviation
-from tests.sidecar.vllm_models import Models, Reference, in_shared_memory, publish, request
+from tests.sidecar.vllm_models import Models, Reference, Run, generate, in_shared_memory, publish, request, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 VOCAB_SIZE = 12
@@ -42,9 +38,7 @@ class Drafting:
 
 
 @pytest.fixture(scope="module", params=_METHODS)
-def drafting(
-    run: Run, sockets: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Drafting]:
+def drafting(run: Run, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Drafting]:
     method, folder = request.param, tmp_path_factory.mktemp(request.param)
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         pytest.skip("arctic-inference has an environment of its own: make test-suffix")
@@ -58,28 +52,16 @@ def drafting(
     folders = {"draft": models.first, "eagle3": draw_eagle3(folder / "head", VOCAB_SIZE)}
     rollout = RolloutConfig(speculative=f"{method}:{folders[method]}" if method in folders else method)
     assert not list(find_draft_problems(rollout, start))
-    config = dataclasses.replace(
-        vllm_models.CONFIG,
-        model=str(start),
+    config = vllm_models.configure(
+        start,
+        "tests.sidecar.worker_extensions.DraftReader",
         max_num_seqs=_GROUP_SIZE,
         speculation=describe_for_vllm(rollout),
         # Prompts of some hundreds are split, and short ones are sampled many at a time.
-        flags=("--max-num-batched-tokens", "640", "--worker-extension-cls", "tests.sidecar.draft_extension.Extension"),
-        environment={"PYTHONPATH": str(Path(__file__).parents[2]), **_kernels()},
+        flags=("--max-num-batched-tokens", "640"),
     )
-    engine = VllmFactory(config, sockets, LocalLauncher()).create(method)
-    try:
-        run(engine.start())
+    with started(run, config, method) as engine:
         yield Drafting(method, engine, models)
-    finally:
-        run(engine.close())
-
-
-def generate(run: Run, engine: VllmEngine, requests: Sequence[GroupRequest]) -> list[list[Response]]:
-    async def all_of_them() -> list[list[Response]]:
-        return await asyncio.gather(*(engine.generate(one) for one in requests))
-
-    return run(all_of_them())
 
 
 def ask(number: int, group_size: int, length: int, **sampling: Any) -> GroupRequest:
@@ -114,7 +96,7 @@ def must_have_exact_probabilities(run: Run, engine: VllmEngine, model: Path, tem
         for number in range(_NUM_GROUPS)
     ]
     before = count(run, engine)
-    groups = generate(run, engine, requests)
+    groups = generate(run, engine, *requests)
     since = count(run, engine) - before
     responses = [decode_tokens(response.tokens).tolist() for group in groups for response in group]
     exact = compute_probabilities(model, one.prompt_tokens, VOCAB_SIZE, temperature)
@@ -127,7 +109,7 @@ def must_have_exact_probabilities(run: Run, engine: VllmEngine, model: Path, tem
 def sample_long(run: Run, engine: VllmEngine, version: int) -> list[int]:
     """Sample a response that is too long to be like another one."""
     one = dataclasses.replace(ask(50 + version, 1, 40, temperature=1.4, max_tokens=64), request_id=f"long-{version}")
-    [[response]] = generate(run, engine, [one])
+    [[response]] = generate(run, engine, one)
     return decode_tokens(response.tokens).tolist()
 
 
@@ -135,13 +117,13 @@ def must_have_log_probs(run: Run, engine: VllmEngine, model: Path, version: int)
     """Check log-probs and greedy tokens; return the share of greedy drafts that were accepted."""
     reference = Reference(model)
     requests = [ask(n, 2, 300, temperature=(0.6, 1.3)[n % 2], max_tokens=24) for n in range(4)]
-    groups = generate(run, engine, requests)
+    groups = generate(run, engine, *requests)
     pairs = [(one, response) for one, group in zip(requests, groups, strict=True) for response in group]
     assert {span.version for _, response in pairs for span in response.spans} == {str(version)}
     assert reference.error_over_bound(pairs) <= 1
     before = count(run, engine)
     greedy = [ask(number, 1, 300, temperature=0.0, max_tokens=24) for number in range(3)]
-    for one, (response,) in zip(greedy, generate(run, engine, greedy), strict=True):
+    for one, (response,) in zip(greedy, generate(run, engine, *greedy), strict=True):
         assert reference.num_greedy(one, response) == len(decode_tokens(response.tokens)) == 24
     since = count(run, engine) - before
     assert since.drafted > 0

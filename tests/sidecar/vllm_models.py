@@ -1,10 +1,12 @@
 """Small models for real engines, publishes of them, and transformers' log-probs of their responses."""
 
+import asyncio
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,15 @@ from megatron_rl.shared.protocol.wire import FileSource, Response, Sampling, Wei
 from megatron_rl.shared.weights.files import write_digests
 from megatron_rl.shared.weights.fingerprint import compute_fingerprint, digest
 from megatron_rl.shared.weights.stored_forms import split_stored
-from megatron_rl.sidecar.engines import Engine, GroupRequest
+from megatron_rl.sidecar.engines import Engine, GroupRequest, WeightReport
+from megatron_rl.sidecar.launcher import LocalLauncher
+from megatron_rl.sidecar.temporary import make_socket_folder
+from megatron_rl.sidecar.vllm.engine import VllmEngine
+from megatron_rl.sidecar.vllm.factory import VllmFactory
 from megatron_rl.sidecar.vllm.received import list_specs, map_file_tensors
 from megatron_rl.sidecar.vllm.server import ServerConfig
 from tests import hf_models
+from tests.ranks import ROOT
 from tests.truth import error_over_bound, everything_in
 
 VOCAB_SIZE = 512
@@ -33,6 +40,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 # Few enough tokens a step that prompts of some hundreds are split.
 CONFIG = ServerConfig(model="", max_model_len=MAX_MODEL_LEN, flags=("--max-num-batched-tokens", "128"))
+
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +87,64 @@ def draw_with_tokenizer(folder: Path, **changes: object) -> Path:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return folder
+
+
+def configure(model: Path, extension: str, *paths: Path, **changes: Any) -> ServerConfig:
+    """Configure an engine with a test's extension of workers, found in these paths, and the kernels of the tests."""
+    # An engine does not inherit these from the sidecar.
+    names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    kernels = {name: os.environ[name] for name in names if name in os.environ}
+    return dataclasses.replace(
+        CONFIG,
+        model=str(model),
+        flags=(*CONFIG.flags, *changes.pop("flags", ()), "--worker-extension-cls", extension),
+        environment={"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), **kernels},
+        **changes,
+    )
+
+
+@contextmanager
+def created(run: Run, config: ServerConfig, name: str = "engine-0", logs: Path | None = None) -> Iterator[VllmEngine]:
+    """Create an engine, and end it."""
+    folder = make_socket_folder()
+    engine = VllmFactory(config, folder, LocalLauncher(), logs=logs).create(name)
+    try:
+        yield engine
+    finally:
+        run(engine.close())
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def started(run: Run, config: ServerConfig, name: str = "engine-0") -> Iterator[VllmEngine]:
+    with created(run, config, name) as engine:
+        run(engine.start())
+        yield engine
+
+
+def put(run: Run, engine: VllmEngine, model: Path, version: int) -> list[float]:
+    """Publish a model's weights; return the probe's log-probs."""
+    with in_shared_memory(model, version) as weights:
+        return run(publish(engine, weights))
+
+
+def load(run: Run, engine: VllmEngine, weights: Weights) -> WeightReport:
+    """Take a publish as far as the load."""
+
+    async def attempt() -> WeightReport:
+        await engine.pause()
+        return await engine.load(weights)
+
+    return run(attempt())
+
+
+def generate(run: Run, engine: VllmEngine, *requests: GroupRequest) -> list[list[Response]]:
+    """Sample groups at the same time."""
+
+    async def all_of_them() -> list[list[Response]]:
+        return await asyncio.gather(*(engine.generate(one) for one in requests))
+
+    return run(all_of_them())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.drift.command import configure, describe, main
 from megatron_rl.drift.definition import Definition, round_numbers
 from megatron_rl.drift.diagnosis import BETWEEN, SAMPLER, Diagnosis, Examiner, Recorded, propagate_errors
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import InputError, UsageError
 from megatron_rl.shared.records.model_parts import DIVIDED, LayerPart, ModelPart, Recording, join_ranks
 from megatron_rl.sidecar.settings import RewardConfig, SidecarSettings, write_message
 from tests import hf_models
@@ -153,49 +153,65 @@ def with_weights_as_they_are(definition: Exact, point: LayerPart, given: dict) -
         gate.norm_topk_prob = not gate.norm_topk_prob
 
 
-@dataclasses.dataclass(frozen=True)
-class Planted:
-    """A part that computes otherwise, and the reason that must be found for it."""
-
-    part: ModelPart
-    change: Callable[[Exact, LayerPart, dict], dict]
-    reason: str
-    family: str = "qwen3"
-    num_ranks: int = 1
+def in_layer(layer: int, change: Callable[[Any, LayerPart, dict], dict]) -> Callable[[Any, LayerPart, dict], dict]:
+    return lambda exact, point, given: (
+        change(exact, point, given) if point.layer == layer else exact.compute(point, given)
+    )
 
 
-ELSE = "it computes something else than the definition"
-PLANTED = {
-    "precision of logits": Planted(ModelPart.LOGITS, in_bfloat16(), "it computes in bfloat16"),
-    "norm": Planted(ModelPart.ATTENTION_NORM, with_epsilon, ELSE),
-    "rotation": Planted(ModelPart.ROTATION, one_position_later, ELSE),
-    "scale of attention": Planted(ModelPart.ATTENTION, without_scale, ELSE),
-    "a key unseen": Planted(ModelPart.ATTENTION, one_key_unseen, ELSE),
-    "attention in bfloat16": Planted(ModelPart.ATTENTION, in_bfloat16(), "it computes in bfloat16"),
-    "product in 8 bits": Planted(ModelPart.DOWN, product_in_8_bits, "it computes in float8_e4m3fn"),
-    "cache in 8 bits": Planted(ModelPart.ATTENTION, cache_in_8_bits, "it computes in float8_e4m3fn"),
-    "experts": Planted(ModelPart.EXPERTS, with_weights_as_they_are, ELSE, "qwen3_moe"),
-    "sum over ranks": Planted(
-        ModelPart.DOWN, sum_in_bfloat16, "it computes in bfloat16, or the sum over 2 ranks does", num_ranks=2
-    ),
-    "a rank left out": Planted(
-        ModelPart.ATTENTION_OUTPUT, one_rank_left_out, "the sum over 2 ranks, or the product before it, is another",
-        num_ranks=2,
-    ),
-}  # fmt: skip
+ELSE, IN_BFLOAT16, IN_8_BITS = (
+    "it computes something else than the definition", "it computes in bfloat16", "it computes in float8_e4m3fn",
+)  # fmt: skip
+OF_RANKS = "the sum over 2 ranks, or the product before it, is another"
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_cause_is_named_and_nothing_else_is(folders, name: str) -> None:
-    planted = PLANTED[name]
-    engine = StandIn(folders[planted.family])
-    engine.changes = {planted.part: planted.change}
-    found = diagnose(folders[planted.family], engine, planted.num_ranks)
+@pytest.mark.parametrize(
+    ("part", "change", "reason", "family", "num_ranks"),
+    [
+        (ModelPart.LOGITS, in_bfloat16(), IN_BFLOAT16, "qwen3", 1),
+        (ModelPart.ATTENTION_NORM, with_epsilon, ELSE, "qwen3", 1),
+        (ModelPart.ROTATION, one_position_later, ELSE, "qwen3", 1),
+        (ModelPart.ATTENTION, without_scale, ELSE, "qwen3", 1),
+        (ModelPart.ATTENTION, one_key_unseen, ELSE, "qwen3", 1),
+        (ModelPart.ATTENTION, in_bfloat16(), IN_BFLOAT16, "qwen3", 1),
+        (ModelPart.DOWN, product_in_8_bits, IN_8_BITS, "qwen3", 1),
+        (ModelPart.ATTENTION, cache_in_8_bits, IN_8_BITS, "qwen3", 1),
+        (ModelPart.EXPERTS, with_weights_as_they_are, ELSE, "qwen3_moe", 1),
+        (ModelPart.DOWN, sum_in_bfloat16, f"{IN_BFLOAT16}, or the sum over 2 ranks does", "qwen3", 2),
+        (ModelPart.ATTENTION_OUTPUT, one_rank_left_out, OF_RANKS, "qwen3", 2),
+    ],
+    ids=[
+        "precision of logits", "norm", "rotation", "scale of attention", "a key unseen", "attention in bfloat16",
+        "product in 8 bits", "cache in 8 bits", "experts", "sum over ranks", "a rank left out",
+    ],
+)  # fmt: skip
+def test_a_planted_cause_is_named_and_nothing_else_is(folders, part, change, reason, family, num_ranks) -> None:
+    engine = StandIn(folders[family])
+    engine.changes = {part: change}
+    found = diagnose(folders[family], engine, num_ranks)
     (cause,) = found.causes
-    assert (cause.name, cause.reason) == (planted.part, planted.reason)
+    assert (cause.name, cause.reason) == (part, reason)
     # It is also what log-probs differ by.
     assert cause is found.findings[0]
     assert cause.effect > found.difference / 3
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "is_within"),
+    [
+        # Errors that 16 bits would allow.
+        (ModelPart.DOWN, in_layer(3, product_in_8_bits), True),
+        (ModelPart.ATTENTION, in_layer(2, cache_in_8_bits), True),
+        (ModelPart.ATTENTION, cache_cut_to_8_bits, False),
+    ],
+    ids=["product", "cache", "cache cut off"],
+)
+def test_8_bits_are_named_in_an_engine_of_16(folders, part, change, is_within) -> None:
+    engine = StandIn(folders["qwen3"], torch.bfloat16)
+    engine.changes[part] = change
+    (cause,) = diagnose(folders["qwen3"], engine).causes
+    assert (cause.name, cause.reason) == (part, IN_8_BITS)
+    assert cause.excess <= 1 or not is_within
 
 
 def test_the_definition_in_8_bits_rounds_weights_and_inputs(folders) -> None:
@@ -216,30 +232,6 @@ def test_numbers_are_rounded_to_the_nearest_8_bit_float_or_to_the_next_towards_z
     assert torch.equal(round_numbers(values, cuts=True), below * values.sign())
     nearest = (sizes[:, None] - every).abs().amin(dim=1)
     assert torch.equal((round_numbers(values, cuts=False) - values).abs(), nearest)
-
-
-def in_layer(layer: int, change: Callable[[Any, LayerPart, dict], dict]) -> Callable[[Any, LayerPart, dict], dict]:
-    return lambda exact, point, given: (
-        change(exact, point, given) if point.layer == layer else exact.compute(point, given)
-    )
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "layer"), [(ModelPart.DOWN, product_in_8_bits, 3), (ModelPart.ATTENTION, cache_in_8_bits, 2)]
-)
-def test_8_bits_are_named_where_their_errors_are_within_what_16_bits_allow(folders, part, change, layer) -> None:
-    engine = StandIn(folders["qwen3"], torch.bfloat16)
-    engine.changes[part] = in_layer(layer, change)
-    (cause,) = diagnose(folders["qwen3"], engine).causes
-    assert (cause.name, cause.reason) == (part, "it computes in float8_e4m3fn")
-    assert cause.excess <= 1
-
-
-def test_keys_and_values_that_are_cut_off_to_8_bits_are_named(folders) -> None:
-    engine = StandIn(folders["qwen3"], torch.bfloat16)
-    engine.changes[ModelPart.ATTENTION] = cache_cut_to_8_bits
-    (cause,) = diagnose(folders["qwen3"], engine).causes
-    assert (cause.name, cause.reason) == (ModelPart.ATTENTION, "it computes in float8_e4m3fn")
 
 
 def test_another_temperature_is_named(folders) -> None:
@@ -266,20 +258,30 @@ def test_products_in_bfloat16_are_not_taken_for_other_weights(folders) -> None:
     assert {cause.reason for cause in found.causes} == {"it computes in bfloat16"}
 
 
-def test_an_engine_that_reads_other_tokens_or_positions_is_named(folders) -> None:
+def examine(folder: Path, recorded: Recorded, changes: dict[LayerPart, dict]) -> Diagnosis:
+    """Diagnose a recording in which some points are others."""
+    points = {point: recorded.recording[point] for point in recorded.recording} | changes
+    dtype = next(iter(points.values()))["out"].dtype
+    examiner = Examiner(Definition(folder, torch.float64), Definition(folder, dtype))
+    return examiner.diagnose([dataclasses.replace(recorded, recording=Recording(points))])
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "read"),
+    [
+        (ModelPart.EMBEDDING, "tokens", torch.tensor(hf_models.sequences([9])[0]).roll(1)),
+        (ModelPart.ROTATION, "positions", torch.arange(9) % 5),
+    ],
+)
+def test_an_engine_that_reads_other_tokens_or_positions_is_named(folders, part, name, read) -> None:
     definition = Definition(folders["qwen3"], torch.float32)
-    examiner = Examiner(Definition(folders["qwen3"], torch.float64), definition)
     recorded = StandIn(folders["qwen3"]).sample(hf_models.sequences([9])[0])
-    tokens, positions = torch.tensor(recorded.tokens).roll(1), torch.arange(9) % 5
-    for part, name, read in ((ModelPart.EMBEDDING, "tokens", tokens), (ModelPart.ROTATION, "positions", positions)):
-        # Each part is right for what it was given.
-        points = {point: {**recorded.recording[point]} for point in recorded.recording}
-        for point in points:
-            if point.part is part:
-                points[point] |= {name: read} | definition.compute(point, {**points[point], name: read})
-        found = examiner.diagnose([dataclasses.replace(recorded, recording=Recording(points))])
-        assert BETWEEN in {cause.name for cause in found.causes}
-        assert f"its {name} are not those of the response" in {cause.reason for cause in found.causes}
+    # Each part is right for what it was given.
+    given = {point: {**recorded.recording[point], name: read} for point in recorded.recording if point.part is part}
+    changes = {point: {**inputs, **definition.compute(point, inputs)} for point, inputs in given.items()}
+    causes = examine(folders["qwen3"], recorded, changes).causes
+    assert BETWEEN in {cause.name for cause in causes}
+    assert f"its {name} are not those of the response" in {cause.reason for cause in causes}
 
 
 def test_log_probs_that_the_parts_do_not_make_up_are_named(folders) -> None:
@@ -296,31 +298,23 @@ def test_log_probs_that_the_parts_do_not_make_up_are_named(folders) -> None:
 
 
 def test_a_large_number_in_one_row_hides_no_errors_of_others(folders) -> None:
-    engine = StandIn(folders["qwen3"], torch.bfloat16)
-    definition = Definition(folders["qwen3"], torch.bfloat16)
-    recorded = engine.sample(hf_models.sequences([9])[0])
+    recorded = StandIn(folders["qwen3"], torch.bfloat16).sample(hf_models.sequences([9])[0])
     point = LayerPart(ModelPart.DOWN, 0)
     inputs = recorded.recording[point]["in"].clone()
     inputs[0] *= 1e4
-    outputs = definition.compute(point, {"in": inputs})["out"]
-    examiner = Examiner(Definition(folders["qwen3"], torch.float64), definition)
+    outputs = Definition(folders["qwen3"], torch.bfloat16).compute(point, {"in": inputs})["out"]
     for factor, is_right in ((1.0, True), (0.0, False)):
         outputs[1:] *= factor
-        changed = {one: {**recorded.recording[one]} for one in recorded.recording}
-        changed[point] = {"in": inputs, "out": outputs}
-        found = examiner.diagnose([dataclasses.replace(recorded, recording=Recording(changed))])
+        found = examine(folders["qwen3"], recorded, {point: {"in": inputs, "out": outputs}})
         (finding,) = (one for one in found.findings if one.name == ModelPart.DOWN)
         assert finding.is_right == is_right
 
 
 def test_a_part_whose_outputs_are_all_zero_has_no_error(folders) -> None:
-    engine = StandIn(folders["qwen3"])
-    recorded = engine.sample(hf_models.sequences([9])[0])
-    changed = {one: {**recorded.recording[one]} for one in recorded.recording}
+    recorded = StandIn(folders["qwen3"]).sample(hf_models.sequences([9])[0])
     point = LayerPart(ModelPart.DOWN, 0)
-    changed[point] = {name: torch.zeros_like(tensor) for name, tensor in changed[point].items()}
-    definitions = (Definition(folders["qwen3"], dtype) for dtype in (torch.float64, torch.float32))
-    found = Examiner(*definitions).diagnose([dataclasses.replace(recorded, recording=Recording(changed))])
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in recorded.recording[point].items()}
+    found = examine(folders["qwen3"], recorded, {point: zeros})
     assert not any(math.isnan(one.excess) for one in found.findings)
     assert ModelPart.DOWN not in {cause.name for cause in found.causes}
 
@@ -362,41 +356,30 @@ def test_a_model_with_other_parts_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("engine", "words", "problem"),
     [
-        (["--responses", "0"], "--responses 0 must be at least 1"),
-        (["--checkpoint", "/nowhere"], "--checkpoint /nowhere must be a folder"),
-        ([], "keeps no responses"),
+        ("vllm", ["--responses", "0"], "--responses 0 must be at least 1"),
+        ("vllm", ["--checkpoint", "/nowhere"], "--checkpoint /nowhere must be a folder"),
+        ("vllm", [], "keeps no responses"),
+        ("scripted", [], "has engines that draw tokens at random"),
     ],
 )
-def test_what_cannot_be_examined_is_named(folders, tmp_path: Path, words: list[str], problem: str) -> None:
+def test_what_cannot_be_examined_is_named(folders, tmp_path: Path, engine: str, words: list[str], problem: str) -> None:
     (tmp_path / "audit.jsonl").touch()
-    write_message(tmp_path / "sidecar.json", make_settings(folders["qwen3"], "vllm"))
-    with pytest.raises(MegatronRLError, match=problem):
+    write_message(tmp_path / "sidecar.json", make_settings(folders["qwen3"], engine))
+    with pytest.raises(InputError if words[:1] != ["--responses"] else UsageError, match=problem):
         main([str(tmp_path), *words])
 
 
-def test_a_run_of_scripted_engines_has_nothing_to_examine(folders, tmp_path: Path) -> None:
-    (tmp_path / "audit.jsonl").touch()
-    write_message(tmp_path / "sidecar.json", make_settings(folders["qwen3"], "scripted"))
-    with pytest.raises(InputError, match="has engines that draw tokens at random"):
-        main([str(tmp_path)])
-
-
-def test_the_engine_that_is_examined_drafts_nothing(folders) -> None:
+def test_the_engine_that_is_examined_drafts_nothing_and_schedules_no_step_ahead_whatever_the_run_did(folders) -> None:
     settings = make_settings(folders["qwen3"], "vllm")
-    rollout = RolloutConfig(speculative="ngram", vllm_args="--spec-method ngram --seed 3 -sc.num-tokens=2")
+    own = "--async-scheduling --spec-method ngram --seed 3 -sc.num-tokens=2"
+    rollout = RolloutConfig(speculative="ngram", vllm_args=own)
     examined = configure(dataclasses.replace(settings, rollout=rollout), folders["qwen3"])
     assert examined.speculation is None
-    assert examined.flags[:2] == ("--seed", "3")
+    assert examined.flags[:3] == ("--async-scheduling", "--seed", "3")
     assert "ngram" not in examined.flags
-
-
-def test_the_engine_that_is_examined_schedules_no_step_ahead_whatever_the_run_did(folders) -> None:
-    settings = make_settings(folders["qwen3"], "vllm")
-    rollout = RolloutConfig(vllm_args="--async-scheduling")
-    flags = configure(dataclasses.replace(settings, rollout=rollout), folders["qwen3"]).flags
-    assert flags.index("--no-async-scheduling") > flags.index("--async-scheduling")
+    assert examined.flags.index("--no-async-scheduling") > 0
 
 
 def test_logits_of_a_prompts_steps_and_rows_after_the_end_are_dropped() -> None:
