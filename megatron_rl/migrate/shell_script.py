@@ -29,7 +29,9 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.NotEq: operator.ne,
 }  # fmt: skip
 # The comparisons of `test`.
-_SIGNS = {"-eq": ast.Eq, "-ne": ast.NotEq, "-gt": ast.Gt, "-ge": ast.GtE, "-lt": ast.Lt, "-le": ast.LtE}
+_SIGNS: Mapping[str, type[ast.cmpop]] = {
+    "-eq": ast.Eq, "-ne": ast.NotEq, "-gt": ast.Gt, "-ge": ast.GtE, "-lt": ast.Lt, "-le": ast.LtE,
+}  # fmt: skip
 # A loop with more rounds waits for a condition that only running the script would change.
 _MOST_ROUNDS = 1000
 _DEEPEST = 5
