@@ -70,7 +70,7 @@ def once(patch: Patch) -> Patch:
     return call
 
 
-def list_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def name_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
@@ -123,7 +123,7 @@ def patch_method(method: Any) -> str:
     setup = inspect.getsource(getattr(method, "_setup_kernel", method))
     guarded = setup.partition("if not is_weight_update:")[2]
     is_known = "fused_experts.process_weights_after_loading(layer)" in guarded
-    if not is_known or list_parameters(process) != ("self", "layer"):
+    if not is_known or name_parameters(process) != ("self", "layer"):
         return f"{NOT_APPLIED}: this vLLM sets its experts up in another way"
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
@@ -164,7 +164,7 @@ def patch_runner(runner: Any) -> str:
     if "set_offset" not in inspect.getsource(bookkeep):
         return "not needed: vLLM takes no offset back"
     for function, parameters in ((sample, _SAMPLE), (bookkeep, _BOOKKEEP)):
-        if (found := list_parameters(function)) != parameters:
+        if (found := name_parameters(function)) != parameters:
             raise PlatformError(
                 f"vLLM's {function.__name__} takes {found}, but the patch for seeded requests on CPUs expects "
                 f"{parameters}: use vLLM 0.32, or check whether this version still needs {__name__}"
@@ -206,7 +206,7 @@ _EXPAND = ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
 def patch_expansion(sampler: Any) -> str:
     """Replace the function that gives each token its request's value, if it gives another; return a report."""
     expand = sampler.expand_batch_to_tokens
-    if (found := list_parameters(expand)) != _EXPAND:
+    if (found := name_parameters(expand)) != _EXPAND:
         raise PlatformError(
             f"vLLM's expand_batch_to_tokens takes {found}, but the patch for drafts on CPUs expects {_EXPAND}: use "
             "vLLM 0.32, or drop --rollout-speculative"
@@ -285,7 +285,7 @@ _UPDATE = ("self", "mapping", "lora_index_to_id", "max_loras", "vocab_size", "kw
 def patch_wrapper(wrapper: Any) -> str:
     """Have vLLM's class compute the products of adapters plainly."""
     add, update = wrapper.add_lora_linear, wrapper.update_metadata
-    if [list_parameters(function) for function in (add, update)] != [_ADD, _UPDATE]:
+    if [name_parameters(function) for function in (add, update)] != [_ADD, _UPDATE]:
         return f"{NOT_APPLIED}: this vLLM computes adapters in another way"
     wrapper.add_lora_linear, wrapper.update_metadata = _adding_plainly(add), _noting_slot(update)
     return "applied"
@@ -354,7 +354,7 @@ def patch_stacked_experts(model: Any, tensor_rank: int) -> str:
 @once
 def _patch_loading(kind: Any, tensor_rank: int) -> str:
     original: LoadWeights = kind.load_weights
-    if list_parameters(original) != ("self", "weights"):
+    if name_parameters(original) != ("self", "weights"):
         return f"{NOT_APPLIED}: this vLLM loads weights in another way"
 
     def load_weights(self: Any, weights: Weights) -> set[str]:

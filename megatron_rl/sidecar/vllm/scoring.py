@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_rl.ops.sampled import score, try_kernel
-from megatron_rl.sidecar.vllm.patches import NOT_APPLIED, list_parameters, once
+from megatron_rl.sidecar.vllm.patches import NOT_APPLIED, name_parameters, once
 
 OURS = "ours"
 _UNKNOWN = f"{NOT_APPLIED}: this vLLM scores sampled tokens in another way"
@@ -70,7 +70,7 @@ def patch_sampler(sampler: ModuleType, device: torch.device, dtype: torch.dtype)
 
 def _is_known(function: Any) -> bool:
     results = getattr(inspect.signature(function).return_annotation, "_fields", ())
-    return list_parameters(function) == _PARAMETERS and results == _RESULTS
+    return name_parameters(function) == _PARAMETERS and results == _RESULTS
 
 
 def _build_scoring(given: Any) -> Any:
