@@ -32,7 +32,7 @@ from megatron_rl.errors import ExitCode, InputError, PlatformError, UsageError
 # - A file is changed only if the old lines of every hunk stand in it exactly once.
 # - Nothing is written unless everything fits.
 # - A file changes by a rename, so that it is always either the old or the new one.
-# - A receipt lies in the tree before the first file changes, and until the last one is restored.
+# - A receipt is in the tree before the first file changes, and until the last one is restored.
 # - A file is restored, to its former bytes, only if it is as the patch left it.
 
 FOLDER = Path(__file__).resolve().parents[2] / "patches"

@@ -46,7 +46,7 @@ class RolloutProcess:
     pid: int
     channel: socket.socket
     folder: str
-    """The folder for files of its own, which is removed at its end."""
+    """The folder for its files, which is removed at its end."""
     data: bytes = b""
     ended: str = ""
     """The way in which the process has ended; empty while it lives."""

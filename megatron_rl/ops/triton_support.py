@@ -149,7 +149,7 @@ def is_kept(kernel: Any) -> bool:
 def _is_plain(triton: _Triton, kernel: Any) -> bool:
     """Check that nothing watches launches, and that kernels are compiled as usual."""
     runtime = triton.runtime
-    # What replaces Triton's `run` counts launches. Its names are not those of Triton's module.
+    # What replaces Triton's `run` counts launches. Its names differ from the names of Triton's module.
     return getattr(triton.jit_function.run, "__globals__", None) is triton.jit_names and not (
         kernel.pre_run_hooks
         or getattr(runtime.launch_enter_hook, "calls", True)

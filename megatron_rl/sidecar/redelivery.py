@@ -38,7 +38,7 @@ _PORTION_BYTES = 1 << 24
 def redeliver(weights: Weights, target: Target, key: bytes, lease: int) -> bool:
     """Begin to send a version to a host, from threads of its own; return whether it arrives there now.
 
-    `lease` is that of the trainer that has published the version.
+    `lease` is the lease of the trainer that has published the version.
     """
     folder = None if weights.is_streamed else Path(weights.folder)
     contents = None if folder is None else describe_whole(folder)

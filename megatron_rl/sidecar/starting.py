@@ -175,7 +175,7 @@ class StartNotes:
     """The parts of a start, and their progress, which is written to a file whenever it changes."""
 
     def __init__(self, path: Path, warnings: Sequence[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count seconds; `warnings` are those of the rewards, and grow while these start."""
+        """Begin to count seconds; `warnings` are the warnings of the rewards, and grow while these start."""
         self.seconds: dict[str, float | None] = {}
         """The seconds from the start to the end of each part; None for one that is not done."""
         self._path = path

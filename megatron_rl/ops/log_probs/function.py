@@ -125,7 +125,7 @@ class GradientFactors:
 
 
 def find_statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of statistics: that of the tensor, but at least 32 bits."""
+    """Return the dtype of statistics: the tensor's dtype, but at least 32 bits."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -170,7 +170,7 @@ TORCH = Kernels(attend, differentiate)
 
 
 def find_kernels(device: str) -> Kernels:
-    """Return the operators of torch, or on an NPU those of torch_npu, which only such a run imports."""
+    """Return torch's operators, or torch_npu's on an NPU, which only such a run imports."""
     return importlib.import_module(_NPU).KERNELS if device == "npu" else TORCH
 
 
