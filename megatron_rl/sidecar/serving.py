@@ -48,6 +48,8 @@ class Guard:
 
 _MOST_GREETINGS = 4096
 _LONGEST_HEAD = 1 << 16
+# Connections that the kernel keeps until the service accepts them, from the moment at which it has an address.
+_BACKLOG = 2048
 _LOOK_SECONDS = 1.0
 # The answers to requests without a token or key, and to those for routes that do not exist.
 _UNAUTHORIZED = (401, 404, 405)
@@ -150,7 +152,7 @@ def open_listener(host: str, port: int, flag: str = "--rollout-listen") -> socke
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # The address of IPv6 also has a scope, for which create_server has no type.
-        listener = socket.create_server(place[:2], family=family)  # type: ignore[arg-type]
+        listener = socket.create_server(place[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
         written = f"[{host}]" if ":" in host else host
         raise UsageError(f"{flag} {written}:{port} cannot be opened: {error}; write another port") from None
@@ -213,6 +215,7 @@ async def serve(
         uds=str(uds) if uds is not None else None,
         # The gateway must know the connection of a call, not the one that its headers claim.
         proxy_headers=False,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=2,
         ssl_certfile=cert,
         ssl_keyfile=key,

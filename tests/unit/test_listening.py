@@ -1,6 +1,7 @@
 """The addresses that a sidecar listens on, the one that others are told, and the connections to engines' servers."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ def test_the_address_that_is_told_reaches_the_listener(host: str) -> None:
         assert place is not None
         with socket.create_connection(place, timeout=10):
             pass
+
+
+def test_connections_before_the_listener_is_served_are_kept() -> None:
+    with open_listener("127.0.0.1", 0) as listener, contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
 
 
 def test_a_place_that_is_taken_is_said_as_it_is_written() -> None:

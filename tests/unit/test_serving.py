@@ -65,6 +65,7 @@ class Agent:
         self.log = folder / "agent.log"
         with self.log.open("wb") as log:
             self.process = stack.enter_context(subprocess.Popen(words, cwd=ROOT, stderr=log))
+        stack.callback(self.process.send_signal, signal.SIGCONT)
         stack.callback(self.process.terminate)
         wait_for(lambda: "serves at" in self.log.read_text())
         self.port = int(re.findall(r"serves at http://127.0.0.1:(\d+)", self.log.read_text())[0])
