@@ -163,6 +163,13 @@ class Architecture:
     dtype: str = "float32"
     """Dtype of the stored weights: "float32", "bfloat16" or "float16"."""
 
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a sequence that engines take."""
+        # Models with two ropes state the length that the factor has already lengthened.
+        is_scaled = self.rope.kind is RopeKind.LINEAR and self.local_rope is None
+        return int(self.max_position_embeddings * (self.rope.factor if is_scaled else 1.0))
+
     def find_window(self, layer: int) -> int | None:
         """Return the window of a layer, counted from zero; None if its attention reaches all tokens."""
         return None if layer in self.full_layers else self.sliding_window

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +14,15 @@ from megatron_rl.errors import UsageError
 from megatron_rl.ops import shared_prompt
 from megatron_rl.ops.backends import Choice, Conditions
 from megatron_rl.ops.operations import OPERATIONS
-from megatron_rl.ops.shared_prompt.backends.triton_blocks import BY_CHIP, FLAG, read_blocks
-from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured, find_nearest_measured, read_times
 from megatron_rl.types import Architecture
 
+if TYPE_CHECKING:
+    from megatron_rl.ops.shared_prompt.measured import GroupShape, Measured
+
+# Only chips have them.
+_MEASURED = "megatron_rl.ops.shared_prompt.measured"
+_BLOCKS = "megatron_rl.ops.shared_prompt.backends.triton_blocks"
+_BY_CHIP = "chip"
 Report = Callable[[Iterable[str]], None]
 """A function that takes problems."""
 
@@ -93,37 +99,41 @@ def _choose_backend(
     return dataclasses.replace(settings, **changed, sources=sources, notes=notes)
 
 
-def find_measured(settings: DraftSettings, architecture: Architecture, chip: str | None) -> Measured | None:
+def find_measured(settings: DraftSettings, architecture: Architecture, chip: str | None) -> "Measured | None":
     """Find the measurement on this chip that is nearest to the groups of the run; None if none is near.
 
     The file of the user is read first, and a UsageError names it if it has mistakes.
     """
-    own = [] if settings.attention.times is None else read_times(settings.attention.times)
+    if chip is None and settings.attention.times is None:
+        return None
+    measured: Any = importlib.import_module(_MEASURED)
+    own = [] if settings.attention.times is None else measured.read_times(settings.attention.times)
     shape = _find_shape(settings, architecture)
     if chip is None or shape is None:
         return None
-    return find_nearest_measured(chip, shape, own) or find_nearest_measured(chip, shape, read_times())
+    near: Measured | None = measured.find_nearest_measured(chip, shape, own)
+    return near or measured.find_nearest_measured(chip, shape, measured.read_times())  # type: ignore[no-any-return]
 
 
-def choose_blocks(settings: DraftSettings, measured: Measured | None) -> DraftSettings:
+def choose_blocks(settings: DraftSettings, measured: "Measured | None") -> DraftSettings:
     """Return the settings with the blocks of `triton` chosen; raise a UsageError if no kernel can have the named ones.
 
     `cudnn` leaves packs to `triton`.
     """
     name, sources, notes = settings.attention.blocks, dict(settings.sources), settings.notes
     if name == "auto":
-        name = BY_CHIP
+        name = _BY_CHIP
         if measured is not None and measured.blocks is not None and settings.attention.backend in ("triton", "cudnn"):
             name = measured.blocks
-            sources["attention.blocks"] = f"{FLAG} auto takes {name}, measured for {measured}"
+            sources["attention.blocks"] = f"--shared-prompt-blocks auto takes {name}, measured for {measured}"
             notes = (*notes, sources["attention.blocks"])
-    elif name != BY_CHIP:
-        read_blocks(name)
+    elif name != _BY_CHIP:
+        importlib.import_module(_BLOCKS).read_blocks(name)
     attention = dataclasses.replace(settings.attention, blocks=name)
     return dataclasses.replace(settings, attention=attention, sources=sources, notes=notes)
 
 
-def _find_shape(settings: DraftSettings, architecture: Architecture) -> GroupShape | None:
+def _find_shape(settings: DraftSettings, architecture: Architecture) -> "GroupShape | None":
     """Return the longest group of a run in half precision, and the heads of a rank; None if it has no such groups."""
     response = settings.sampling.max_tokens
     if settings.run.stage != "grpo" or not settings.attention.is_shared or response is None:
@@ -135,7 +145,7 @@ def _find_shape(settings: DraftSettings, architecture: Architecture) -> GroupSha
     if prompt < 1 or settings.transformer.params_dtype not in (torch.float16, torch.bfloat16):
         return None
     split = settings.parallel_sizes.tensor * settings.parallel_sizes.context
-    return GroupShape(
+    return importlib.import_module(_MEASURED).GroupShape(  # type: ignore[no-any-return]
         prompt,
         response,
         settings.algorithm.group_size,

@@ -4,17 +4,23 @@ Each function adds values to the given ones, names the flag that they follow fro
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithm.library import PRESETS
-from megatron_rl.command_line import pack_size
 from megatron_rl.config.hardware import count_cores
 from megatron_rl.flag_parser import Given
 from megatron_rl.shared.device_memory import RankSplit, Recomputed, read_rank_memory
 from megatron_rl.shared.protocol.probe import find_narrower
 from megatron_rl.shared.weights import mapping
 from megatron_rl.types import Architecture
+
+if TYPE_CHECKING:
+    from megatron_rl.command_line.pack_size import Size
+
+# For accelerators alone.
+_PACK_SIZE = "megatron_rl.command_line.pack_size"
 
 # The defaults of --grpo-group-size and --micro-batch-size are those of `config`.
 _ABSENT: Mapping[str, int] = {
@@ -179,6 +185,7 @@ class Derivation:
         recomputed = None
         if cheap and self._given.keys().isdisjoint(_RECOMPUTATION):
             recomputed = dataclasses.replace(rank, recomputed=Recomputed(modules=frozenset(cheap)))
+        pack_size = importlib.import_module(_PACK_SIZE)
         room = pack_size.count_room(device, rank, self._look_up, "service.endpoint" in self._given)
         most = pack_size.ENOUGH_TOKENS * self._look_up("transformer.context_parallel_size")
         pack = pack_size.choose_pack(sizes, group, most, rank.split.pipeline, rank, recomputed, room)
@@ -235,15 +242,14 @@ class Derivation:
         if architecture is not None and trained != architecture.dtype and chosen:
             self._note(f"training in {trained} and weights stored in {architecture.dtype} make {', '.join(chosen)}")
 
-    def _list_sizes(
-        self, world_size: int | None, is_shared: bool, split: RankSplit, whole: int
-    ) -> list[pack_size.Size]:
+    def _list_sizes(self, world_size: int | None, is_shared: bool, split: RankSplit, whole: int) -> "list[Size]":
         """List the sizes of micro-batches that divide an update and, with virtual stages, fill the schedule."""
         prompt, response = self._settle_longest(whole)
         group = self._look_up("algorithm.group_size")
         num_responses = group * self._count_groups(self._count_replicas(world_size))
+        make_size = importlib.import_module(_PACK_SIZE).Size
         sizes = [
-            pack_size.Size(size, _count_tokens(size, group, prompt, response, is_shared), num_responses // size)
+            make_size(size, _count_tokens(size, group, prompt, response, is_shared), num_responses // size)
             for size in self._list_micro_batches(world_size)
         ]
         if split.num_virtual == 1:

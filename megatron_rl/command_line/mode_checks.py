@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import InputError
-from megatron_rl.ops.triton_support import refuse_triton
+from megatron_rl.ops import elementwise
+from megatron_rl.ops.backends import Conditions
 from megatron_rl.shared.weights.adapters import AdapterMapping
 from megatron_rl.shared.weights.families import find_family
 from megatron_rl.shared.weights.mapping import Mapping
@@ -173,7 +174,9 @@ def check_megatron_mode(settings: DraftSettings) -> Iterator[str]:
         yield f"{MODE_FLAG} has kernels for CUDA, not for the platform {settings.platform}: drop it{instead}"
         return
     # Megatron replaces its functions in any case, also for layers that do not call them.
-    missing = find_engine_refusal() or refuse_triton("cuda", config.params_dtype)
+    missing = find_engine_refusal() or elementwise.BACKENDS.find("triton").refusal(
+        Conditions("cuda", config.params_dtype)
+    )
     if missing is not None:
         yield f"{MODE_FLAG} needs TransformerEngine and Triton, and {missing}: install it, or drop the flag"
     if settings.parallel_sizes.context > 1:

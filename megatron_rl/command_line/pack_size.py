@@ -13,7 +13,16 @@ import math
 from collections.abc import Sequence
 
 from megatron_rl.shared import device_memory
-from megatron_rl.shared.device_memory import GIB, LookUp, Micro, RankBytes, RankMemory, read_engine_needs
+from megatron_rl.shared.device_memory import (
+    GIB,
+    PACK_FLAG,
+    RECOMPUTE_NORMS,
+    LookUp,
+    Micro,
+    RankBytes,
+    RankMemory,
+    read_engine_needs,
+)
 from megatron_rl.sidecar.vllm.flags import is_divided_by_user, read_share
 
 # Beyond these a device computes no faster: a Qwen3 of 0.6 B made 52,300 tokens/s on an H200 with packs of 35k tokens
@@ -26,9 +35,6 @@ NOTES = ("devices of ", "memory is short, ")
 """The beginnings of the notes about a choice."""
 RECOMPUTED = ("recompute_granularity", "recompute_modules")
 """The fields of TransformerConfig that a choice may set."""
-RECOMPUTE_NORMS = "--recompute-granularity selective --recompute-modules layernorm"
-SWITCH = "--max-tokens-per-gpu"
-"""The flag with which micro-batches no longer follow from devices, nor what is computed again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,7 @@ def describe_pack(pack: Chosen, device: int, room: int, group_size: int) -> str:
 
 def describe_recomputation() -> str:
     return (
-        f"memory is short, so norms are computed again in the backward pass, as with {RECOMPUTE_NORMS}; {SWITCH} "
+        f"memory is short, so norms are computed again in the backward pass, as with {RECOMPUTE_NORMS}; {PACK_FLAG} "
         "switches that off"
     )
 

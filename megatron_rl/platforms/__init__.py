@@ -30,12 +30,13 @@ __all__ = [
     "sum_in_fixed_order",
 ]
 
-_ACCELERATORS: Mapping[str, str] = {
+_MODULES: Mapping[str, str] = {
+    "cpu": "megatron_rl.platforms.cpu",
     "cuda": "megatron_rl.platforms.cuda",
     "npu": "megatron_rl.platforms.npu",
 }
-"""The module of each platform but the CPU's: a run imports its own, which may need other packages."""
-NAMES = ("cpu", *_ACCELERATORS)
+"""The module of each platform: a run imports its own, which may need other packages."""
+NAMES = tuple(_MODULES)
 
 
 def install_for_reading(platform: Platform) -> str | None:
@@ -61,16 +62,12 @@ def select(name: str | None = None) -> Platform:
 
 @functools.cache
 def _platform(name: str) -> Platform:
-    if name == "cpu":
-        from megatron_rl.platforms.cpu import CpuPlatform
-
-        return CpuPlatform()
     platform: Platform = getattr(_load(name), f"{name.capitalize()}Platform")()
     return platform
 
 
 def _load(name: str) -> ModuleType:
-    return importlib.import_module(_ACCELERATORS[name])
+    return importlib.import_module(_MODULES[name])
 
 
 def _detect() -> str:

@@ -16,20 +16,36 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
 from megatron_rl.errors import MegatronRLError, UsageError
-from megatron_rl.rewards.spec import read_source
+from megatron_rl.rewards.spec import parse_on_error, read_source
 from megatron_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSpec, Values, check_values
 
+_LOG_FILE = "rewards.log"
 _LOGGER = logging.getLogger(__name__)
 # A trial that takes longer is abandoned, without consequences.
 _TRIAL_SECONDS = 3.0
 # Rewards that are not tried: the requests would cost their servers work for no use.
 _REMOTE = ("http",)
+
+
+def build_pool_settings(reward: RewardConfig, folder: Path, secrets: Iterable[Path] = ()) -> PoolSettings:
+    """Build the settings of the processes that run the user's code, which sees neither the run's folder nor secrets."""
+    return PoolSettings(
+        num_workers=reward.workers,
+        on_error=parse_on_error(reward.on_error),
+        confine=reward.confine,
+        private=(folder.resolve(), *secrets),
+        readable=tuple(path.resolve() for path in reward.readable or ()),
+        environment=tuple(reward.environment or ()),
+        memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * 2**30),
+        log=folder / _LOG_FILE,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

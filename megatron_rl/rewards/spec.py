@@ -10,12 +10,11 @@ import math
 import re
 import symtable
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.confinement import find_environment_problems
-from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import suggest_nearest
 from megatron_rl.rewards.ready_made import REWARDS
@@ -24,7 +23,6 @@ from megatron_rl.rewards.types import RewardSpec
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPEC = re.compile(rf"(?P<source>.+?)(?:=(?P<weight>{_NUMBER}))?(?:@(?P<timeout>{_NUMBER}))?")
 _DEFAULT_TIMEOUT = 30.0
-_LOG_FILE = "rewards.log"
 
 
 def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
@@ -78,20 +76,6 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
 def find_weights(config: RewardConfig) -> dict[str, float]:
     """Return the weight of each function, by the name of its component."""
     return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
-
-
-def build_pool_settings(reward: RewardConfig, folder: Path, secrets: Iterable[Path] = ()) -> PoolSettings:
-    """Build the settings of the processes that run the user's code, which sees neither the run's folder nor secrets."""
-    return PoolSettings(
-        num_workers=reward.workers,
-        on_error=parse_on_error(reward.on_error),
-        confine=reward.confine,
-        private=(folder.resolve(), *secrets),
-        readable=tuple(path.resolve() for path in reward.readable or ()),
-        environment=tuple(reward.environment or ()),
-        memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * 2**30),
-        log=folder / _LOG_FILE,
-    )
 
 
 def parse_on_error(text: str, flag: str = "--reward-on-error") -> float | None:

@@ -58,6 +58,9 @@ _CONTEXT = GIB
 # The share of a device that is left to neither.
 _RESERVE = 0.03
 
+PACK_FLAG = "--max-tokens-per-gpu"
+"""The flag with which micro-batches no longer follow from devices, nor what is computed again."""
+RECOMPUTE_NORMS = "--recompute-granularity selective --recompute-modules layernorm"
 FLAG_OF_SHARING = "--rollout-colocate"
 DIVIDED_BY_USER = "--rollout-vllm-args='--gpu-memory-utilization 0.3'"
 """An example of a flag with which a user divides a device instead."""

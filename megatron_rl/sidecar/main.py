@@ -19,8 +19,8 @@ from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rewards.spec import build_pool_settings, parse_specs
+from megatron_rl.rewards.pool import RewardPool, build_pool_settings
+from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.append_file import make_private_folder, write_private

@@ -6,7 +6,7 @@ same object.
 
 import contextlib
 import dataclasses
-import os
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,17 +32,13 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flag import Flag, derive_flags
 from megatron_rl.flag_parser import ParsedFlags, make_parser, parse_words
 from megatron_rl.rewards import spec as reward_spec
-from megatron_rl.shared.device_memory import DIVIDED_BY_USER, FLAG_OF_SHARING, LORA_RANKS, EngineMemory
+from megatron_rl.shared.device_memory import DIVIDED_BY_USER, FLAG_OF_SHARING, EngineMemory
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
 from megatron_rl.shared.records.append_file import write_private
-from megatron_rl.shared.weights.families import read_architecture, read_config
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.sidecar.hosts import FLAG as FLAG_OF_HOSTS
 from megatron_rl.sidecar.hosts import find_host_problems
-from megatron_rl.sidecar.vllm import flags as vllm_flags
-from megatron_rl.sidecar.vllm.server import find_invariance_problems, find_longest
-from megatron_rl.sidecar.vllm.server import find_problems as find_vllm_problems
-from megatron_rl.sidecar.vllm.speculation import find_draft_problems
 from megatron_rl.types import Architecture
 
 _SUBJECTS: dict[str, type] = {
@@ -64,6 +60,8 @@ _SHARED = {
 
 # The flag of the gateway's address.
 GATEWAY_FLAG = "--rollout-gateway-listen"
+# The module that checks the settings for each kind of engine; that of the kind in use is imported.
+_CHECKS = {"vllm": "megatron_rl.sidecar.vllm.checks", "scripted": "megatron_rl.sidecar.engines.scripted"}
 # The transports that stream weights to engines on a device.
 _STREAMS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ("nccl",), "npu": ("hccl",)}
 
@@ -293,7 +291,7 @@ def _check_alone(settings: SidecarSettings, architecture: Architecture | None) -
     length = settings.seq_length
     if architecture is None or length is None or settings.rollout.max_model_len is not None:
         return
-    if settings.rollout.engine == "vllm" and length > (longest := find_longest(architecture)):
+    if settings.rollout.engine == "vllm" and length > (longest := architecture.longest_sequence):
         yield f"--seq-length {length} is above the model's longest sequence, {longest}: write {longest} or less"
 
 
@@ -329,14 +327,17 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
     if rollout.transport not in ("shm", *(_STREAMS[device] if rollout.engine == "vllm" else ())):
         kind = f"vLLM on {device}" if rollout.engine == "vllm" else "a scripted engine"
         yield f"--rollout-transport {rollout.transport} does not reach {kind}: write shm"
-    if rollout.vllm_args and rollout.engine != "vllm":
-        yield f"{vllm_flags.FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
-    yield from find_draft_problems(rollout, settings.hf_model)
-    yield from find_invariance_problems(rollout, device)
-    if rollout.engine == "vllm":
-        yield from _problems_of_vllm(settings, architecture)
-    else:
-        yield from _problems_of_script(rollout.script, architecture)
+    if rollout.engine != "vllm":
+        for flag, is_given in (
+            ("--rollout-vllm-args", rollout.vllm_args),
+            (f"--rollout-speculative {rollout.speculative}", rollout.speculative),
+            ("--rollout-speculative-tokens", rollout.speculative_tokens),
+            ("--batch-invariant", rollout.is_batch_invariant),
+        ):
+            if is_given:
+                yield f"{flag} is for --rollout-engine vllm, not {rollout.engine}: drop one"
+    checks = importlib.import_module(_CHECKS[rollout.engine])
+    yield from checks.find_problems(rollout, device, settings.hf_model, architecture, settings.seq_length)
 
 
 def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
@@ -396,49 +397,3 @@ def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
     num_wanted = rollout.num_engines * rollout.tensor_parallel_size
     picked = hardware.pick_devices(settings.device, 0 if rollout.is_colocated else num_ranks, num_wanted)
     return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))
-
-
-def _problems_of_vllm(settings: SidecarSettings, architecture: Architecture | None) -> Iterator[str]:
-    rollout = settings.rollout
-    if rollout.script is not None:
-        yield f"--rollout-script {rollout.script} is for --rollout-engine scripted, not {rollout.engine}: drop one"
-    yield from vllm_flags.find_problems(rollout.vllm_args)
-    if rollout.replay_routing:
-        yield from vllm_flags.find_problems_of_replay(rollout.vllm_args)
-        if settings.device == "cpu":
-            yield "--rollout-replay-routing: vLLM on a CPU does not return experts; drop it, or use accelerators"
-    if rollout.lora_rank > (most := LORA_RANKS[-1]):
-        yield f"--rollout-lora-rank {rollout.lora_rank} is above {most}, the largest rank of vLLM's: lower --lora-rank"
-    if rollout.lora_rank and settings.device == "cpu" and architecture is not None and architecture.experts is not None:
-        yield (
-            f"--rollout-lora-rank {rollout.lora_rank}: vLLM's kernel for experts on CPUs takes no adapters, so an "
-            "engine with slots for them does not start: write --publish-lora merged"
-        )
-    if settings.hf_model is None:
-        yield "--hf-model is missing: engines start from a Hugging Face folder"
-    if rollout.max_model_len is None and settings.seq_length is None:
-        yield "--rollout-max-model-len is missing: write it, or --seq-length"
-    python = rollout.python
-    if python is not None and (not python.is_file() or not os.access(python, os.X_OK)):
-        yield (
-            f"--rollout-python {python} must be a program: name the interpreter of the environment that vLLM is "
-            "installed in, its bin/python"
-        )
-    if architecture is not None:
-        if settings.hf_model is not None and read_config(settings.hf_model).get("quantization_config"):
-            yield (
-                f"--hf-model {settings.hf_model} has a quantization_config, and engines get weights that are not "
-                "quantized: write a folder without it by megatron-rl convert --hf-model DIR --save-hf DIR, and name it"
-            )
-        size, length = rollout.tensor_parallel_size, rollout.max_model_len
-        yield from find_vllm_problems(architecture, settings.device, size, length, rollout.dtype)
-
-
-def _problems_of_script(script: Path | None, architecture: Architecture | None) -> Iterator[str]:
-    # Imported here: a start with vLLM does not need numpy's random numbers.
-    from megatron_rl.sidecar.engines.scripted import read_script
-
-    try:
-        read_script(script, architecture.vocab_size if architecture else None)
-    except InputError as error:
-        yield str(error)

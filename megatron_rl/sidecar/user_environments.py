@@ -5,12 +5,13 @@ An optional part of a sidecar, from the start of the code's processes to the gro
 
 import asyncio
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.settings import EnvironmentConfig, RolloutConfig
+from megatron_rl.config.settings import EnvironmentConfig, RewardConfig, RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments import pool as environment_pool
 from megatron_rl.environments.pool import EnvironmentPool
@@ -19,6 +20,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.gateway.chats import NumberChats, NumberReader, TemplateChats
 from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.observe.trace import Recorder
+from megatron_rl.rewards.pool import build_pool_settings
 from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import starting
@@ -104,9 +106,15 @@ def open_rollouts(settings: SidecarSettings, processes: PoolSettings, logs: Path
 
 
 def describe_environment(
-    config: EnvironmentConfig, processes: PoolSettings, sidecar: SidecarSettings | None
+    config: EnvironmentConfig,
+    reward: RewardConfig,
+    folder: Path,
+    secrets: Iterable[Path],
+    sidecar: SidecarSettings | None,
 ) -> Description:
     """Describe a run's environment; raise a UsageError if the run's own sidecar would refuse it."""
+    # The log is the sidecar's.
+    processes = dataclasses.replace(build_pool_settings(reward, folder, secrets), log=None)
     offered = environment_pool.describe_environment(config, processes)
     if sidecar is not None:
         check_offered(offered, sidecar)

@@ -14,7 +14,7 @@ import transformers
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from megatron_rl.ops import qkv
+from megatron_rl.ops.qkv import naive, triton_fused
 from tests import hf_models
 from tests.distributed.layouts import CASES, Case, ParallelSizes, build, divisor, start_session
 from tests.distributed.parity import Computed, by_transformers, expected, micro_batches, shared_loss, shared_packs
@@ -57,8 +57,8 @@ def run_settings(names: list[str], folders: dict[str, Path], out: Path) -> dict[
     results = {}
     for name in names:
         case = SETTINGS[name]
-        definition = mock.Mock(wraps=qkv.naive.split_heads)
-        with start_session(case) as session, mock.patch.object(qkv.triton_fused, "split_heads", definition):
+        definition = mock.Mock(wraps=naive.split_heads)
+        with start_session(case) as session, mock.patch.object(triton_fused, "split_heads", definition):
             for model_name, folder in folders.items():
                 is_fused = name.startswith("fused heads")
                 model = build(session, case, folder, qkv_backend="triton" if is_fused else "torch")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_rl import platforms
-from megatron_rl.ops.elementwise import plain
+from megatron_rl.ops.elementwise import plain, triton_fused
 from megatron_rl.ops.qkv import split_heads
-from megatron_rl.trainer.mcore.model import fusions, self_attention
+from megatron_rl.trainer.mcore.model import self_attention
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.gpt import named_shards
 from megatron_rl.trainer.mcore.session import start_session as start_session_of
@@ -85,7 +85,7 @@ def stand_ins_for_kernels() -> Iterator[tuple[mock.MagicMock, mock.MagicMock]]:
 
     with (
         mock.patch.object(self_attention, "split_heads", side_effect=split) as of_heads,
-        mock.patch.object(fusions.triton_fused, "swiglu", side_effect=plain.swiglu) as of_swiglu,
+        mock.patch.object(triton_fused, "swiglu", side_effect=plain.swiglu) as of_swiglu,
     ):
         yield of_heads, of_swiglu
 

@@ -4,6 +4,7 @@ The next publish succeeds after a failed one.
 """
 
 import contextlib
+import importlib
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +27,9 @@ from megatron_rl.shared.weights.offer import taken
 from megatron_rl.shared.weights.shards import Shard
 from megatron_rl.sidecar.vllm.in_place import OpenedMemory
 from megatron_rl.sidecar.vllm.received import map_file_tensors
-from megatron_rl.trainer.loop.grpo import _TRANSPORTS
 from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
-from megatron_rl.trainer.mcore.publish.publisher import Publisher
+from megatron_rl.trainer.mcore.publish.publisher import TRANSPORTS, Publisher
 from megatron_rl.trainer.mcore.publish.stream import StreamTransport
 from tests import hf_models
 from tests.deliveries import give_memory
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.each_change
 memory = pytest.fixture(give_memory)
 
 KINDS = ("files", "offers", "hosts", "stream")
-"""The ways of the transports in `grpo._TRANSPORTS`: files are read, or memory in their place, or reach other hosts."""
+"""The ways of the transports in `TRANSPORTS`: files are read, or memory in their place, or reach other hosts."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -200,4 +200,5 @@ def test_each_transport_fails_by_name_for_each_fault_and_brings_the_next_version
 
 
 def test_each_value_of_the_flag_has_a_transport() -> None:
-    assert _TRANSPORTS.keys() == set(get_args(Transport))
+    assert TRANSPORTS.keys() == set(get_args(Transport))
+    assert all(callable(importlib.import_module(module).build) for module in TRANSPORTS.values())

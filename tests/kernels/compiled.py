@@ -23,9 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_rl.ops import elementwise, log_probs, qkv
+from megatron_rl.ops.elementwise import triton_fused as elementwise_fused
 from megatron_rl.ops.elementwise import triton_kernels as elementwise_kernels
+from megatron_rl.ops.log_probs import triton_fused as output_layer_fused
 from megatron_rl.ops.log_probs import triton_kernels as output_layer_kernels
+from megatron_rl.ops.qkv import triton_fused as heads_fused
 from megatron_rl.ops.qkv import triton_kernels as heads_kernels
 from megatron_rl.ops.sampled import triton_kernels as sampled_kernels
 from megatron_rl.ops.shared_prompt.backends import cudnn, join_kernels, triton_fused, triton_kernels
@@ -133,7 +135,7 @@ def list_join(target: str, is_all: bool) -> Iterator[Kernel]:
 
 
 def list_elementwise(target: str, is_all: bool) -> Iterator[Kernel]:
-    fused, kernels = elementwise.triton_fused, elementwise_kernels
+    fused, kernels = elementwise_fused, elementwise_kernels
     for dtype in DTYPES if is_all else ("bf16", "fp32"):
         types = {
             "scale_N|weight_grads_PE|weights_N|weight_grads_N": "*fp32", "eps": "fp32",
@@ -158,7 +160,7 @@ def list_elementwise(target: str, is_all: bool) -> Iterator[Kernel]:
 
 
 def list_output_layer(target: str, is_all: bool) -> Iterator[Kernel]:
-    fused, kernels = log_probs.triton_fused, output_layer_kernels
+    fused, kernels = output_layer_fused, output_layer_kernels
     uses = itertools.product((False, True), repeat=2) if is_all else ((False, False), (True, True))
     for dtype, (is_scaled, with_moments) in itertools.product(DTYPES if is_all else ("bf16", "fp32"), uses):
         types = {
@@ -178,7 +180,7 @@ def list_output_layer(target: str, is_all: bool) -> Iterator[Kernel]:
 
 
 def list_heads(target: str, is_all: bool) -> Iterator[Kernel]:
-    fused = qkv.triton_fused
+    fused = heads_fused
     # Query heads of a group, width of a head, pairs that rotate.
     for queries, head_dim, rotated, dtype, has_norms in (
         (2, 128, 64, "bf16", True),

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl.ops import qkv
 from megatron_rl.ops.elementwise import triton_fused
+from megatron_rl.ops.qkv import triton_fused as fused_heads
 from megatron_rl.trainer.data.packing import pack_groups
 from tests import hf_models
 from tests.distributed.layouts import CASES, build, divisor, start_session
@@ -65,7 +65,7 @@ def count_calls(which: str, hidden_size: int) -> Iterator[Callable[[], Counts]]:
             return stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
 
         if which == "heads":
-            split = watch(qkv.triton_fused, "split_heads")
+            split = watch(fused_heads, "split_heads")
             yield lambda: (split.call_count,)
             return
         kernels = [watch(triton_fused, name) for name in ("swiglu", "weighted_swiglu", "add_and_normalize")]

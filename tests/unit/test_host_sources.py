@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.confinement import landlock_version
 from megatron_rl.errors import UsageError
-from megatron_rl.rewards.spec import build_pool_settings
+from megatron_rl.rewards.pool import build_pool_settings
 from megatron_rl.rewards.types import RewardError
 from megatron_rl.sidecar.hosts import (
     KINDS,

@@ -14,7 +14,8 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import EngineKind
 from megatron_rl.shared.weights import families
 from megatron_rl.sidecar.temporary import make_socket_folder
-from megatron_rl.sidecar.vllm.server import ServerConfig, find_invariance_problems, make_process_spec
+from megatron_rl.sidecar.vllm.checks import find_invariance_problems
+from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 from megatron_rl.trainer.loop.mismatch import build_mismatch_bounds
 from megatron_rl.types import ParallelSizes
 from tests.command_lines import CPU, QWEN3, RUN, folder, keep_one_parser, parse_run, run_problems

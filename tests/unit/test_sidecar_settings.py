@@ -21,8 +21,8 @@ from megatron_rl.shared.protocol.wire import WIRE_VERSION
 from megatron_rl.sidecar.main import _build_factory
 from megatron_rl.sidecar.settings import SidecarSettings, list_flags, parse, read_settings, write_message
 from megatron_rl.sidecar.starting import StartNotes
+from megatron_rl.sidecar.vllm.checks import CPU_HEAD_SIZES
 from megatron_rl.sidecar.vllm.factory import VllmFactory
-from megatron_rl.sidecar.vllm.server import CPU_HEAD_SIZES
 from tests import hf_models
 from tests.command_lines import without
 

@@ -14,9 +14,9 @@ import pytest
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.shared.protocol.wire import Drafts
+from megatron_rl.sidecar.vllm.checks import find_invariance_problems
 from megatron_rl.sidecar.vllm.connection import DraftMeter, count_drafts
 from megatron_rl.sidecar.vllm.flags import FLAGS_OF_DRAFTS, drop_flags, find_problems_of_replay, split_flags
-from megatron_rl.sidecar.vllm.server import find_invariance_problems
 from megatron_rl.sidecar.vllm.speculation import PACKAGE, describe_for_vllm, find_draft_problems
 from tests.ranks import ROOT
 

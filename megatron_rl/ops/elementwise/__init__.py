@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.ops import adam
 from megatron_rl.ops.backends import Backends, Conditions, Example, HasRefusal
-from megatron_rl.ops.elementwise import plain, triton_fused
+from megatron_rl.ops.elementwise import plain
 from megatron_rl.ops.linear import linear
 
-__all__ = ["BACKENDS"]
+__all__ = ["BACKENDS", "ElementwiseBackend"]
 
 
 class ElementwiseBackend(HasRefusal, Protocol):
@@ -83,7 +83,7 @@ def _make_example(
 
 BACKENDS: Backends[ElementwiseBackend] = Backends(
     "--elementwise-backend",
-    {"triton": triton_fused, "torch": plain},
+    {"triton": "megatron_rl.ops.elementwise.triton_fused", "torch": plain},
     orders={"cuda": ("triton", "torch")},
     # On a CPU the kernels only run in Triton's interpreter, as a test.
     elsewhere=("torch",),

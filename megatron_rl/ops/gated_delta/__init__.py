@@ -7,6 +7,7 @@ state begins each of its responses, and the gradients of the responses come back
 Letters: T tokens, G key heads, H value heads, D dimensions of a query and a key, V of a value.
 """
 
+import importlib
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from megatron_rl.ops.backends import Backends, Conditions, Example, HasRefusal
 from megatron_rl.ops.shared_prompt.layout import Layout
 
-__all__ = ["BACKENDS", "gated_delta_rule"]
+__all__ = ["BACKENDS", "gated_delta_rule", "prepare"]
 
 
 class RuleBackend(HasRefusal, Protocol):
@@ -37,6 +38,7 @@ class RuleBackend(HasRefusal, Protocol):
         """Make the tables of `rule` on the host; the layout keeps them."""
 
 
+_CONVOLUTION = "megatron_rl.ops.gated_delta.convolution"
 # Added to the square of a vector's length, as models of this kind are trained.
 _EPSILON = 1e-6
 
@@ -66,6 +68,12 @@ def gated_delta_rule(
     if len(q_TGD) != layout.num_tokens:
         raise ValueError(f"the number of rows must be the layout's {layout.num_tokens} tokens, not {len(q_TGD)}")
     return backend.rule(_normalize(q_TGD), _normalize(k_TGD), v_THV, log_decay_TH, beta_TH, layout)
+
+
+def prepare(layout: Layout, window: int, name: str) -> None:
+    """Make the tables of linear layers on the host, those of convolutions over windows included."""
+    BACKENDS.find(name).prepare(layout)
+    layout.once(importlib.import_module(_CONVOLUTION).list_window_rows, window)
 
 
 def _normalize(vectors_TGD: torch.Tensor) -> torch.Tensor:

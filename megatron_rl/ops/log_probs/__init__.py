@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_rl.ops.backends import Backends, Conditions, Example
-from megatron_rl.ops.log_probs import plain, triton_fused
+from megatron_rl.ops.log_probs import plain
 from megatron_rl.ops.log_probs.function import BlockBackend, Columns, LogProbs, VocabularyShard
 
 __all__ = ["BACKENDS", "VocabularyShard", "output_log_probs"]
@@ -82,7 +82,7 @@ def _list_examples(conditions: Conditions) -> Iterator[Example]:
 
 BACKENDS: Backends[BlockBackend] = Backends(
     "--output-layer-backend",
-    {"triton": triton_fused, "torch": plain},
+    {"triton": "megatron_rl.ops.log_probs.triton_fused", "torch": plain},
     orders={"cuda": ("triton", "torch")},
     # On a CPU the kernels only run in Triton's interpreter, as a test.
     elsewhere=("torch",),

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.ops.backends import Backends, Conditions, Example, HasRefusal
-from megatron_rl.ops.qkv import naive, triton_fused
+from megatron_rl.ops.qkv import naive
 from megatron_rl.ops.qkv.naive import HeadNorms
 
 __all__ = ["BACKENDS", "HeadNorms", "make_rotation", "split_heads"]
@@ -91,7 +91,7 @@ def _list_examples(conditions: Conditions) -> Iterator[Example]:
 
 BACKENDS: Backends[HeadBackend] = Backends(
     "--qkv-backend",
-    {"triton": triton_fused, "torch": naive},
+    {"triton": "megatron_rl.ops.qkv.triton_fused", "torch": naive},
     orders={"cuda": ("triton", "torch")},
     # On a CPU the kernels only run in Triton's interpreter, as a test.
     elsewhere=("torch",),

@@ -4,13 +4,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_rl.ops.backends import Backends, Choice, Conditions, Example
-from megatron_rl.ops.shared_prompt.backends import AttentionBackend, merge, triton_fused
+from megatron_rl.ops.shared_prompt.backends import AttentionBackend
 from megatron_rl.ops.shared_prompt.layout import Layout
-from megatron_rl.ops.shared_prompt.measured import Measured
+
+if TYPE_CHECKING:
+    from megatron_rl.ops.shared_prompt.measured import Measured
 
 __all__ = ["BACKENDS", "choose_backend", "shared_prompt_attention"]
 
@@ -23,7 +26,7 @@ _RESULTS = (
 )  # fmt: skip
 
 
-def choose_backend(name: str, conditions: Conditions, measured: Measured | None = None) -> Choice:
+def choose_backend(name: str, conditions: Conditions, measured: "Measured | None" = None) -> Choice:
     """Choose as `Backends.choose` does; the fastest were measured for such groups, then comes the general order."""
     timed = [name for name in measured.fastest_first if name in BACKENDS] if measured is not None else []
     choice = BACKENDS.choose(name, conditions, timed)
@@ -90,9 +93,9 @@ def _differentiate(
 
 # They are ordered by their times on a CPU in docs/kernels.md.
 _BACKENDS: dict[str, AttentionBackend | str] = {
-    "merge": merge,
+    "merge": "megatron_rl.ops.shared_prompt.backends.merge",
     "gather": "megatron_rl.ops.shared_prompt.backends.gather",
-    "triton": triton_fused,
+    "triton": "megatron_rl.ops.shared_prompt.backends.triton_fused",
     "flash": "megatron_rl.ops.shared_prompt.backends.flash_attention",
     "cudnn": "megatron_rl.ops.shared_prompt.backends.cudnn",
     "naive": "megatron_rl.ops.shared_prompt.backends.naive",

@@ -7,6 +7,7 @@ often as their numbers change. With Triton each takes one launch for all slices 
 Letters: R rows, C columns of a slice seen as a matrix.
 """
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "list_reasons_against_kernels",
 ]
 
+_KERNELS = "megatron_rl.ops.slices.triton_fused"
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes between which kernels convert. A slice that keeps its dtype may have any."""
 
@@ -85,18 +87,16 @@ def build_digester(slices: Sequence[Slice], dtype: torch.dtype, num_tensors: int
     """Build the fastest digester that the slices' device has."""
     if list_reasons_against_kernels(slices, dtype):
         return naive.NaiveDigester(slices, dtype, num_tensors)
-    from megatron_rl.ops.slices import triton_fused
-
-    return triton_fused.KernelDigester(slices, dtype, num_tensors)
+    digester: Digester = importlib.import_module(_KERNELS).KernelDigester(slices, dtype, num_tensors)
+    return digester
 
 
 def build_slice_packer(batches: Sequence[Sequence[Placed]], dtype: torch.dtype) -> SlicePacker:
     """Build the fastest packer that the slices' device has."""
     if list_reasons_against_kernels([placed for batch in batches for placed in batch], dtype):
         return naive.NaivePacker(batches, dtype)
-    from megatron_rl.ops.slices import triton_fused
-
-    return triton_fused.KernelPacker(batches, dtype)
+    packer: SlicePacker = importlib.import_module(_KERNELS).KernelPacker(batches, dtype)
+    return packer
 
 
 def build_slice_mover(moves: Sequence[Move]) -> SliceMover:
@@ -107,9 +107,8 @@ def build_slice_mover(moves: Sequence[Move]) -> SliceMover:
     is_in_pieces = any(move.place_RC.shape[1] > 1 and move.place_RC.stride(1) != 1 for move in moves)
     if is_in_pieces or any(list_reasons_against_kernels(some, dtype) for dtype, some in by_dtype.items()):
         return naive.NaiveMover(moves)
-    from megatron_rl.ops.slices import triton_fused
-
-    return triton_fused.KernelMover(moves)
+    mover: SliceMover = importlib.import_module(_KERNELS).KernelMover(moves)
+    return mover
 
 
 def list_reasons_against_kernels(slices: Sequence[Slice | Placed | Move], dtype: torch.dtype) -> list[str]:

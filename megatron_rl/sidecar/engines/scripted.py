@@ -10,13 +10,14 @@ import difflib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import (
     Drafts,
@@ -32,6 +33,7 @@ from megatron_rl.sidecar.engines import EngineHost, EngineLost, EngineState, Gro
 from megatron_rl.sidecar.engines.decoding import Decoding, StepCosts
 from megatron_rl.sidecar.engines.hosts import OWN_HOST
 from megatron_rl.sidecar.streams import StreamPlace
+from megatron_rl.types import Architecture
 
 Fault = Literal["die", "hang", "refuse", "cut"]
 Step = Literal["pause", "reach", "load", "commit", "probe"]
@@ -266,6 +268,16 @@ def read_script(path: Path | None, vocab_size: int | None, max_running: int = St
         decoding=None if fields.step_seconds is None else StepCosts(*fields.step_seconds, max_running),
         delay=lambda request: _delay(fields, request),
     )
+
+
+def find_problems(
+    rollout: RolloutConfig, device: str, hf_model: Path | None, architecture: Architecture | None, length: int | None
+) -> Iterator[str]:
+    """Yield each mistake in settings for scripted engines."""
+    try:
+        read_script(rollout.script, architecture.vocab_size if architecture else None)
+    except InputError as error:
+        yield str(error)
 
 
 def _read(path: Path) -> _Fields:

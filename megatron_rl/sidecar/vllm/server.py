@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -26,9 +26,6 @@ from megatron_rl.sidecar.temporary import SOCKET_FOLDER_BYTES
 from megatron_rl.sidecar.vllm import parts as vllm_parts
 from megatron_rl.sidecar.vllm.flags import (
     FLAG,
-    FLAGS_OF_DRAFTS,
-    FLAGS_OF_STAGES,
-    find_flag,
     list_memory_flags,
     names_flag,
     split_flags,
@@ -38,7 +35,7 @@ from megatron_rl.sidecar.vllm.routes import MIDDLEWARE
 from megatron_rl.sidecar.vllm.scheduler import SCHEDULER
 from megatron_rl.sidecar.vllm.speculation import VLLM_FLAG as SPECULATION_FLAG
 from megatron_rl.sidecar.vllm.speculation import describe_for_vllm
-from megatron_rl.types import MKL_MODE, Architecture, RopeKind
+from megatron_rl.types import MKL_MODE
 
 _log = logging.getLogger(__name__)
 MODEL_NAME = "policy"
@@ -299,115 +296,3 @@ def link_package(folder: Path) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(Path(megatron_rl.__file__).resolve().parent)
     return packages
-
-
-# The head sizes that vLLM's CPU attention is compiled for. With another one it starts, and the first request fails.
-CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-# The columns that its multi-latent attention keeps of a token.
-CPU_LATENT_SIZE = 576
-
-
-def find_problems(
-    model: Architecture,
-    device: Literal["cpu", "cuda", "npu"],
-    tensor_parallel_size: int,
-    max_model_len: int | None,
-    dtype: str | None = None,
-) -> Iterator[str]:
-    """Yield each reason why an engine could not run this model, in its own dtype or another."""
-    dtype = dtype or model.dtype
-    if device == "cpu" and model.linear is not None and dtype != "bfloat16":
-        yield (
-            f"--hf-model: vLLM's linear layers compute in bfloat16 on a CPU, and the engines' dtype is {dtype}: write "
-            "--rollout-dtype bfloat16, and --publish-dtype bfloat16 for the trainer, or choose engines on accelerators"
-        )
-    if device == "cpu" and model.has_sinks and dtype == "float16":
-        yield (
-            "--hf-model: in float16 vLLM's attention on a CPU computes with a copy of the model's sinks, which no "
-            "publish changes: write --rollout-dtype bfloat16 or float32, or choose engines on accelerators"
-        )
-    latents = model.latents
-    if device == "cpu" and latents is not None and model.cached_channels != CPU_LATENT_SIZE:
-        yield (
-            f"--hf-model: a token's narrow row has {latents.kv_rank} + {latents.rotary_dim} columns (kv_lora_rank and "
-            f"qk_rope_head_dim), and vLLM's attention on a CPU takes {CPU_LATENT_SIZE}: choose a model with these, or "
-            "engines on accelerators"
-        )
-    if device == "cpu" and latents is None and model.kv_channels not in CPU_HEAD_SIZES:
-        yield (
-            f"--hf-model: the model's heads have {model.kv_channels} columns (head_dim), and vLLM's attention on a CPU "
-            f"takes {', '.join(map(str, CPU_HEAD_SIZES))}: choose a model with one of these, or engines on accelerators"
-        )
-    yield from _division(model, tensor_parallel_size)
-    longest = find_longest(model)
-    if max_model_len is not None and max_model_len > longest:
-        yield (
-            f"--rollout-max-model-len {max_model_len} is above the model's longest sequence, {longest} "
-            "(max_position_embeddings): write at most that"
-        )
-
-
-def _division(model: Architecture, size: int) -> Iterator[str]:
-    """Yield a problem if parts of the model do not divide evenly; several devices may hold the same keys and values."""
-    if size < 1:
-        return
-    groups = model.num_query_groups
-    experts = model.experts
-    shared = experts.shared_ffn_hidden_size if experts else 0
-    uneven = [
-        what
-        for is_even, what in (
-            (model.num_attention_heads % size == 0, f"{model.num_attention_heads} attention heads"),
-            (max(groups, size) % min(groups, size) == 0, f"{groups} heads of keys and values"),
-            (
-                model.linear is None or model.linear.num_key_heads % size == 0,
-                f"{model.linear and model.linear.num_key_heads} key heads of linear layers",
-            ),
-            (
-                not experts or experts.ffn_hidden_size % size == 0,
-                f"{experts and experts.ffn_hidden_size} columns of an expert",
-            ),
-            (shared % size == 0, f"{shared} columns of the shared expert"),
-            (model.has_experts(0) or model.ffn_hidden_size % size == 0, f"{model.ffn_hidden_size} columns of the MLP"),
-        )
-        if not is_even
-    ]
-    if uneven:
-        yield (
-            f"--rollout-tensor-parallel-size {size}: the model's {' and '.join(uneven)} cannot be divided by it: write "
-            "another number"
-        )
-
-
-def find_longest(model: Architecture) -> int:
-    """Return the length of the longest sequence that an engine takes."""
-    # Models with two ropes state the length that the factor has already lengthened.
-    is_scaled = model.rope.kind is RopeKind.LINEAR and model.local_rope is None
-    scale = model.rope.factor if is_scaled else 1.0
-    return int(model.max_position_embeddings * scale)
-
-
-_INVARIANT_FLAG = "--batch-invariant"
-_VARYING_FLAGS = (("--worker-cls",), FLAGS_OF_DRAFTS, ("--enable-lora",), FLAGS_OF_STAGES)
-
-
-def find_invariance_problems(rollout: RolloutConfig, device: str) -> Iterator[str]:
-    """Yield each setting with which engines could not compute each token's log-prob to the same bits."""
-    if not rollout.is_batch_invariant:
-        return
-    if rollout.engine != "vllm":
-        yield f"{_INVARIANT_FLAG} is for --rollout-engine vllm, not {rollout.engine}: drop one"
-    elif device == "npu":
-        yield f"{_INVARIANT_FLAG} is for engines on a CPU or on CUDA: drop it"
-    for flag, is_given in (
-        ("--rollout-tensor-parallel-size above 1", rollout.tensor_parallel_size > 1),
-        ("--rollout-speculative", rollout.speculative is not None),
-        ("--rollout-lora-rank", rollout.lora_rank > 0),
-        *((f"{FLAG} with {flag}", True) for flags in _VARYING_FLAGS if (flag := find_flag(rollout.vllm_args, *flags))),
-    ):
-        if is_given and device == "cpu":
-            yield (
-                f"{_INVARIANT_FLAG} and {flag} cannot be given together, because sums would have other orders: drop "
-                "one of them"
-            )

@@ -94,8 +94,6 @@ def find_draft_problems(rollout: RolloutConfig, model: Path | None = None) -> It
         known = ", ".join(name + (":DIR" if method.has_folder else "") for name, method in METHODS.items())
         yield f"{FLAG} {text} must be one of {known}"
         return
-    if rollout.engine != "vllm":
-        yield f"{FLAG} {text} is for --rollout-engine vllm, not {rollout.engine}: drop one"
     for flag, is_given, reason in (
         ("--rollout-replay-routing", rollout.replay_routing, "which experts drafted tokens went to is not known"),
         ("--rollout-lora-rank", rollout.lora_rank > 0, untried),

@@ -11,7 +11,6 @@ import torch
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops import gated_delta
-from megatron_rl.ops.gated_delta.convolution import list_window_rows
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.turns import list_parts, list_turns, mask_sampled
@@ -177,7 +176,6 @@ def build_preparation(settings: Settings, device: torch.device) -> Callable[[Lay
         for window in settings.architecture.windows:
             attention.prepare(layout, device, window)
         if linear is not None:
-            gated_delta.BACKENDS.find(settings.model.linear_attention_backend).prepare(layout)
-            layout.once(list_window_rows, linear.window)
+            gated_delta.prepare(layout, linear.window, settings.model.linear_attention_backend)
 
     return prepare

@@ -2,9 +2,8 @@
 
 import dataclasses
 import datetime
-import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ import msgspec
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.command_line.run import find_shared_folder
-from megatron_rl.errors import UsageError
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import Evaluation, PublishAnswer
@@ -27,16 +25,11 @@ from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
 from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
 from megatron_rl.trainer.loop.saver import RunState, StartPoint
-from megatron_rl.trainer.mcore.model.weights import ModelWeights
-from megatron_rl.trainer.mcore.publish.files import FilesTransport
 from megatron_rl.trainer.mcore.publish.probe import Probe
-from megatron_rl.trainer.mcore.publish.publisher import Publisher, Transport
-from megatron_rl.trainer.mcore.publish.senders import find_library
-from megatron_rl.trainer.mcore.publish.stream import StreamTransport
+from megatron_rl.trainer.mcore.publish.publisher import Publisher, build_transport
 from megatron_rl.trainer.mcore.step.policy import Policy, Reference
 from megatron_rl.trainer.mcore.step.roles import build_roles
 
-_HOSTS = "megatron_rl.trainer.mcore.publish.hosts"
 # Seconds that a sidecar takes before and after its engines start: it tries rewards and reads the tokenizer.
 _SIDECAR_SECONDS = 60.0
 
@@ -187,42 +180,11 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
         publish.agreement_bound,
         publish.is_base_proved,
     )
-    transport = _TRANSPORTS[settings.rollout.transport](rank, weights, receiver)
+    transport = build_transport(settings, settings.name, find_shared_folder(settings), weights, session, receiver)
     deadline = datetime.timedelta(minutes=publish.deadline_minutes)
     return Publisher(
         weights, session, receiver, settings.name, transport, publish.dtype, deadline, probe, publish.proof
     )
-
-
-def _build_files(rank: Rank, weights: ModelWeights, receiver: RolloutClient | None) -> Transport:
-    settings, publish = rank.settings, rank.settings.publish
-    hosts = None
-    # Only the sidecar itself knows whether one that runs already has other hosts.
-    if settings.rollout.hosts is not None or settings.service.endpoint is not None:
-        part = importlib.import_module(_HOSTS)
-        of_hosts = part.HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
-        hosts = part.Deliveries(weights, rank.session, receiver, settings.name, of_hosts, publish.deadline_minutes * 60)
-    return FilesTransport(find_shared_folder(settings), publish.through, hosts)
-
-
-def _build_stream(rank: Rank, weights: ModelWeights, receiver: RolloutClient | None) -> Transport:
-    transport, session = rank.settings.rollout.transport, rank.session
-    assert transport != "shm"
-    if transport not in session.platform.weight_transports:
-        raise UsageError(
-            f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
-            f"{', '.join(session.platform.weight_transports)}"
-        )
-    session.run_or_raise_everywhere(lambda: find_library(transport) if session.rank == 0 else None)
-    return StreamTransport(transport)
-
-
-_TRANSPORTS: Mapping[str, Callable[[Rank, ModelWeights, RolloutClient | None], Transport]] = {
-    "shm": _build_files,
-    "nccl": _build_stream,
-    "hccl": _build_stream,
-}
-"""The transports of weights to engines, by the values of --rollout-transport."""
 
 
 def _build_learner(rank: Rank, policy: Policy, reference: Reference | None, log: RunLog) -> Learner:

@@ -14,7 +14,6 @@ from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.startup import Startup, describe_prompts
-from megatron_rl.rewards.spec import build_pool_settings
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
 from megatron_rl.shared.weights.files import Checkpoint
@@ -97,10 +96,9 @@ def _describe_environment(settings: RunSettings) -> Description | None:
     """Describe the environment; raise a UsageError if this run's own sidecar would refuse it."""
     if settings.environment.source is None:
         return None
-    processes = build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
-    # The log is the sidecar's.
+    secrets = find_secrets(settings.rollout.hosts)
     offered: Description = load_part("environments").describe_environment(
-        settings.environment, dataclasses.replace(processes, log=None), settings.sidecar
+        settings.environment, settings.reward, settings.folder, secrets, settings.sidecar
     )
     return offered
 

@@ -33,15 +33,16 @@ from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.saver import Saver
-from megatron_rl.trainer.loop.settling import settle_backends, try_invariance
 from megatron_rl.trainer.loop.stop import Course, StopRequest
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
+from megatron_rl.trainer.mcore.model.gpt import INVARIANT
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference
 
 # Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
+_SETTLING = "megatron_rl.trainer.loop.settling"
 _RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
 _BRIDGE = "megatron_rl.trainer.mcore.bridge"
 
@@ -150,11 +151,16 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))
     # Tests on a CPU have not run the kernels of an accelerator.
     if session.device.type == "cpu":
-        session.run_or_raise_everywhere(lambda: try_invariance(settings))
+        if settings.rollout.is_batch_invariant:
+            session.run_or_raise_everywhere(lambda: _try_invariance(settings))
         return settings
-    settings = settle_backends(settings, session, startup.say)
+    settings = importlib.import_module(_SETTLING).settle_backends(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
     return settings
+
+
+def _try_invariance(settings: Settings) -> None:
+    importlib.import_module(INVARIANT).try_operations(settings.architecture, settings.transformer.params_dtype)
 
 
 def _try_main_gradients(settings: Settings, device: torch.device) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
-from megatron_rl.command_line.pack_size import RECOMPUTE_NORMS, SWITCH
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ForeignVersion, InputError
+from megatron_rl.shared.device_memory import PACK_FLAG, RECOMPUTE_NORMS
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.trainer.mcore.session import Session
@@ -240,7 +240,7 @@ def compare_rounding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterat
             f"--micro-batch-size {before} keeps it"
         )
     if saved["recomputes_norms"] != own["recomputes_norms"]:
-        words, remedy = ("were not", SWITCH) if own["recomputes_norms"] else ("were", RECOMPUTE_NORMS)
+        words, remedy = ("were not", PACK_FLAG) if own["recomputes_norms"] else ("were", RECOMPUTE_NORMS)
         yield (
             f"norms {words} computed again in the backward pass before, which rounds gradients in another way: "
             f"{remedy} keeps that"

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.invariant.bit_equality import check_operations
-from megatron_rl.ops.log_probs.invariant import list_widths
 from megatron_rl.ops.operations import OPERATIONS
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import use_blocks
 from megatron_rl.trainer.mcore.session import Session
@@ -53,19 +51,6 @@ def try_backend(target: str, settings: Settings, session: Session) -> None:
     device = session.device
     conditions = Conditions.of(device.type, settings.transformer.params_dtype, settings.architecture)
     OPERATIONS[target].check(_read(target, settings), conditions, device)
-
-
-def try_invariance(settings: Settings) -> None:
-    """Raise unless rows have the same bits in every batch here, with --batch-invariant on a CPU."""
-    if not settings.rollout.is_batch_invariant:
-        return
-    one = settings.architecture
-    hidden, heads = one.hidden_size, one.num_attention_heads * one.kv_channels
-    columns = heads + 2 * one.num_query_groups * one.kv_channels
-    outputs = (columns, 2 * one.ffn_hidden_size, *list_widths(one.vocab_size))
-    shapes = [(heads, hidden), (one.ffn_hidden_size, hidden), *((hidden, output) for output in outputs)]
-    queries = one.num_attention_heads // one.num_query_groups
-    check_operations(shapes, queries, one.kv_channels, settings.transformer.params_dtype)
 
 
 def _settle(

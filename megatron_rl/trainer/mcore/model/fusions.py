@@ -27,12 +27,17 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_rl.ops.elementwise import triton_fused
+from megatron_rl.ops.elementwise import BACKENDS, ElementwiseBackend
 from megatron_rl.ops.linear import linear
 
 _log = logging.getLogger(__name__)
 
 _CARRIED = "_carried_norm"
+
+
+@functools.cache
+def _find_kernels() -> ElementwiseBackend:
+    return BACKENDS.find("triton")
 
 
 class RMSNorm(torch.nn.Module):
@@ -56,7 +61,7 @@ class RMSNorm(torch.nn.Module):
         Both are calls of the module, because Megatron's hooks before a call complete its parameters.
         """
         if residual is not None:
-            total, normed = triton_fused.add_and_normalize(hidden, residual, self.weight, self.eps)
+            total, normed = _find_kernels().add_and_normalize(hidden, residual, self.weight, self.eps)
             setattr(total, _CARRIED, (self, normed))
             return total
         norm, normed = getattr(hidden, _CARRIED, (None, hidden))
@@ -127,9 +132,9 @@ class SwigluMLP(MLP):
         """Return the output and its bias, which the caller adds."""
         gate_up_R2F, _ = self.linear_fc1(hidden_states)
         if per_token_scale is None:
-            out_RF = triton_fused.swiglu(gate_up_R2F)
+            out_RF = _find_kernels().swiglu(gate_up_R2F)
         else:
-            out_RF = triton_fused.weighted_swiglu(gate_up_R2F, per_token_scale)
+            out_RF = _find_kernels().weighted_swiglu(gate_up_R2F, per_token_scale)
         return self.linear_fc2(out_RF)  # type: ignore[no-any-return]
 
 
@@ -149,7 +154,7 @@ class SwigluExperts(SequentialMLP):
         counts = tokens_per_expert.tolist()
         rows = zip(self.local_experts, permuted_local_hidden_states.split(counts), strict=True)
         gate_up_R2F = torch.cat([expert.linear_fc1(of_expert)[0] for expert, of_expert in rows])
-        out_RF = triton_fused.weighted_swiglu(gate_up_R2F, permuted_probs)
+        out_RF = _find_kernels().weighted_swiglu(gate_up_R2F, permuted_probs)
         parts = zip(self.local_experts, out_RF.split(counts), strict=True)
         return torch.cat([expert.linear_fc2(of_expert)[0] for expert, of_expert in parts]), None
 

@@ -6,6 +6,7 @@ E hidden size.
 
 import contextlib
 import copy
+import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.ops.invariant.rows import turn
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.ops.qkv import make_rotation
 from megatron_rl.platforms import select
@@ -28,12 +28,13 @@ from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model import context, rope
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.trainer.mcore.model.fusions import fuse_layers
-from megatron_rl.trainer.mcore.model.invariant import make_invariant
 from megatron_rl.trainer.mcore.model.replay import select_routing
 from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices, settle_expert_biases
 from megatron_rl.trainer.mcore.model.spec import block_spec
 from megatron_rl.types import Architecture
 
+INVARIANT = "megatron_rl.trainer.mcore.model.invariant"
+"""The module of --batch-invariant, which other runs do not import."""
 ADAPTER = "adapter"
 """The name under which a linear layer has its adapter (`lora.py`)."""
 
@@ -105,7 +106,8 @@ class PackedGPTModel(GPTModel):
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Make the table by which all layers rotate queries and keys, with the factor of Megatron's operations."""
         if self.qkv_backend == "invariant":
-            return torch.stack(turn(positions_R, self._rope_frequencies_F), dim=1)
+            make: Callable[..., torch.Tensor] = importlib.import_module(INVARIANT).make_rotation
+            return make(positions_R, self._rope_frequencies_F)
         if self.architecture.latents is not None:
             factor = rope.attention_factor(self.architecture.rope)
         else:
@@ -239,7 +241,7 @@ def build_chunks(
     for chunk in chunks:
         fuse_layers(chunk, elementwise_backend)
         if elementwise_backend == "invariant":
-            make_invariant(chunk)
+            importlib.import_module(INVARIANT).make_invariant(chunk)
     return chunks
 
 

@@ -3,7 +3,7 @@
 Norms, SwiGLU and linear layers take the functions of `ops.invariant`. Attention, heads and the output layer have
 backends of this name. Any other layer is refused with an error, so that no part computes in another way in silence.
 
-Letters: R rows, F columns of an MLP.
+Letters: R rows, F columns of an MLP, or pairs that rotate.
 """
 
 from typing import Any
@@ -14,11 +14,14 @@ from megatron.core.transformer.mlp import MLP
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.invariant import gradients
-from megatron_rl.ops.invariant.rows import multiply
+from megatron_rl.ops.invariant.bit_equality import check_operations
+from megatron_rl.ops.invariant.rows import multiply, turn
 from megatron_rl.ops.linear import linear
+from megatron_rl.ops.log_probs.invariant import list_widths
 from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from megatron_rl.trainer.mcore.model.self_attention import InvariantSelfAttention
+from megatron_rl.types import Architecture
 
 # Megatron's modules that only call others, or add to a residual.
 _PLAIN = (
@@ -83,3 +86,18 @@ def make_invariant(chunk: torch.nn.Module) -> None:
                 f"--batch-invariant: {name} is a {type(module).__name__}, which has no batch-invariant form: choose a "
                 "dense Qwen3 without TransformerEngine (--transformer-impl local), or drop the flag"
             )
+
+
+def make_rotation(positions_R: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
+    """Make the table by which heads at these positions are rotated: [R, 2, F]."""
+    return torch.stack(turn(positions_R, frequencies_F), dim=1)
+
+
+def try_operations(one: Architecture, dtype: torch.dtype) -> None:
+    """Raise unless rows have the same bits in every batch on this CPU."""
+    hidden, heads = one.hidden_size, one.num_attention_heads * one.kv_channels
+    columns = heads + 2 * one.num_query_groups * one.kv_channels
+    outputs = (columns, 2 * one.ffn_hidden_size, *list_widths(one.vocab_size))
+    shapes = [(heads, hidden), (one.ffn_hidden_size, hidden), *((hidden, output) for output in outputs)]
+    queries = one.num_attention_heads // one.num_query_groups
+    check_operations(shapes, queries, one.kv_channels, dtype)

@@ -4,16 +4,17 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.errors import InputError, find_no_room, room_checked
 from megatron_rl.shared.weights import files, folders
-from megatron_rl.shared.weights.device_export import DeviceExport
 from megatron_rl.shared.weights.end_tokens import add_end_tokens
 from megatron_rl.shared.weights.families import derive_config
 from megatron_rl.shared.weights.files import Checkpoint
@@ -36,6 +37,10 @@ from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, named_shards
 from megatron_rl.trainer.mcore.model.lora import Adapters, list_scaled
 from megatron_rl.trainer.mcore.session import Session
 
+if TYPE_CHECKING:
+    from megatron_rl.shared.weights.device_export import DeviceExport
+
+_DEVICE_EXPORT = "megatron_rl.shared.weights.device_export"
 _log = logging.getLogger(__name__)
 # Files beside the weights, which engines and users need. They are copied unchanged.
 _COMPANIONS = (
@@ -242,14 +247,16 @@ class ModelWeights:
             self._writers = [rank for rank, is_writer in enumerate(are_writers) if is_writer]
         return self._writers
 
-    def _get_export(self, dtype: str | None) -> HostExport | DeviceExport:
+    def _get_export(self, dtype: str | None) -> "HostExport | DeviceExport":
         """Return what exports in this dtype: a device by kernels, unless numbers must be computed from several."""
         if dtype not in self._exports:
             session, plan = self._session, files.FilePlan(self.list_specs(dtype))
             if session.platform.device_type == "cpu" or self.adapters is not None:
                 self._exports[dtype] = HostExport(self.shards, plan, self._find_start())
             else:
-                self._exports[dtype] = DeviceExport(session.platform, self.shards, plan)
+                self._exports[dtype] = importlib.import_module(_DEVICE_EXPORT).DeviceExport(
+                    session.platform, self.shards, plan
+                )
         return self._exports[dtype]
 
     def forget_files(self) -> None:
@@ -314,7 +321,7 @@ class FilesBegun:
 
     session: Session
     folder: Path
-    export: HostExport | DeviceExport
+    export: "HostExport | DeviceExport"
     base: str
     digests: MappingABC[str, Sequence[int]]
     writers: Sequence[int]

@@ -17,11 +17,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.settings import Settings
 from megatron_rl.errors import PlatformError
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import FileSource, PublishAnswer
 from megatron_rl.shared.weights.folders import is_in_memory
+from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.offers import Offers, Through
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
+from megatron_rl.trainer.mcore.session import Session
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.publish.hosts import Deliveries
@@ -121,6 +125,20 @@ class FilesTransport:
             self._hosts.forget_files()
         if self._lays_out:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def build(
+    settings: Settings, run: str, folder: Path, weights: ModelWeights, session: Session, receiver: RolloutClient | None
+) -> FilesTransport:
+    """Build the transport of a run."""
+    publish, hosts = settings.publish, None
+    # Only the sidecar itself knows whether one that runs already has other hosts.
+    if settings.rollout.hosts is not None or settings.service.endpoint is not None:
+        from megatron_rl.trainer.mcore.publish.hosts import Deliveries, HostSettings
+
+        of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
+        hosts = Deliveries(weights, session, receiver, run, of_hosts, publish.deadline_minutes * 60)
+    return FilesTransport(folder, publish.through, hosts)
 
 
 def _own_folder(folder: Path) -> None:

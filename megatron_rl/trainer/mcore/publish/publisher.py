@@ -5,11 +5,15 @@ else is the same for each transport.
 """
 
 import datetime
+import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+from megatron_rl.config.settings import Settings
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import FileSource, ProbeAnswer, Proof, PublishAnswer, StreamSource, Weights
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.probe import Probe
@@ -47,6 +51,22 @@ class Transport(Protocol):
     def close(self) -> None:
         """Release what is kept between versions."""
         ...
+
+
+TRANSPORTS: Mapping[str, str] = {
+    "shm": "megatron_rl.trainer.mcore.publish.files",
+    "nccl": "megatron_rl.trainer.mcore.publish.stream",
+    "hccl": "megatron_rl.trainer.mcore.publish.stream",
+}
+"""The modules of the transports, by the values of --rollout-transport."""
+
+
+def build_transport(
+    settings: Settings, run: str, folder: Path, weights: ModelWeights, session: Session, receiver: RolloutClient | None
+) -> Transport:
+    """Build the transport of a run; `folder` is for its published weights, and rank 0 has the receiver."""
+    build: Callable[..., Transport] = importlib.import_module(TRANSPORTS[settings.rollout.transport]).build
+    return build(settings, run, folder, weights, session, receiver)
 
 
 class Publisher:

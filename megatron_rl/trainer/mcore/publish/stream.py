@@ -9,17 +9,26 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from megatron_rl.config.settings import Settings
+from megatron_rl.errors import UsageError
 from megatron_rl.platforms import Platform
-from megatron_rl.shared.protocol.client import RolloutError, WorkersChanged
+from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, WorkersChanged
 from megatron_rl.shared.protocol.wire import PublishAnswer, StreamSource
 from megatron_rl.shared.weights.shards import Bucket
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, in_background
-from megatron_rl.trainer.mcore.publish.senders import Sender, find_free_port, find_own_address, open_sender
+from megatron_rl.trainer.mcore.publish.senders import (
+    Sender,
+    find_free_port,
+    find_library,
+    find_own_address,
+    open_sender,
+)
 from megatron_rl.trainer.mcore.session import Session
 
 T = TypeVar("T")
@@ -181,3 +190,17 @@ class StreamTransport:
             return action()
 
         return in_background(run)
+
+
+def build(
+    settings: Settings, run: str, folder: Path, weights: ModelWeights, session: Session, receiver: RolloutClient | None
+) -> StreamTransport:
+    """Build the transport of a run, whose platform must have it, and whose rank 0 the engines' library."""
+    transport: Any = settings.rollout.transport
+    if transport not in session.platform.weight_transports:
+        raise UsageError(
+            f"--rollout-transport {transport} cannot send from {session.platform.name}: write one of "
+            f"{', '.join(session.platform.weight_transports)}"
+        )
+    session.run_or_raise_everywhere(lambda: find_library(transport) if session.rank == 0 else None)
+    return StreamTransport(transport)

@@ -1,6 +1,7 @@
 """The policy, which is trained, and the reference: their chunks, their optimizer and their weights."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
-from megatron_rl.trainer.mcore.model.adapter_files import load_adapters, save_adapters
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
@@ -25,6 +25,7 @@ from megatron_rl.trainer.mcore.step.optimizer import (
     force_param_sync,
 )
 
+_ADAPTER_FILES = "megatron_rl.trainer.mcore.model.adapter_files"
 BASE = "megatron_rl_base"
 """The key of the base's fingerprint in a checkpoint of adapters."""
 
@@ -87,7 +88,9 @@ class Base:
     def save_adapters(self, session: Session, folder: Path, dtype: str | None) -> None:
         """Write the adapters in PEFT's format; every rank calls it."""
         dtype = dtype or self.weights.dtype
-        save_adapters(self.adapters, session, folder, dtype, self.folder, self.fingerprint)
+        importlib.import_module(_ADAPTER_FILES).save_adapters(
+            self.adapters, session, folder, dtype, self.folder, self.fingerprint
+        )
 
 
 def build_base(
@@ -102,7 +105,7 @@ def build_base(
     base = Base(adapters, weights, folder, weights.fingerprint())
     adapters.initialize(settings.training.seed)
     if lora.load is not None:
-        load_adapters(adapters, session, lora.load, base.fingerprint)
+        importlib.import_module(_ADAPTER_FILES).load_adapters(adapters, session, lora.load, base.fingerprint)
     return base
 
 
