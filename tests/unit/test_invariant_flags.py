@@ -11,8 +11,10 @@ import torch
 
 from megatron_rl.command_line import mode_checks
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.wire import EngineKind
 from megatron_rl.shared.weights import families
+from megatron_rl.sidecar.settings import parse
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm.checks import find_invariance_problems
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
@@ -102,7 +104,6 @@ def test_megatrons_mode_is_refused_where_it_does_not_compute_the_model(
 def test_engines_refuse_what_was_not_compared() -> None:
     cases: list[tuple[dict[str, Any], str, list[str]]] = [
         ({}, "cpu", []),
-        ({"engine": "scripted"}, "cpu", ["not scripted"]),
         ({}, "npu", ["on a CPU or on CUDA"]),
         ({"tensor_parallel_size": 2}, "cpu", ["--rollout-tensor-parallel-size"]),
         ({"tensor_parallel_size": 2}, "cuda", []),
@@ -113,7 +114,10 @@ def test_engines_refuse_what_was_not_compared() -> None:
         found = list(find_invariance_problems(RolloutConfig(is_batch_invariant=True, **values), device))
         assert len(found) == len(expected), (values, found)
         assert all(text in problem for text, problem in zip(expected, found, strict=True)), found
-    assert not list(find_invariance_problems(RolloutConfig(engine="scripted"), "npu"))
+    assert not list(find_invariance_problems(RolloutConfig(), "npu"))
+    words = "--rollout-engine scripted --rollout-folder /nowhere/run --reward exact --batch-invariant"
+    with pytest.raises(UsageError, match="--batch-invariant is for --rollout-engine vllm, not scripted"):
+        parse(words.split())
 
 
 def test_an_engine_gets_our_worker_on_a_cpu_and_vllms_own_mode_on_cuda(tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def test_mistakes_in_drafts_are_found_before_an_engine_starts():
         ({}, []),
         ({"speculative": "ngram"}, []),
         ({"speculative_tokens": 3}, ["--rollout-speculative-tokens 3 needs --rollout-speculative"]),
-        ({"speculative": "ngram", "engine": "scripted"}, ["is for --rollout-engine vllm, not scripted"]),
         ({"speculative": "ngram", "replay_routing": True}, ["--rollout-replay-routing"]),
         ({"speculative": "ngram", "lora_rank": 8}, ["--rollout-lora-rank"]),
         ({"speculative": "ngram", "is_colocated": True}, ["--rollout-colocate"]),
