@@ -146,7 +146,7 @@ def record_model(session: Any, layout: str, folder: Path, planted: Planted, to: 
 def stand_ins_for_kernels() -> Iterator[None]:
     """Compute in torch what Triton's kernels would."""
     of_heads = mock.patch.object(self_attention.FusedSelfAttention, "backend", "torch")
-    with of_heads, mock.patch.object(fusions, "_find_kernels", lambda: plain):
+    with of_heads, mock.patch.object(fusions, "_find_kernels", return_value=plain):
         yield
 
 
