@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron_rl.command_line.parse import parse_run
@@ -34,7 +34,7 @@ def main() -> None:
     learn = Learner.learn
 
     def timed(
-        self: Learner, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None
+        self: Learner, slots: IterationSlots, equal: Collection[str], mismatch_bound: float | None = None
     ) -> Learned:
         start, waited = time.monotonic(), 0.0
         waiting = slots._waiting
@@ -48,11 +48,11 @@ def main() -> None:
             waited += time.monotonic() - begun
 
         slots._waiting = counted
-        learned = learn(self, slots, reference_is_policy, mismatch_bound)
+        learned = learn(self, slots, equal, mismatch_bound)
         seconds.append(time.monotonic() - start - waited)
         return learned
 
-    Learner.learn = timed  # type: ignore[method-assign]
+    Learner.learn = timed  # type: ignore[assignment, method-assign]
     train(settings, schedule=SCHEDULES["sync"] if schedules == "sync" else in_turns)
     folder = settings.rollout.folder
     assert folder is not None

@@ -112,7 +112,7 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
     assert settings.training.train_iters is not None
     sizes = compute_sizes(settings, 1)
     policy = build_policy(settings, session, settings.training.train_iters)
-    roles = build_roles(settings, session, policy, None, 1)
+    roles = build_roles(settings, session, policy, {}, 1)
     learner = Learner(policy, roles, Objective(settings.algorithm, sizes.longest_response), session)
     batcher = build_batcher(settings, session.device)
     max_turns = settings.environment.max_turns if settings.environment.source else 0
@@ -122,7 +122,7 @@ def our_step(settings: Settings, session: "Session", slot: wire.Slot) -> Callabl
         slots = IterationSlots(
             lambda index: slot, batcher, sizes.division, identity, DeviceCopier(session.platform), max_turns=max_turns
         )
-        learned = learner.learn(slots, reference_is_policy=False)
+        learned = learner.learn(slots)
         slots.close()
         return learned
 

@@ -164,8 +164,8 @@ class _Bench:
         self.objective = Objective(settings.algorithm, sizes.longest_response)
         self._identity = Identity("run", 0, "fingerprint")
         self._source = Source(problem, sizes.division, session.replica, self._identity, is_shuffled=False)
-        fused = TriModel(self.policy.wrapped, self.reference, self.old, 1.0)
-        self._separate = SeparateRoles(self.policy.wrapped, self.reference, 1.0)
+        fused = TriModel(self.policy.wrapped, {"reference": self.reference}, self.old, 1.0)
+        self._separate = SeparateRoles(self.policy.wrapped, {"reference": self.reference}, 1.0)
         self._fused_learner = Learner(self.policy, fused, self.objective, session)
         self._separate_learner = Learner(self.policy, self._separate, self.objective, session)
 
@@ -192,12 +192,12 @@ class _Bench:
                 chunk.zero_grad_buffer()
 
     def run_fused(self, slots: IterationSlots) -> None:
-        self._fused_learner.forward_backward(slots, UPDATE, reference_is_policy=False)
+        self._fused_learner.forward_backward(slots, UPDATE)
 
     def run_separate(self, slots: IterationSlots) -> None:
         slots.wait_for_all()
-        self._separate.keep_old(slots, reference_is_policy=False)
-        self._separate_learner.forward_backward(slots, UPDATE, reference_is_policy=False)
+        self._separate.keep_old(slots, ())
+        self._separate_learner.forward_backward(slots, UPDATE)
 
     def seconds(self, action: Callable[[], Any]) -> float:
         """Return seconds until the slowest rank is done."""
@@ -244,7 +244,11 @@ def _one_stage(problem: Problem, rounds: int) -> Times:
 
         # Each role is the policy's.
         on_policy = PolicyStep(
-            policy, RoleAssignment(reference=0), bench.objective, 1.0, loss_scale(len(micro_batches))
+            policy,
+            RoleAssignment({"old": "policy", "reference": "policy"}),
+            bench.objective,
+            1.0,
+            loss_scale(len(micro_batches)),
         )
 
         parts = {

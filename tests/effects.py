@@ -14,7 +14,8 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.command_line.parse import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe import progress, sinks
@@ -96,7 +97,7 @@ def _schedule(settings: Settings) -> dict[str, object]:
 
 
 def _roles(settings: Settings) -> dict[str, object]:
-    made = roles.build_roles(settings, MagicMock(), MagicMock(), None, 1)
+    made = roles.build_roles(settings, MagicMock(), MagicMock(), {}, 1)
     return {"temperature": made.temperature, "kind": type(made).__name__}
 
 
@@ -142,7 +143,7 @@ def _objective(settings: Settings) -> dict[str, object]:
     """Compute the loss of two targets whose ratios leave the clip range on either side, and whose engine differs."""
     old_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     policy_N = old_N + torch.tensor([0.4, -0.4, 0.26, -0.26])
-    roles = RoleLogProbs(policy_N, old_N, old_N - 0.5)
+    roles = RoleLogProbs(policy_N, old_N, {"reference": old_N - 0.5})
     advantages_N = torch.tensor([1.0, -1.0, 1.0, -1.0])
     loss, _ = Objective(settings.algorithm, 8).loss(
         roles, old_N - 1.5, advantages_N, torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])

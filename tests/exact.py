@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages, compute_deviation
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
+from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics
+from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 
 BASELINE = 0.4
@@ -164,7 +165,7 @@ def _list_draws(
         RoleLogProbs(
             live_N,
             live_N.detach(),
-            torch.cat([reference[number] for number in responses]) if config.kl_beta else None,
+            {"reference": torch.cat([reference[number] for number in responses])} if config.kl_beta else {},
         ),
         live_N.detach(),
         torch.from_numpy(np.concatenate(of_groups))[sequences_N],

@@ -42,8 +42,13 @@ class Targets:
     """The response of each target, and sums over responses."""
     engine_N: "torch.Tensor | None" = None
     """Log-probs under the policy that sampled, as the engine gave them."""
-    reference_N: "torch.Tensor | None" = None
-    """Log-probs under the reference, with `--grpo-kl-beta`."""
+    others: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
+    """Log-probs under the run's other roles, by their names."""
+
+    @property
+    def reference_N(self) -> "torch.Tensor | None":
+        """Return the log-probs under the reference, with `--grpo-kl-beta`; None without it."""
+        return self.others.get("reference")
 
     @property
     def ratio_N(self) -> "torch.Tensor":

@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.algorithm.declaration import Advantage, Loss, Surrogate, Targets
 from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics
+from megatron_rl.algorithm.roles import ROLES, RoleLogProbs
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 
@@ -70,37 +71,6 @@ def _is_outside(value_N: torch.Tensor, lowest: float | None, highest: float | No
     if highest is not None:
         is_outside_N = is_outside_N | (value_N > highest)
     return is_outside_N
-
-
-def _k2(away_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
-    return away_N.square() / 2
-
-
-def _k3(away_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
-    return (-away_N).exp() + away_N - 1
-
-
-def _k3_plus(away_N: torch.Tensor, ratio_N: torch.Tensor) -> torch.Tensor:
-    squared_N = _k2(away_N, ratio_N)
-    return _k3(away_N, ratio_N).detach() + squared_N - squared_N.detach()
-
-
-DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "k1": lambda away_N, ratio_N: away_N,
-    "k2": _k2,
-    "k3": _k3,
-    "k3+": _k3_plus,
-    "unbiased": lambda away_N, ratio_N: ratio_N * _k3(away_N, ratio_N),
-}
-"""Estimates of KL(policy || reference) by the names of `--grpo-kl-estimator`, from d, the policy's log-prob less the
-reference's, and the ratio of policy and old policy.
-
-- `k1` is d: unbiased, of either sign. As a term of the loss its gradient has a mean of zero.
-- `k2` is d^2 / 2: biased, never negative.
-- `k3` is exp(-d) + d - 1: unbiased, never negative, but the mean of its gradient is not the divergence's.
-- `k3+` has k3's value and k2's gradient. Where tokens are the policy's own, its mean is the divergence's gradient.
-- `unbiased` is k3 times the ratio, and right in later updates too.
-"""
 
 
 Weigh = Callable[[Sequences, torch.Tensor], torch.Tensor]
@@ -160,18 +130,6 @@ def _larger(a: float | None, b: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoleLogProbs:
-    """The log-probs of a micro-batch's targets under each role; the policy's have gradients."""
-
-    policy_N: torch.Tensor
-    old_N: torch.Tensor
-    """Log-probs under the policy that sampled; if it is the policy itself, the policy's own, without gradients."""
-    reference_N: torch.Tensor | None = None
-    entropies_N: torch.Tensor | None = None
-    """The entropies of the policy's distributions, with gradients."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Objective:
     """The loss that the flags ask for."""
 
@@ -194,22 +152,26 @@ class Objective:
         """Return the micro-batch's sum of losses, not yet divided by the update's denominator, and its statistics."""
         config, old_N = self.config, log_probs.old_N
         sequences = Sequences(sequences_N, lengths_S, self.max_tokens)
-        divergence_N = None if log_probs.reference_N is None else self._diverge(log_probs)
-        if divergence_N is not None and config.kl_in == "reward":
-            advantages_N = advantages_N - config.kl_beta * sequences.sum_from(divergence_N)
-        targets = Targets(log_probs.policy_N, old_N, advantages_N, sequences, engine_N, log_probs.reference_N)
+        terms = [ROLES[name].compute(log_probs, sequences, config) for name in log_probs.others]
+        for term in terms:
+            if term.advantages_N is not None:
+                advantages_N = advantages_N + term.advantages_N
+        targets = Targets(log_probs.policy_N, old_N, advantages_N, sequences, engine_N, log_probs.others)
         surrogate = self._loss.compute(targets, config)
         loss_N = surrogate.loss_N
         correction = correct(old_N, engine_N, sequences, config)
         if correction is not None:
             loss_N = loss_N * correction.weight_N
-        if divergence_N is not None and config.kl_in == "loss":
-            loss_N = loss_N + config.kl_beta * divergence_N
+        for term in terms:
+            if term.loss_N is not None:
+                loss_N = loss_N + term.loss_N
         if log_probs.entropies_N is not None:
             loss_N = loss_N - config.entropy_coef * log_probs.entropies_N
         total = WEIGHTS[config.aggregation](sequences, loss_N).sum()
         with torch.no_grad():
-            sums = _measure(surrogate, correction, old_N, divergence_N)
+            sums = _measure(surrogate, correction, old_N)
+            for term in terms:
+                sums |= term.sums
             if self._advantage.divided_over is not None:
                 sums |= _spread(self._advantage.divided_over, advantages_N, sequences)
             if log_probs.entropies_N is not None:
@@ -239,14 +201,6 @@ class Objective:
     def _metrics(self) -> Sequence[Metric]:
         return find_metrics(self.config.metrics or ())
 
-    def _diverge(self, log_probs: RoleLogProbs) -> torch.Tensor:
-        """Return the divergence of each target; in the reward, it is that of the policy that sampled the target."""
-        assert log_probs.reference_N is not None
-        policy_N = log_probs.policy_N if self.config.kl_in == "loss" else log_probs.old_N
-        ratio_N = (policy_N - log_probs.old_N).exp()
-        assert self.config.kl_estimator is not None
-        return DIVERGENCES[self.config.kl_estimator](policy_N - log_probs.reference_N, ratio_N)
-
 
 def _spread(counted: str, advantages_N: torch.Tensor, sequences: Sequences) -> dict[str, torch.Tensor]:
     """Return the statistics for `compute_deviation`: of advantages with the divergences taken off."""
@@ -259,9 +213,7 @@ def _spread(counted: str, advantages_N: torch.Tensor, sequences: Sequences) -> d
     }
 
 
-def _measure(
-    surrogate: Surrogate, correction: Correction | None, old_N: torch.Tensor, divergence_N: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _measure(surrogate: Surrogate, correction: Correction | None, old_N: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sum the values over the targets that the metrics are means of."""
     sums = {
         "targets": torch.tensor(float(len(old_N))),
@@ -280,6 +232,4 @@ def _measure(
         sums["correction"] = correction.weight_N.sum(dtype=torch.float64)
         sums["correction.bounded"] = correction.is_bounded_N.sum()
         sums["correction.rejected"] = correction.is_rejected_N.sum()
-    if divergence_N is not None:
-        sums["kl"] = divergence_N.sum(dtype=torch.float64)
     return sums

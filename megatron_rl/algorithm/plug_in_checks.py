@@ -32,6 +32,7 @@ from megatron_rl.algorithm.plug_ins import (
     find_metrics,
     list_plug_ins,
 )
+from megatron_rl.algorithm.roles import ROLES
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.code_files import find_line
@@ -97,9 +98,8 @@ def draw_targets(
     lengths_S = torch.tensor([_LENGTHS[number] for number in responses])
     sequences = Sequences(torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S), lengths_S, _MAX_TOKENS)
     policy_N, old_N, advantages_N, engine_N, reference_N = parts
-    return Targets(
-        policy_N.requires_grad_(), old_N, advantages_N, sequences, engine_N, reference_N if config.kl_beta else None
-    )
+    others = {name: reference_N for name, role in ROLES.items() if role.is_used(config)}
+    return Targets(policy_N.requires_grad_(), old_N, advantages_N, sequences, engine_N, others)
 
 
 def _try_loss(plug_in: PlugIn, config: AlgorithmConfig, written: Collection[str]) -> Iterator[str]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,8 @@ import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.library.grpo import subtract_mean
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics, combine_statistics
+from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics
+from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.command_line.run import Sizes, compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.trace import Recorder
@@ -81,13 +82,11 @@ class Run:
         copier = DeviceCopier(self.session.platform)
         return IterationSlots(source.slot, batcher, self.sizes.division, identity, copier, max_turns=max_turns)
 
-    def learn(
-        self, learner: learner.Learner, problem: Problem, version: int, reference_is_policy: bool = False
-    ) -> Learned:
+    def learn(self, learner: learner.Learner, problem: Problem, version: int, equal: Collection[str] = ()) -> Learned:
         """Run an iteration of this version."""
         self.policy.synchronize()
         slots = self.open_slots(problem, Identity("run", version, self.policy.weights.fingerprint()))
-        learned = learner.learn(slots, reference_is_policy)
+        learned = learner.learn(slots, equal)
         slots.close()
         return learned
 
@@ -99,8 +98,8 @@ def build_run(
     sizes = compute_sizes(settings, session.num_replicas)
     num_updates = sizes.plan.num_updates
     policy = build_policy(settings, session, num_iterations * num_updates)
-    model = None if reference is None else build_reference(settings, session, reference)
-    return Run(session, settings, sizes, policy, build_roles(settings, session, policy, model, num_updates, trace))
+    others = {} if reference is None else {"reference": build_reference(settings, session, reference)}
+    return Run(session, settings, sizes, policy, build_roles(settings, session, policy, others, num_updates, trace))
 
 
 @dataclasses.dataclass
@@ -178,7 +177,7 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     slots = run.open_slots(divided, identity, parts.batcher, trial.is_shuffled, max_turns=8)
     stack.callback(slots.close)
     one = learner.Learner(run.policy, parts.roles, witness, session, trace=trace)
-    learned = one.learn(slots, reference_is_policy=False)
+    learned = one.learn(slots)
     trace.settle()
     _check_passes(recorder.take(), len(slots), len(run.policy.chunks))
     measures = Measures()
@@ -336,9 +335,11 @@ def _without_correction(parts: Parts) -> None:
 
 
 FAULTS: dict[str, Callable[[Parts], None]] = {
-    "old and reference swapped": _in_log_probs(lambda r: RoleLogProbs(r.policy_N, r.reference_N, r.old_N)),
+    "old and reference swapped": _in_log_probs(
+        lambda r: RoleLogProbs(r.policy_N, r.others["reference"], {"reference": r.old_N})
+    ),
     "old is the policy of each update": _in_log_probs(
-        lambda r: RoleLogProbs(r.policy_N, r.policy_N.detach(), r.reference_N)
+        lambda r: RoleLogProbs(r.policy_N, r.policy_N.detach(), r.others)
     ),
     "the denominator of another replica left out": _without_other_denominators,
     "a first token predicted by the row before it": _in_pack("target_rows_N", _rows_before),

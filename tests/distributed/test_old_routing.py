@@ -106,7 +106,7 @@ def run_iterations(problem: Problem, trial: Trial, session: Session, has_referen
     with watched(one.policy.chunks, witness) as experts:
         for version in range(NUM_ITERATIONS):
             divided = problem.divided(trial.num_updates)
-            learned = one.learn(learner, divided, version, reference_is_policy=has_reference and version == 0)
+            learned = one.learn(learner, divided, version, ["reference"] if has_reference and version == 0 else [])
             counts.update({name: value for name, value in learned.measures.sums.items() if name.startswith("routing")})
             assert take_counts(one.policy.chunks) == {}
     everyone: dict[int, dict[Key, frozenset[int]]] = {}

@@ -207,7 +207,7 @@ def build_roles_of_a_run(folder: Path) -> dict[str, int]:
     with start_run_session(settings) as session:
         policy = build_policy(settings, session, 4)
         reference = build_reference(settings, session, folder)
-        roles = build_roles(settings, session, policy, reference, 2)
+        roles = build_roles(settings, session, policy, {"reference": reference}, 2)
         models = {"policy": policy.chunks, "old": roles._old, "reference": reference.models}
         return {
             role: sum(isinstance(getattr(m, "router_replay", None), RouterReplay) for c in chunks for m in c.modules())

@@ -232,7 +232,7 @@ def learn_once(session: Session, settings: Any, problem: Problem, is_relayed: bo
     learner = Learner(one.policy, one.roles, one.objective, session)
     identity = Identity("run", 3, one.policy.weights.fingerprint())
     with open_slots(one, problem.divided(2), identity, is_relayed) as slots:
-        learned = learner.learn(slots, reference_is_policy=False)
+        learned = learner.learn(slots)
     return learned.measures, learned.updates
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_rl.algorithm.objective import RoleLogProbs
+from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import Session, start_session
@@ -113,7 +113,7 @@ def run_roles(session: Session, case: RoleTrial) -> Ran:
     places = addresses(one.roles)
     with counted_bytes(witness) as sent, counted_passes(witness) as passes:
         for version in range(2):
-            one.learn(learner, problem, version, reference_is_policy=case.is_reference and version == 0)
+            one.learn(learner, problem, version, equal=["reference"] if case.is_reference and version == 0 else [])
     assert addresses(one.roles) == places, "frozen weights are copied into the memory that they have"
     updates = range(2 * one.sizes.plan.num_updates)
     log_probs = [session.gather(detached(witness.log_probs.get(update, []))) for update in updates]
@@ -127,7 +127,7 @@ def run_roles(session: Session, case: RoleTrial) -> Ran:
 
 def addresses(roles: Any) -> list[int]:
     """Return the addresses of frozen models' parameters, and check that these have values only."""
-    chunks = [*(roles._old or []), *(roles._reference or [])] if isinstance(roles, TriModel) else []
+    chunks = [*(roles._old or []), *roles._others.get("reference", [])] if isinstance(roles, TriModel) else []
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for parameter in parameters:
         assert not parameter.requires_grad
@@ -140,7 +140,7 @@ def addresses(roles: Any) -> list[int]:
 def detached(log_probs: list[RoleLogProbs]) -> list[RoleLogProbs]:
     """Return the log-probs in a form that can be sent to another process."""
     assert all(not one.old_N.requires_grad for one in log_probs)
-    return [RoleLogProbs(one.policy_N.detach(), one.old_N, one.reference_N) for one in log_probs]
+    return [RoleLogProbs(one.policy_N.detach(), one.old_N, one.others) for one in log_probs]
 
 
 @contextlib.contextmanager
@@ -184,7 +184,10 @@ def swapped_at_last() -> contextlib.AbstractContextManager:
 
     def swap(self: TriModel, *arguments: Any) -> RoleAssignment:
         true = assign(self, *arguments)
-        return true if true.reference is None else dataclasses.replace(true, old=true.reference, reference=true.old)
+        if "reference" not in true.results:
+            return true
+        swapped = {"old": true.results["reference"], "reference": true.results["old"]}
+        return dataclasses.replace(true, results=swapped)
 
     return mock.patch.object(TriModel, "assign", swap)
 
@@ -243,9 +246,10 @@ def differences(one: Ran, other: Ran) -> dict[str, float]:
         for name, gradient in expected.items():
             found["gradients"].append((seen[name] - gradient).abs().max() / gradient.abs().max())
     for mine, yours in zip(pairs(one), pairs(other), strict=True):
-        for role in ("policy_N", "old_N", "reference_N"):
-            if getattr(yours, role) is not None:
-                found[role].append((getattr(mine, role) - getattr(yours, role)).abs().max())
+        found["policy"].append((mine.policy_N - yours.policy_N).abs().max())
+        found["old"].append((mine.old_N - yours.old_N).abs().max())
+        for role, expected_N in yours.others.items():
+            found[role].append((mine.others[role] - expected_N).abs().max())
     # The maximum of tensors is not a number if one of them is not.
     return {what: torch.stack(values).max().item() for what, values in found.items()}
 
@@ -260,7 +264,7 @@ def check(name: str, computed: dict[tuple[str, str], Ran]) -> None:
     fused, separate = computed[name, "fused"], computed[name, "separate"]
     found = differences(fused, separate)
     unlike = {
-        "reference": min((one.policy_N - one.reference_N).abs().max().item() for one in pairs(fused)),
+        "reference": min((one.policy_N - one.others["reference"]).abs().max().item() for one in pairs(fused)),
         "old": min((one.policy_N - one.old_N).abs().max().item() for one in pairs(fused, (1, 3))),
     }
     print(f"{name}: differences {found}, unlike the policy {unlike}, sent {fused.forward} and back {fused.backward}")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.trainer.mcore.step import policy as reference
-from megatron_rl.trainer.mcore.step.policy import Reference
+from megatron_rl.trainer.mcore.step.policy import FrozenModel
 
 
 def weights_of(identity: str, dtype: str = "float32", exact: str = "") -> Any:
@@ -18,11 +18,11 @@ def weights_of(identity: str, dtype: str = "float32", exact: str = "") -> Any:
     )
 
 
-def moves(monkeypatch: pytest.MonkeyPatch, interval: int | None) -> tuple[list[int], Reference]:
+def moves(monkeypatch: pytest.MonkeyPatch, interval: int | None) -> tuple[list[int], FrozenModel]:
     """Return the versions at which the reference takes the policy's weights."""
     copied: list[Any] = []
     monkeypatch.setattr(reference, "copy_weights", lambda source, target: copied.append((source, target)))
-    made = Reference([], weights_of("loaded"), None, interval)
+    made = FrozenModel([], weights_of("loaded"), None, interval)
     found = []
     for version in range(7):
         policy: Any = [version]
@@ -49,7 +49,7 @@ def test_without_an_interval_the_reference_stays_as_loaded(monkeypatch) -> None:
 def test_a_policy_that_equals_the_reference_only_after_rounding_is_another_model(monkeypatch) -> None:
     monkeypatch.setattr(reference, "copy_weights", lambda source, target: None)
     for published in (None, "bfloat16"):
-        made = Reference([], weights_of("loaded", exact="of the folder"), published, 3)
+        made = FrozenModel([], weights_of("loaded", exact="of the folder"), published, 3)
         assert made.is_policy(weights_of("loaded", exact="of the folder"), 0, "loaded")
         assert not made.is_policy(weights_of("loaded", exact="a little further"), 1, "loaded")
         assert not made.is_policy(weights_of("other"), 1, "other")
@@ -59,13 +59,13 @@ def test_a_policy_that_equals_the_reference_only_after_rounding_is_another_model
 
 
 def test_weights_published_without_rounding_are_compared_by_fingerprint() -> None:
-    made = Reference([], weights_of("loaded", "bfloat16"), None)
+    made = FrozenModel([], weights_of("loaded", "bfloat16"), None)
     assert made.is_policy(weights_of("loaded", "bfloat16", exact="not asked for"), 4, "loaded")
 
 
 def test_a_resumed_reference_has_the_identity_of_the_loaded_weights() -> None:
     weights = weights_of("first")
-    made = Reference([], weights, None)
+    made = FrozenModel([], weights, None)
     weights.fingerprint = lambda dtype: "then"
     made.resume(4)
     assert (made.start, made.version, made.fingerprint) == ("first", 4, "then")

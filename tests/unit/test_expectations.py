@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import UsageError
 from tests.command_lines import DENSE, keep_one_parser, parse
@@ -121,7 +122,11 @@ def test_over_fifty_tokens_k2_and_k3_have_next_to_nothing_of_the_divergences_gra
         leaf = policy.detach().clone().requires_grad_()
         numbers, ones = torch.arange(50), torch.ones(50, dtype=torch.int64)
         total, _ = Objective(config, 1).loss(
-            RoleLogProbs(leaf, leaf.detach(), reference), leaf.detach(), torch.zeros_like(leaf), numbers, ones
+            RoleLogProbs(leaf, leaf.detach(), {"reference": reference}),
+            leaf.detach(),
+            torch.zeros_like(leaf),
+            numbers,
+            ones,
         )
         (slopes,) = torch.autograd.grad(total, leaf)
         weighed = (slopes * policy.detach().exp() * policy).sum()

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from megatron_rl.algorithm import advantages, objective
 from megatron_rl.algorithm.declaration import Surrogate
 from megatron_rl.algorithm.library import LOSSES
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs, Statistics
+from megatron_rl.algorithm.objective import Objective, Statistics
+from megatron_rl.algorithm.roles import RoleLogProbs, reference
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from tests.truth import error_over_bound
@@ -86,7 +87,7 @@ def compute(config: AlgorithmConfig, batch: Batch) -> tuple[torch.Tensor, torch.
     roles = RoleLogProbs(
         policy,
         batch["old"],
-        batch["reference"] if config.kl_beta else None,
+        {"reference": batch["reference"]} if config.kl_beta else {},
         batch["entropies"] if config.entropy_coef else None,
     )
     total, statistics = objective.loss(
@@ -273,10 +274,10 @@ FAULTS: dict[str, tuple[str, Any]] = {
         "clip, divergence in the reward",
         lambda: mock.patch.object(Sequences, "sum_from", lambda self, value: self.sum(value) - _later(self, value)),
     ),
-    "k3 for k3+": ("cispo", lambda: mock.patch.dict(objective.DIVERGENCES, {"k3+": objective._k3})),
+    "k3 for k3+": ("cispo", lambda: mock.patch.dict(reference.DIVERGENCES, {"k3+": reference._k3})),
     "k3 without the ratio": (
         "dual clip",
-        lambda: mock.patch.dict(objective.DIVERGENCES, {"unbiased": objective._k3}),
+        lambda: mock.patch.dict(reference.DIVERGENCES, {"unbiased": reference._k3}),
     ),
     "a product in place of a mean": (
         "geometric means",
@@ -443,7 +444,7 @@ def test_a_loss_divided_at_the_end_is_that_of_divided_advantages() -> None:
 
 
 def _all_parts() -> Iterator[AlgorithmConfig]:
-    for loss, estimator, level in itertools.product(LOSSES, objective.DIVERGENCES, objective.LEVELS):
+    for loss, estimator, level in itertools.product(LOSSES, reference.DIVERGENCES, objective.LEVELS):
         yield AlgorithmConfig(
             loss=loss, kl_beta=0.1, kl_estimator=estimator, importance_correction=True, correction_level=level,
             importance_truncation=1.1, **NARROW,

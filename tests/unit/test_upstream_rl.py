@@ -19,7 +19,8 @@ import torch
 from megatron_rl.algorithm import advantages
 from megatron_rl.algorithm.library import grpo
 from megatron_rl.algorithm.library.grpo import normalize
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.shared.protocol import wire
@@ -137,8 +138,11 @@ def our_update(
         batch: Batch = batcher.batch(slot)
         tokens_N = batch.pack.tokens_T.index_select(0, batch.pack.target_rows_N)
         with torch.no_grad():
-            frozen = [log_probs(models[role], tokens_N, batch.pack.target_tokens_N) for role in ("old", "reference")]
-        assignment = RoleAssignment(old=1, reference=2, known=[{batch.index: values} for values in frozen])
+            known = {
+                role: {batch.index: log_probs(models[role], tokens_N, batch.pack.target_tokens_N)}
+                for role in ("old", "reference")
+            }
+        assignment = RoleAssignment({role: role for role in known}, known=known)
         output_tensor = log_probs(policy, tokens_N, batch.pack.target_tokens_N)
         loss, _ = PolicyStep([], assignment, objective, 1.0, 1.0).loss_func(batch, [], output_tensor)
         loss.backward()
@@ -165,7 +169,7 @@ def test_every_token_has_the_loss_and_gradient_of_megatron_lm(upstream, correcti
         importance_truncation=rules.truncation,
     )  # fmt: skip
     sequences_N = torch.arange(4).repeat_interleave(50)
-    roles = RoleLogProbs(ours.flatten(), old.flatten(), reference.flatten())
+    roles = RoleLogProbs(ours.flatten(), old.flatten(), {"reference": reference.flatten()})
     total, statistics = Objective(config, 50).loss(
         roles, engine_log_probs.flatten(), advantages_S[sequences_N], sequences_N, torch.full((4,), 50)
     )

@@ -27,7 +27,7 @@ from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts
 from megatron_rl.trainer.loop.saver import RunState, StartPoint
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, build_transport
-from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
 from megatron_rl.trainer.mcore.step.roles import build_roles
 
 # Seconds that a sidecar takes before and after its engines start: it tries rewards and reads the tokenizer.
@@ -41,8 +41,8 @@ class GrpoStage:
     run: str
     """The run's name."""
     policy: Policy
-    reference: Reference | None
-    """The reference; None if the loss has no divergence from it."""
+    others: Mapping[str, FrozenModel]
+    """The models of the loss's other roles, by their names."""
     publisher: Publisher
     rollouts: Rollouts
     learner: Learner
@@ -63,11 +63,11 @@ class GrpoStage:
             return Identity(self.run, version, self.publisher.publish(version))
 
     def learn(self, identity: Identity) -> Learned:
-        reference_is_policy = self._compare_reference(identity)
+        equal = self._find_equal(identity)
         with self.log.phase("train"):
             with self.rollouts.iteration(identity) as slots:
                 bound = self.bounds.error(self.publisher.answer.kind)
-                learned = self.learner.learn(slots, reference_is_policy, bound)
+                learned = self.learner.learn(slots, equal, bound)
             with self.log.timeline.part("complete"):
                 self.rollouts.complete(identity.version, learned.mismatch, self.log.timeline.read("train"))
         return learned
@@ -77,8 +77,7 @@ class GrpoStage:
         metrics |= _describe_publish(self.publisher.answer)
         if learned.mismatch.without_replay is not msgspec.UNSET:
             metrics["mismatch"]["without_replay"] = learned.mismatch.without_replay
-        if self.reference is not None:
-            metrics["reference"] = self.reference.fingerprint
+        metrics |= {name: other.fingerprint for name, other in self.others.items()}
         metrics |= self.rollouts.describe_prompts() | self.rollouts.describe_engines()
         return metrics | {"audit_head": self.state.audit_head}
 
@@ -88,14 +87,16 @@ class GrpoStage:
     def close(self) -> None:
         self.publisher.close()
 
-    def _compare_reference(self, identity: Identity) -> bool:
-        """Move the reference if that is due; return whether it is the policy that was published."""
-        if self.reference is None:
-            return False
-        version, fingerprint = identity.version, identity.fingerprint
-        with self.log.timeline.part("reference"):
-            self.reference.move_if_due(self.policy.wrapped, version, fingerprint)
-            return self.reference.is_policy(self.policy.weights, version, fingerprint)
+    def _find_equal(self, identity: Identity) -> set[str]:
+        """Move the models that are due; return the roles whose weights are those of the policy that was published."""
+        policy, version, fingerprint = self.policy, identity.version, identity.fingerprint
+        equal = set()
+        for name, other in self.others.items():
+            with self.log.timeline.part(name):
+                other.move_if_due(policy.wrapped, version, fingerprint)
+                if other.is_policy(policy.weights, version, fingerprint):
+                    equal.add(name)
+        return equal
 
 
 def _describe_publish(answer: PublishAnswer) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def build_grpo(
     prompts: PromptSource | None,
     sidecar: OwnSidecar | None,
     policy: Policy,
-    reference: Reference | None,
+    others: Mapping[str, FrozenModel],
     start: StartPoint,
     schedule: Schedule,
 ) -> GrpoStage:
@@ -132,10 +133,10 @@ def build_grpo(
     return GrpoStage(
         run=settings.name,
         policy=policy,
-        reference=reference,
+        others=others,
         publisher=publisher,
         rollouts=build_rollouts(rank, client, prompts, advantages, schedule, log.timeline, start.state),
-        learner=_build_learner(rank, policy, reference, log),
+        learner=_build_learner(rank, policy, others, log),
         bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         largest_micro_batch=settings.sizes.largest_micro_batch,
         log=log,
@@ -187,9 +188,9 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     )
 
 
-def _build_learner(rank: Rank, policy: Policy, reference: Reference | None, log: RunLog) -> Learner:
+def _build_learner(rank: Rank, policy: Policy, others: Mapping[str, FrozenModel], log: RunLog) -> Learner:
     settings, steps = rank.settings, log.trace.steps
-    roles = build_roles(settings, rank.session, policy, reference, settings.sizes.plan.num_updates, steps)
+    roles = build_roles(settings, rank.session, policy, others, settings.sizes.plan.num_updates, steps)
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
     observe = settings.observe
     num_kept = math.ceil(observe.log_samples / settings.training.micro_batch_size) if observe.log_sample_tokens else 0

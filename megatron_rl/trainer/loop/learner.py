@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -66,14 +66,17 @@ class Learner:
         self._unreplayed: Unreplayed | None = None
         self._is_divided = GroupAdvantages(objective.config).is_divided
 
-    def learn(self, slots: IterationSlots, reference_is_policy: bool, mismatch_bound: float | None = None) -> Learned:
-        """Make the updates, each over its own slots; raise before one whose mismatch is beyond the bound."""
+    def learn(self, slots: IterationSlots, equal: Collection[str] = (), mismatch_bound: float | None = None) -> Learned:
+        """Make the updates, each over its own slots; raise before one whose mismatch is beyond the bound.
+
+        `equal` names the roles whose weights are the policy's at the start.
+        """
         self._kept = {}
         statistics: list[Statistics] = []
         parts: list[ReplicaMismatch] = []
         updates = []
         for update in range(slots.division.plan.num_updates):
-            of_update = self.forward_backward(slots, update, reference_is_policy)
+            of_update = self.forward_backward(slots, update, equal)
             with self._timeline.part("agree"):
                 found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: self._check(of_update))  # type: ignore[misc]
             of_replicas = [part for part in found if part is not None]
@@ -95,7 +98,7 @@ class Learner:
                 measures.merge(Measures(sums=sums, largest=maxima))
             return Learned(updates, measures, combine_parts(parts, mismatch_bound), slots.list_facts(), log_probs)
 
-    def forward_backward(self, slots: IterationSlots, update: int, reference_is_policy: bool) -> list[Statistics]:
+    def forward_backward(self, slots: IterationSlots, update: int, equal: Collection[str] = ()) -> list[Statistics]:
         """Add the gradient of the update's losses, summed over all replicas, to every `main_grad`."""
         micro_batches = slots.select_update(update)
         micro_batches.wait_for_first()
@@ -103,14 +106,14 @@ class Learner:
             policy, scale = self._policy.wrapped, loss_scale(len(micro_batches))
             # First: a pass between a backward pass and the step would have the next pass use old parameters.
             self._unreplayed = None if update else measure_unreplayed(policy, slots, self._roles.temperature)
-            assignment = self._roles.assign(micro_batches, update, reference_is_policy)
+            assignment = self._roles.assign(micro_batches, update, equal)
             step = PolicyStep(
                 policy, assignment, self._objective, self._roles.temperature, scale, self._trace, self._num_kept
             )
             reports = run_schedule(step, policy, micro_batches)
             self._kept |= step.kept
             if update == 0 and slots.division.plan.num_updates > 1:
-                self._roles.keep_old(slots, reference_is_policy)
+                self._roles.keep_old(slots, equal)
             return copy_to_host([report["statistics"] for report in reports])
 
     def _check(self, statistics: list[Statistics]) -> ReplicaMismatch | None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithm import plug_ins
+from megatron_rl.algorithm.roles.reference import REFERENCE
 from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
@@ -38,7 +39,7 @@ from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
 from megatron_rl.trainer.mcore.model.gpt import INVARIANT
 from megatron_rl.trainer.mcore.session import Session, start_session
-from megatron_rl.trainer.mcore.step.policy import BaseAsReference, Policy, Reference, build_policy, build_reference
+from megatron_rl.trainer.mcore.step.policy import BaseAsReference, FrozenModel, Policy, build_policy, build_reference
 
 # Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
@@ -244,8 +245,8 @@ def build_trainer(
     plug_ins.check_agreement(session.gather(describe_own_files(settings)))
     policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
     _check_guest(rank, policy)
-    reference = _build_reference(rank, policy)
-    saver = Saver(settings, session, policy, settings.name, inputs.data, reference, rank.recipe.saved)
+    others = _build_others(rank, policy)
+    saver = Saver(settings, session, policy, settings.name, inputs.data, others.get(REFERENCE.name), rank.recipe.saved)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
     rank.startup.end_part("model and weights")
@@ -253,7 +254,7 @@ def build_trainer(
     if settings.run.stage == "sft":
         stage = importlib.import_module(_SUPERVISED).build_supervised(rank, inputs.demonstrations, policy, start)
     else:
-        stage = build_grpo(rank, inputs.prompts, sidecar, policy, reference, start, schedule)
+        stage = build_grpo(rank, inputs.prompts, sidecar, policy, others, start, schedule)
     assert settings.training.train_iters is not None
     course = Course(start.version, settings.training.train_iters, stop, settings.loop, lambda: rank.startup.seconds)
     return Trainer(session, stage, saver, course)
@@ -272,13 +273,13 @@ def _check_guest(rank: Rank, policy: Policy) -> None:
     rank.startup.end_part("comparison with transformers")
 
 
-def _build_reference(rank: Rank, policy: Policy) -> Reference | None:
-    """Build the reference; None if no divergence from it is part of the loss."""
+def _build_others(rank: Rank, policy: Policy) -> dict[str, FrozenModel]:
+    """Build the models of the roles that the loss needs, by the names of the roles."""
     settings = rank.settings
-    if settings.run.stage == "sft" or settings.algorithm.kl_beta == 0:
-        return None
+    if settings.run.stage == "sft" or not REFERENCE.is_used(settings.algorithm):
+        return {}
     if policy.base is not None:
-        return BaseAsReference(policy, rank.session, settings.publish.dtype)
+        return {REFERENCE.name: BaseAsReference(policy, rank.session, settings.publish.dtype)}
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
-    return build_reference(settings, rank.session, folder, rank.recipe.build_model)
+    return {REFERENCE.name: build_reference(settings, rank.session, folder, rank.recipe.build_model)}

@@ -12,7 +12,7 @@ from megatron_rl.shared.device_memory import PACK_FLAG, RECOMPUTE_NORMS
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.data.demonstrations import DemonstrationSource
@@ -70,7 +70,7 @@ class Saver:
         policy: Policy,
         run: str,
         prompts: "PromptSource | DemonstrationSource | None",
-        reference: Reference | None,
+        reference: FrozenModel | None,
         saved: Mapping[str, Any] | None = None,
     ):
         """`prompts` are the data of the run; only rank 0 has them. `saved` is added to every checkpoint."""

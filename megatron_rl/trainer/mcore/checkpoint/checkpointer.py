@@ -19,7 +19,7 @@ from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
 from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.optimizer import resolve_schedule
-from megatron_rl.trainer.mcore.step.policy import BASE, Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import BASE, FrozenModel, Policy
 
 EXTRA = "megatron_rl"
 """The key of the trainer's own state in a checkpoint."""
@@ -47,7 +47,7 @@ class Checkpointer:
         settings: Settings,
         session: Session,
         policy: Policy,
-        reference: Reference | None = None,
+        reference: FrozenModel | None = None,
         saved: Mapping[str, Any] | None = None,
     ):
         """Save a `reference` only after it has moved."""
@@ -177,7 +177,7 @@ class Checkpointer:
             state |= state_dict.get_rng_state(self._session.platform)
         return state
 
-    def _weights(self, reference: Reference | None, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _weights(self, reference: FrozenModel | None, content: Mapping[str, Any]) -> dict[str, Any]:
         state = state_dict.build_model_state(self._policy.chunks, content)
         return state if reference is None else state | state_dict.build_reference_state(reference.models, content)
 
@@ -187,7 +187,7 @@ class Checkpointer:
         return state | state_dict.build_optimizer_state(self._policy, state, CONTENT, is_loading=False)
 
     def _describe_wanted(
-        self, reference: Reference | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
+        self, reference: FrozenModel | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
     ) -> dict[str, Any]:
         wanted = self._weights(reference, content)
         if has_optimizer:

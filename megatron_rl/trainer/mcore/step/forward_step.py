@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_rl.algorithm.objective import Objective, RoleLogProbs
-from megatron_rl.observe.trace import POLICY
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.roles import OLD, POLICY, RoleLogProbs
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_sequences
@@ -98,16 +98,12 @@ class ForwardStep:
 
 @dataclasses.dataclass(frozen=True)
 class RoleAssignment:
-    """The numbers of the models that play each role in one update.
+    """The models of an update, by name, and the one whose results each role but the policy's takes."""
 
-    The policy has number 0. The frozen models follow from 1 on, and then the known log-probs.
-    """
-
-    old: int = 0
-    reference: int | None = None
-    frozen: Sequence[Model] = ()
-    """Models without gradients that run next to the policy."""
-    known: Sequence[Mapping[int, torch.Tensor]] = ()
+    results: Mapping[str, str] = dataclasses.field(default_factory=lambda: {OLD: POLICY})
+    frozen: Mapping[str, Model] = dataclasses.field(default_factory=dict)
+    """Models without gradients that run next to the policy, in this order."""
+    known: Mapping[str, Mapping[int, torch.Tensor]] = dataclasses.field(default_factory=dict)
     """The log-probs of models that ran earlier, by slot."""
     record: RoutingRecord | None = None
     """The experts of the old policy, which the policy's routers take: it is one of the frozen models, which is
@@ -168,18 +164,20 @@ class PolicyStep(ForwardStep):
         """
         assignment, sequences_N = self._assignment, batch.pack.target_sequences_N
         policy_N, entropies_N = output_tensor.unbind(1) if self._with_entropies else (output_tensor, None)
-        known = (of_model[batch.index] for of_model in assignment.known)
-        log_probs_N = [policy_N.detach(), *frozen_outputs, *known]
-        reference_N = None if assignment.reference is None else log_probs_N[assignment.reference]
+        of_models = dict(zip(assignment.frozen, frozen_outputs, strict=True))
+        of_models |= {name: of_slots[batch.index] for name, of_slots in assignment.known.items()}
+        of_models[POLICY] = policy_N.detach()
+        others = {role: of_models[model] for role, model in assignment.results.items()}
+        old_N = others.pop(OLD)
         loss, statistics = self._objective.loss(
-            RoleLogProbs(policy_N, log_probs_N[assignment.old], reference_N, entropies_N),
+            RoleLogProbs(policy_N, old_N, others, entropies_N),
             batch.engine_log_probs_N,
             batch.spread_advantages(),
             sequences_N,
             batch.lengths_S,
         )
         if batch.index < self._num_kept:
-            self.kept[batch.index] = log_probs_N[assignment.old]
+            self.kept[batch.index] = old_N
         return loss * self._scale, {"statistics": statistics}
 
     def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor]:
@@ -189,12 +187,12 @@ class PolicyStep(ForwardStep):
         inputs: list[torch.Tensor | None] = [None] * len(self._assignment.frozen)
         if self.communicator is not None and hidden is not None:
             inputs = [*self.communicator.take(hidden)]
-        chunks = [frozen[chunk.vp_stage or 0] for frozen in self._assignment.frozen]
-        outputs = []
-        for number, given in enumerate(zip(chunks, inputs, strict=True), start=1):
-            self._begin("reference" if number == self._assignment.reference else "old", batch, model)
-            with _recorded(self._assignment.record if number == self._assignment.old else None, batch, given[0]):
-                outputs.append(self._run_frozen(batch.pack, *given))
+        assignment, outputs = self._assignment, []
+        for (name, frozen), of_stage_before in zip(assignment.frozen.items(), inputs, strict=True):
+            part = frozen[chunk.vp_stage or 0]
+            self._begin(name, batch, model)
+            with _recorded(assignment.record if name == assignment.results[OLD] else None, batch, part):
+                outputs.append(self._run_frozen(batch.pack, part, of_stage_before))
         return outputs
 
     @torch.no_grad()

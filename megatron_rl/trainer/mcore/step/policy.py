@@ -1,4 +1,4 @@
-"""The policy, which is trained, and the reference: their chunks, their optimizer and their weights."""
+"""The policy, which is trained, and frozen models in other roles: their chunks, their optimizer and their weights."""
 
 import dataclasses
 import importlib
@@ -109,8 +109,8 @@ def build_base(
     return base
 
 
-class Reference:
-    """This rank's part of the reference, without gradients, and the fingerprint of its weights as published."""
+class FrozenModel:
+    """This rank's part of a model without gradients, and the fingerprint of its weights as published."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], weights: ModelWeights, dtype: str | None, interval: int | None = None
@@ -149,7 +149,7 @@ class Reference:
         self.version, self.fingerprint = version, self._weights.fingerprint(self._dtype)
 
 
-class BaseAsReference(Reference):
+class BaseAsReference(FrozenModel):
     """The reference of a policy with adapters: the same parameters, with adapters off."""
 
     def __init__(self, policy: Policy, session: Session, dtype: str | None):
@@ -165,10 +165,10 @@ class BaseAsReference(Reference):
         return all(self._session.gather(self._adapters.are_zero()))
 
 
-def build_reference(settings: Settings, session: Session, folder: Path, build: BuildModel = build_model) -> Reference:
+def build_reference(settings: Settings, session: Session, folder: Path, build: BuildModel = build_model) -> FrozenModel:
     """Build the reference from a Hugging Face folder's weights, with the policy's architecture."""
     chunks = build(settings)
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None
-    return Reference(freeze(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)
+    return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)

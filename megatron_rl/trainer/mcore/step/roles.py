@@ -1,10 +1,15 @@
-"""Models in the roles of policy, old policy and reference: all in one pass, or each role in passes of its own."""
+"""Models in the roles of a loss: all in one pass, or each role in passes of its own.
 
-from collections.abc import Callable
+This knows the policy, which is trained, and the old policy, which is the policy at an iteration's start. Any other role
+is a frozen model with a name (`algorithm.roles`).
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from megatron_rl.algorithm.roles import OLD, POLICY
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
@@ -14,7 +19,7 @@ from megatron_rl.trainer.mcore.model.replay import RoutingRecord, replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
-from megatron_rl.trainer.mcore.step.policy import Policy, Reference
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.step.trace import StepTrace
@@ -26,11 +31,11 @@ class Roles(Protocol):
     temperature: float
     """The divisor of logits before log-probs are taken, in every role."""
 
-    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
-        """Assign models to roles for an update; `reference_is_policy` describes the iteration's start."""
+    def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
+        """Assign models to roles for an update; `equal` names the roles with the policy's weights at the start."""
         ...
 
-    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+    def keep_old(self, slots: IterationSlots, equal: Collection[str]) -> None:
         """Keep the old policy for later updates, before the first update changes the weights."""
         ...
 
@@ -39,13 +44,13 @@ class TriModel:
     """All roles in one pass of the pipeline, so that a micro-batch is trained as soon as it arrives.
 
     A role with the weights of another role is not computed. In an iteration's first update, the old policy has the
-    policy's weights. While `reference_is_policy`, the reference has the old policy's.
+    policy's weights, and so has each role that is `equal` to it. In later updates one of these is the old policy too.
     """
 
     def __init__(
         self,
         policy: Model,
-        reference: Model | None,
+        others: Mapping[str, Model],
         old: Model | None,
         temperature: float,
         replays_routing: bool = False,
@@ -57,32 +62,31 @@ class TriModel:
         """
         self._policy = policy
         self._replays_routing = replays_routing
-        self._reference = reference
+        self._others = others
         self._old = old
         self._keep = keep
         self.temperature = temperature
 
-    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
-        reference = self._reference
+    def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
+        others = self._others
         if update == 0:
-            if reference is None:
-                return RoleAssignment()
-            if reference_is_policy:
-                return RoleAssignment(reference=0)
-            return RoleAssignment(reference=1, frozen=[reference])
-        record = RoutingRecord() if self._replays_routing else None
-        if reference is None:
-            return RoleAssignment(old=1, frozen=[self._old_model()], record=record)
-        if reference_is_policy:
-            return RoleAssignment(old=1, reference=1, frozen=[reference], record=record)
-        return RoleAssignment(old=1, reference=2, frozen=[self._old_model(), reference], record=record)
+            results = {name: POLICY if name in equal else name for name in others}
+            frozen = {name: model for name, model in others.items() if name not in equal}
+            return RoleAssignment({OLD: POLICY, **results}, frozen)
+        start = next((name for name in others if name in equal), OLD)
+        results = {name: start if name in equal else name for name in others}
+        frozen = {OLD: self._get_old()} if start == OLD else {}
+        frozen |= {name: model for name, model in others.items() if results[name] == name}
+        return RoleAssignment(
+            {OLD: start, **results}, frozen, record=RoutingRecord() if self._replays_routing else None
+        )
 
-    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+    def keep_old(self, slots: IterationSlots, equal: Collection[str]) -> None:
         # The pass before has gathered the parameters that are gathered late.
-        if self._reference is None or not reference_is_policy:
-            self._keep(self._policy, self._old_model())
+        if self._others.keys().isdisjoint(equal):
+            self._keep(self._policy, self._get_old())
 
-    def _old_model(self) -> Model:
+    def _get_old(self) -> Model:
         assert self._old is not None, "several updates need room for the old policy"
         return self._old
 
@@ -90,47 +94,45 @@ class TriModel:
 class SeparateRoles:
     """Each role in passes of its own: the baseline to compare the fused pass with.
 
-    A role with the policy's weights is not computed. The old policy has them in an iteration's first update, and the
-    reference as long as `reference_is_policy`. A frozen role's pass takes all of an update's slots, so it waits for all
-    of them.
+    A role with the policy's weights is not computed. The old policy has them in an iteration's first update, and so has
+    each role that is `equal` to it. A frozen role's pass takes all of an update's slots, so it waits for all of them.
     """
 
     def __init__(
         self,
         policy: Model,
-        reference: Model | None,
+        others: Mapping[str, Model],
         temperature: float,
         trace: "StepTrace | None" = None,
         replays_routing: bool = False,
     ):
         self._policy = policy
-        self._reference = reference
+        self._others = others
         self._trace = trace
         self._replays_routing = replays_routing
         self._old: dict[int, torch.Tensor] = {}
         self._record: RoutingRecord | None = None
         self.temperature = temperature
 
-    def assign(self, micro_batches: UpdateSlots, update: int, reference_is_policy: bool) -> RoleAssignment:
+    def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
         if update == 1:
             # Parameters that are gathered late are gathered once after each backward pass. The old role's pass came
             # between the backward pass and the step. So the first pass after the step would use the old parameters.
             force_param_sync(self._policy)
-        known = [] if update == 0 else [self._old]
-        old, reference = len(known), None
-        if self._reference is not None:
-            reference = 0
-            if update > 0 or not reference_is_policy:
-                known.append(self._log_probs(self._reference, micro_batches, "reference"))
-                reference = len(known)
-        record = None if update == 0 else self._record
-        return RoleAssignment(old=old, reference=reference, known=known, record=record)
+        known = {} if update == 0 else {OLD: self._old}
+        results = {OLD: OLD if known else POLICY}
+        for name, model in self._others.items():
+            if update == 0 and name in equal:
+                results[name] = POLICY
+                continue
+            known[name], results[name] = self._log_probs(model, micro_batches, name), name
+        return RoleAssignment(results, known=known, record=None if update == 0 else self._record)
 
-    def keep_old(self, slots: IterationSlots, reference_is_policy: bool) -> None:
+    def keep_old(self, slots: IterationSlots, equal: Collection[str]) -> None:
         later = slots.select_after(0)
         later.wait_for_first()
         self._record = RoutingRecord() if self._replays_routing else None
-        self._old = self._log_probs(self._policy, later, "old", self._record)
+        self._old = self._log_probs(self._policy, later, OLD, self._record)
 
     def _log_probs(
         self, model: Model, micro_batches: UpdateSlots, role: str, record: RoutingRecord | None = None
@@ -144,21 +146,21 @@ def build_roles(
     settings: Settings,
     session: Session,
     policy: Policy,
-    reference: Reference | None,
+    others: Mapping[str, FrozenModel],
     num_updates: int,
     trace: "StepTrace | None" = None,
 ) -> Roles:
     """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
-    chunks = None if reference is None else reference.chunks
+    models = {name: other.chunks for name, other in others.items()}
     temperature = settings.sampling.temperature
     replays_old = settings.algorithm.replay_routing
     if settings.loop.tri_model == "separate":
-        return SeparateRoles(policy.wrapped, chunks, temperature, trace, replays_old)
+        return SeparateRoles(policy.wrapped, models, temperature, trace, replays_old)
     if policy.base is not None:
         adapters = policy.base.adapters
         inner = [chunk.module for chunk in policy.wrapped]
         return TriModel(
-            policy.wrapped, chunks, adapters.play(inner, Role.OLD), temperature, keep=lambda *_: adapters.keep()
+            policy.wrapped, models, adapters.play(inner, Role.OLD), temperature, keep=lambda *_: adapters.keep()
         )
     host = session.platform if settings.loop.frozen_offload else None
     old = None
@@ -167,7 +169,7 @@ def build_roles(
         if settings.rollout.replay_routing or replays_old:
             replay_routing(old_chunks)
         old = freeze(old_chunks, host)
-        if replays_old and reference is not None:
+        for other in others.values() if replays_old else ():
             # It is the old policy too while it has its weights.
-            replay_routing(reference.models)
-    return TriModel(policy.wrapped, chunks, old, temperature, replays_old)
+            replay_routing(other.models)
+    return TriModel(policy.wrapped, models, old, temperature, replays_old)
