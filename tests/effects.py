@@ -14,8 +14,8 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.command_line.parse import RunSettings
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe import progress, sinks

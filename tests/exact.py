@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages, compute_deviation
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 
 BASELINE = 0.4

@@ -1,4 +1,5 @@
-"""The object that an algorithm is: its paper, and the losses, advantages and names that the paper brings.
+"""The objects that an algorithm is, and a role: a paper with the losses, advantages and names that it brings, and the part
+of a model beside the policy in a loss.
 
 Flags, checks and the tables of docs/algorithms.md are derived from these objects. Nothing here imports torch, because
 flags are known without it: a loss computes with the methods of the tensors that it is given.
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from megatron_rl.algorithm.sequences import Sequences
 
+POLICY, OLD = "policy", "old"
+"""The names of the policy, and of the policy that sampled."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
@@ -27,6 +31,43 @@ class Paper:
     @property
     def link(self) -> str:
         return f"[{self.title}]({self.url})"
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleLogProbs:
+    """The log-probs of a micro-batch's targets under each role; the policy's have gradients."""
+
+    policy_N: "torch.Tensor"
+    old_N: "torch.Tensor"
+    """Log-probs under the policy that sampled; if it is the policy itself, the policy's own, without gradients."""
+    others: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
+    """Log-probs under the other roles, by their names."""
+    entropies_N: "torch.Tensor | None" = None
+    """The entropies of the policy's distributions, with gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """The part of a role in a micro-batch's loss."""
+
+    advantages_N: "torch.Tensor | None" = None
+    """The part that is added to each target's advantage."""
+    loss_N: "torch.Tensor | None" = None
+    """The part that is added to each target's loss."""
+    sums: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
+    """Sums over the targets, of which metrics are means."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRole:
+    """A role of models that are not trained."""
+
+    name: str
+    """Its name in metrics, traces and checkpoints."""
+    is_used: Callable[[Any], bool]
+    """Checks whether a run with these settings (an AlgorithmConfig) has the role."""
+    compute: "Callable[[RoleLogProbs, Sequences, Any], Term]"
+    """Computes the role's part in the loss from log-probs and the settings."""
 
 
 @dataclasses.dataclass(frozen=True)

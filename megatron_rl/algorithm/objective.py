@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_rl.algorithm.declaration import Advantage, Loss, Surrogate, Targets
+from megatron_rl.algorithm.declaration import Advantage, Loss, RoleLogProbs, Surrogate, Targets
 from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics
-from megatron_rl.algorithm.roles import ROLES, RoleLogProbs
+from megatron_rl.algorithm.roles import ROLES
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 

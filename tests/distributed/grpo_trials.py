@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.library.grpo import subtract_mean
 from megatron_rl.algorithm.objective import Objective, Statistics, combine_statistics
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.command_line.run import Sizes, compute_sizes
 from megatron_rl.config.settings import Settings
 from megatron_rl.observe.trace import Recorder

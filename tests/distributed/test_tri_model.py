@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_rl.algorithm.roles import RoleLogProbs
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import Session, start_session

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.shared.protocol.wire import Slot
 from megatron_rl.trainer.data.batch import Batch, Batcher
 from megatron_rl.trainer.data.device_copier import DeviceCopier, PendingCopy

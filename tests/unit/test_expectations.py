@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import UsageError
 from tests.command_lines import DENSE, keep_one_parser, parse

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithm import advantages, objective
-from megatron_rl.algorithm.declaration import Surrogate
+from megatron_rl.algorithm.declaration import RoleLogProbs, Surrogate
 from megatron_rl.algorithm.library import LOSSES
 from megatron_rl.algorithm.objective import Objective, Statistics
-from megatron_rl.algorithm.roles import RoleLogProbs, reference
+from megatron_rl.algorithm.roles import reference
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from tests.truth import error_over_bound

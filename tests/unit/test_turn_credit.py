@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantages import GroupAdvantages, compute_turn_advantages
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import ENVIRONMENT, divide_reward

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from megatron_rl.algorithm import advantages
+from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.library import grpo
 from megatron_rl.algorithm.library.grpo import normalize
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.roles import RoleLogProbs
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
 from megatron_rl.shared.protocol import wire

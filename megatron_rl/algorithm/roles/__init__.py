@@ -1,14 +1,12 @@
 """The models whose results a loss is computed from, besides the policy: one file declares a role, here is the registry.
 
 The policy is trained. The old policy is the one that sampled, the policy at an iteration's start, and every loss reads
-its log-probs. Any other role is a `Role`, which says when a run has it, and what it adds to the loss.
+its log-probs. Any other role is a `LossRole`, which says when a run has it, and what it adds to the loss.
 """
 
 from collections.abc import Mapping
 
+from megatron_rl.algorithm.declaration import LossRole
 from megatron_rl.algorithm.roles import reference
-from megatron_rl.algorithm.roles.declaration import OLD, POLICY, Role, RoleLogProbs, Term
 
-__all__ = ["OLD", "POLICY", "ROLES", "Role", "RoleLogProbs", "Term"]
-
-ROLES: Mapping[str, Role] = {role.name: role for role in (reference.REFERENCE,)}
+ROLES: Mapping[str, LossRole] = {role.name: role for role in (reference.REFERENCE,)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithm.roles.declaration import Role, RoleLogProbs, Term
+from megatron_rl.algorithm.declaration import LossRole, RoleLogProbs, Term
 from megatron_rl.algorithm.sequences import Sequences
 
 
@@ -56,4 +56,4 @@ def diverge(log_probs: RoleLogProbs, sequences: Sequences, config: Any) -> Term:
     return Term(advantages_N=-config.kl_beta * sequences.sum_from(divergence_N), sums=sums)
 
 
-REFERENCE = Role("reference", is_used=lambda config: config.kl_beta > 0, compute=diverge)
+REFERENCE = LossRole("reference", is_used=lambda config: config.kl_beta > 0, compute=diverge)

@@ -1,4 +1,4 @@
-"""What a sidecar checks of its settings if its engines are vLLM's: what vLLM could not run, or not as a run needs."""
+"""The checks of a sidecar's settings for engines of vLLM's: what these could not run, or not as a run needs."""
 
 import os
 from collections.abc import Iterator

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_rl.algorithm.declaration import OLD, POLICY, RoleLogProbs
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.algorithm.roles import OLD, POLICY, RoleLogProbs
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_sequences

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatron_rl.algorithm.roles import OLD, POLICY
+from megatron_rl.algorithm.declaration import OLD, POLICY
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
