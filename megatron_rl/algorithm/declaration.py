@@ -1,5 +1,4 @@
-"""The objects that an algorithm is, and a role: a paper with the losses, advantages and names that it brings, and the part
-of a model beside the policy in a loss.
+"""The objects that declare an algorithm (a paper with the losses, advantages and names that it brings), and a role.
 
 Flags, checks and the tables of docs/algorithms.md are derived from these objects. Nothing here imports torch, because
 flags are known without it: a loss computes with the methods of the tensors that it is given.
