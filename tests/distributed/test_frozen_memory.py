@@ -90,7 +90,7 @@ def learn_twice(session: Session, settings: Any, problem: Problem) -> Used:
             slots = one.open_slots(problem, Identity("run", version, "fingerprint"))
             gc.collect()
             memory.peak = memory.now
-            learner.learn(slots, False)
+            learner.learn(slots)
             slots.close()
     parameters = sum(parameter.nbytes for chunk in one.policy.chunks for parameter in chunk.parameters())
     return Used(held, memory.peak, in_pass[0], parameters, hidden[0])
