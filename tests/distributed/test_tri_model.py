@@ -321,7 +321,7 @@ def test_a_planted_fault_changes_gradients_and_old_log_probs(fault, computed) ->
     found = differences(computed[fault, "fused"], computed["PP2", "separate"])
     print(f"{fault}: {found}")
     assert found["gradients"] > LEAST_EFFECT
-    assert found["old_N"] > LEAST_EFFECT
+    assert found["old"] > LEAST_EFFECT
 
 
 @pytest.mark.parametrize(
