@@ -126,7 +126,7 @@ def begun(ranks: Ranks, targets: list[Target], version: int = 1, **options: Any)
 def must_be_complete(control: Control, *lost: str) -> None:
     """Wait until all hosts are complete but those that are lost."""
     assert control.await_round(SOON), control.list_lost()
-    assert (control.list_open(), list(control.list_lost())) == ([], [*lost])
+    assert (control.list_open(), list(control.list_lost())) == ([], [*lost]), control.list_lost()
 
 
 def send_again(ranks: Ranks, targets: list[Target], **options: Any) -> list[tuple[Supply, HostSender]]:
