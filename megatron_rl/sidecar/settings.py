@@ -60,7 +60,7 @@ _SHARED = {
 
 # The flag of the gateway's address.
 GATEWAY_FLAG = "--rollout-gateway-listen"
-# The module that checks the settings for each kind of engine; that of the kind in use is imported.
+# The module that checks the settings for each kind of engine, imported when a run has that kind.
 _CHECKS = {"vllm": "megatron_rl.sidecar.vllm.checks", "scripted": "megatron_rl.sidecar.engines.scripted"}
 # The transports that stream weights to engines on a device.
 _STREAMS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ("nccl",), "npu": ("hccl",)}

@@ -44,7 +44,7 @@ reference's, and the ratio of policy and old policy.
 
 
 def diverge(log_probs: RoleLogProbs, sequences: Sequences, config: Any) -> Term:
-    """Compute the divergence of each target; in the reward, it is that of the policy that sampled the target."""
+    """Compute the divergence of each target; in the reward, the policy that sampled the target diverges."""
     is_in_loss = config.kl_in == "loss"
     policy_N = log_probs.policy_N if is_in_loss else log_probs.old_N
     ratio_N = (policy_N - log_probs.old_N).exp()

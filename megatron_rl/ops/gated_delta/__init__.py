@@ -71,7 +71,7 @@ def gated_delta_rule(
 
 
 def prepare(layout: Layout, window: int, name: str) -> None:
-    """Make the tables of linear layers on the host, those of convolutions over windows included."""
+    """Make the tables of linear layers, and of convolutions over windows, on the host."""
     BACKENDS.find(name).prepare(layout)
     layout.once(importlib.import_module(_CONVOLUTION).list_window_rows, window)
 

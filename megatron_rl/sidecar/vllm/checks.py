@@ -29,7 +29,7 @@ def find_problems(
     architecture: Architecture | None,
     seq_length: int | None,
 ) -> Iterator[str]:
-    """Yield each mistake in settings for engines of vLLM's; the architecture is that of --hf-model."""
+    """Yield each mistake in settings for engines of vLLM's; --hf-model has the architecture."""
     yield from find_draft_problems(rollout, hf_model)
     yield from find_invariance_problems(rollout, device)
     if rollout.script is not None:

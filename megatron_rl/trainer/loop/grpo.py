@@ -88,7 +88,7 @@ class GrpoStage:
         self.publisher.close()
 
     def _find_equal(self, identity: Identity) -> set[str]:
-        """Move the models that are due; return the roles whose weights are those of the policy that was published."""
+        """Move the models that are due; return the roles whose weights equal the published policy's."""
         policy, version, fingerprint = self.policy, identity.version, identity.fingerprint
         equal = set()
         for name, other in self.others.items():

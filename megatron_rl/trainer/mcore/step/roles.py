@@ -1,4 +1,4 @@
-"""Models in the roles of a loss: all in one pass, or each role in passes of its own.
+"""Models in the roles of a loss: all in one pass, or each role in separate passes.
 
 This knows the policy, which is trained, and the old policy, which is the policy at an iteration's start. Any other role
 is a frozen model with a name (`algorithm.roles`).
