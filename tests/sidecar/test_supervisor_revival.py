@@ -123,7 +123,7 @@ async def test_an_engine_whose_process_cannot_be_made_is_tried_again(factory, tm
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_after_any_fault_an_engine_that_is_down_is_being_restarted_or_given_up(factory, tmp_path, seed):
-    """Mix faults, deaths, groups, cancelled publishes and new engines by chance; then one publish brings all back."""
+    """Mix faults, deaths, groups, cancelled publishes, new engines; a publish brings back all with tries left."""
     chance = random.Random(seed)
     quick = {"watch_seconds": 0.01, "first_pause": 0.005, "longest_pause": 0.02, "max_failures": 6}
 
@@ -165,10 +165,13 @@ async def test_after_any_fault_an_engine_that_is_down_is_being_restarted_or_give
         for faults in factory.faults.values():
             faults.clear()
         factory.killed.clear()
-        left = [member for member in supervisor._members.values() if not member.is_given_up]
-        if left:
+        members = supervisor._members.values()
+        try:
             await asyncio.wait_for(supervisor.publish(weights(99, location=str(tmp_path))), 60)
-            await until(lambda: {member.engine.state for member in left} == {EngineState.READY})
+        except PublishFailed:
+            assert all(member.is_given_up for member in members)
+        # One that was in its last try while the faults ended may be given up.
+        await until(lambda: all(member.is_given_up or member.engine.state is EngineState.READY for member in members))
 
 
 async def test_many_engines_are_looked_at_in_turn_at_most_fifty_a_second(factory, monkeypatch):
