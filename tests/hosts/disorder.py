@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 _DEVICE = "tap0"
 _SET_NAME = 0x400454CA
@@ -84,7 +85,13 @@ def _write(device: int, frame: bytes) -> None:
 
 if __name__ == "__main__":
     with open_tap(_DEVICE) as inside:
-        for words in (["link", "set", "eth0", "down"], ["address", "add", sys.argv[2], "dev", _DEVICE]):
+        # Hosts that know the address of the device go on sending to it, for up to a minute.
+        hardware = Path("/sys/class/net/eth0/address").read_text().strip()
+        for words in (
+            ["link", "set", "eth0", "down"],
+            ["link", "set", _DEVICE, "address", hardware],
+            ["address", "add", sys.argv[2], "dev", _DEVICE],
+        ):
             subprocess.run(["ip", *words], check=True)
         subprocess.run(["ip", "link", "set", _DEVICE, "up"], check=True)
         disorder = Disorder(int(sys.argv[1]), inside)
